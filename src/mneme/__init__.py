@@ -1,0 +1,25 @@
+"""Mneme: an LLM serving cluster that never computes the same attention twice.
+
+`LLM` and `SamplingParams` are the offline API; they import neither Ray nor FastAPI. `mneme serve` starts a cluster.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mneme.replicas.llm import LLM
+    from mneme.replicas.request import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the offline API on first use, so that `import mneme.errors` stays light."""
+    if name == "LLM":
+        from mneme.replicas.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from mneme.replicas.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'mneme' has no attribute {name!r}")

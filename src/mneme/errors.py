@@ -1,0 +1,123 @@
+"""Every error that Mneme raises on purpose, in one tree.
+
+    MnemeError                     500  internal_error
+    |- InvalidRequest              400  the request breaks a rule: field, value, rule
+    |  |- ContextLengthExceeded    400  prompt + max_tokens can never fit
+    |  |- RequestTooLarge          413  the body is over its cap
+    |  `- RequestTimeout           408  the body did not arrive in time
+    |- ModelNotFound               404
+    |- Unauthorized                401
+    |- Overloaded                  429  queues are full; carries retry_after_s
+    |- ReplicaUnavailable          503  no replica can answer; carries retry_after_s
+    |- ConfigError                 exit status 2: an option is unknown or out of range
+    `- CheckpointError             exit status 2: a checkpoint is missing, damaged, hostile or unsupported
+
+`http_status`, `type` and `code` are the members of OpenAI's error object; only `cluster/` reads them.
+"""
+
+from __future__ import annotations
+
+_SHOWN_VALUE_CHARS = 80
+
+
+def shown(value: object) -> str:
+    """`repr` of an input value, cut to a length that is safe to log and to send back."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int too long to print, a structure too deep
+        text = f"<{type(value).__name__}>"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN_VALUE_CHARS else text[:_SHOWN_VALUE_CHARS] + "..."
+
+
+class MnemeError(Exception):
+    """Root of the tree."""
+
+    http_status = 500
+    type = "server_error"
+    code = "internal_error"
+
+
+class InvalidRequest(MnemeError):
+    """A request breaks a rule; nothing was done for it."""
+
+    http_status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, field: str | None, value: object, rule: str) -> None:
+        super().__init__(field, value, rule)
+        self.field = field
+        self.rule = rule
+        self.message = f"{field}: {rule} (got {shown(value)})" if field else rule
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested output can never fit the model's context or the page pool."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request body is over its cap."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
+class RequestTimeout(InvalidRequest):
+    """The request body did not arrive within its time."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
+class ModelNotFound(MnemeError):
+    """No configured model has this name."""
+
+    http_status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class Unauthorized(MnemeError):
+    """The API key is missing or wrong."""
+
+    http_status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class Overloaded(MnemeError):
+    """A queue is full; the client may try again after `retry_after_s`."""
+
+    http_status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ReplicaUnavailable(MnemeError):
+    """No replica can answer now; the client may try again after `retry_after_s`."""
+
+    http_status = 503
+    type = "server_error"
+    code = "replica_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(MnemeError):
+    """A configuration key is unknown, or its value is out of range."""
+
+
+class CheckpointError(MnemeError):
+    """A checkpoint is missing, damaged, hostile or of an unsupported kind."""
