@@ -1,0 +1,38 @@
+"""The seam between HTTP and engines: what the ingress asks for, whoever answers (Ray replicas, or one engine here)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mneme.replicas.request import GenerationRequest, TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """One replica's answer to `stats`, as the ingress merges it."""
+
+    replica_id: str
+    model: str
+    metrics: dict[str, Any]  # EngineLoop.stats()
+
+
+class EngineClient(Protocol):
+    """Sends requests to engines and brings their tokens back."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
+        """Run the choices of one HTTP request on one replica; yields events until each choice has finished.
+
+        Raises `Overloaded`, `InvalidRequest` (refused at admission) or `ReplicaUnavailable` before the first event.
+        Closing the iterator, or cancelling its task, aborts what is still running.
+        """
+        ...
+
+    async def stats(self) -> list[ReplicaStats]:
+        """Ask every replica, at most 1 s old; replicas that do not answer in time are left out."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether every configured model has a replica that answered lately."""
+        ...

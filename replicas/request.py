@@ -1,0 +1,155 @@
+"""What a caller asks of an engine, and what the engine answers: plain values, safe to send between processes.
+
+    SamplingParams      how to choose tokens; validated here, once, for every entrance
+    GenerationRequest   one choice of one request: ids in, ids out
+    TokenEvent          what one engine step did for one GenerationRequest
+    StepMessage         all events of one step for one subscriber: one message of the token stream
+
+Torch-free and Ray-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mneme.errors import InvalidRequest
+
+MAX_CHOICES = 8
+MAX_STOPS = 4
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_TOKENS_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
+
+    Raises `InvalidRequest` with the field, the value and the rule.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None  # None: as many as the context window leaves
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: one is drawn where the request enters
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS_LIMIT)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, -1, MAX_TOKENS_LIMIT)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _check_stops(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        _check_logit_bias(self.logit_bias)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of one output token, of the distribution before temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One choice of one request. A request with n = 3 is three of these; the prefix forest shares their prompt."""
+
+    request_id: str  # unique in the cluster
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams  # seed is set; n is not looked at
+    choice_index: int = 0
+    salt: str = ""  # tenant salt: the root of the prefix forest it may share with
+    session_id: str | None = None  # already namespaced by the ingress
+    prompt_text: str | None = None  # the rendered prompt, special tokens included; lets a session reuse its exact ids
+    subscriber: str = ""  # whose token stream gets the events
+
+
+class PromptUsage(NamedTuple):
+    """Sent once per request, with its first event."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was not computed by this request
+
+
+class TokenEvent(NamedTuple):
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None  # None while it runs; "stop", "length", "abort" or "error"
+    logprobs: tuple[Logprobs, ...] | None
+    usage: PromptUsage | None  # only in the first event
+    error: str | None = None  # only with finish_reason "error": what to tell the client
+
+
+class StepMessage(NamedTuple):
+    """One message of the token stream: all events of one step for one subscriber."""
+
+    epoch: str  # of the engine's life: a restarted engine has another
+    seq: int  # counts up by one per message and subscriber
+    events: tuple[TokenEvent, ...]
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(name, value, f"must be an integer from {low} to {high}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        rule = f"must be a number {'over' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
+        raise InvalidRequest(name, value, rule)
+
+
+def _check_stops(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest("stop", len(stop), f"at most {MAX_STOPS} stop strings")
+    for text in stop:
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= MAX_STOP_BYTES:
+            raise InvalidRequest("stop", text, f"each stop string has from 1 to {MAX_STOP_BYTES} bytes")
+
+
+def _check_stop_token_ids(ids: tuple[int, ...]) -> None:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", len(ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+    for token_id in ids:
+        _check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT)
+
+
+def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
+    if len(logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest("logit_bias", len(logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
+    for token_id, bias in logit_bias.items():
+        _check_int("logit_bias", token_id, 0, MAX_TOKENS_LIMIT)
+        _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
