@@ -1,0 +1,42 @@
+"""Configuration of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mneme.config import check_range
+from mneme.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine on one device. Sizes that are None are chosen from the model and the machine."""
+
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where the hardware has it
+    page_size: int = 32  # token slots per page
+    num_pages: int | None = None  # None: from kv_cache_bytes
+    kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU
+    max_context: int | None = None  # tokens; None: the model's
+    max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
+    max_running: int = 128  # sequences with pages
+    max_waiting: int = 1024  # queued requests; more are refused with Overloaded
+    prefix_sharing: bool = True
+    share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
+    num_threads: int | None = None  # torch threads; None: what torch chooses
+    session_ttl_s: float = 3600.0
+    max_sessions: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.page_size not in (16, 32, 64):
+            raise ConfigError(f"engine.page_size: must be 16, 32 or 64 (got {self.page_size})")
+        for name, low in (("num_pages", 2), ("kv_cache_bytes", 1), ("max_context", 1), ("num_threads", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_range(f"engine.{name}", value, low, 2**48)
+        check_range("engine.max_batch_tokens", self.max_batch_tokens, 16, 2**20)
+        check_range("engine.max_running", self.max_running, 1, 4096)
+        check_range("engine.max_waiting", self.max_waiting, 1, 2**20)
+        check_range("engine.session_ttl_s", self.session_ttl_s, 0, 10**9)
+        check_range("engine.max_sessions", self.max_sessions, 0, 10**9)

@@ -1,0 +1,88 @@
+"""Configuration from mappings: frozen dataclasses, unknown keys refused, one YAML and the same keys everywhere.
+
+Each dataclass stands next to its owner and checks its own ranges in `__post_init__`; here is only the way in.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mneme.errors import ConfigError, shown
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+    """Build `cls` (a dataclass) from a mapping; raises `ConfigError` that names the key, the value and the rule."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{path or 'configuration'}: must be a mapping (got {shown(mapping)})")
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            raise ConfigError(f"{_join(path, key)}: unknown key; known are {', '.join(known)}")
+    values = {key: _convert(hints[key], value, _join(path, key)) for key, value in mapping.items()}
+    return cls(**values)
+
+
+def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict[str, Any]:
+    """A copy of `mapping` with `a.b=value` assignments (from `--set`) applied; values are YAML scalars."""
+    import yaml
+
+    result: dict[str, Any] = {key: value for key, value in mapping.items()}
+    for assignment in assignments:
+        dotted, equals, text = assignment.partition("=")
+        if not equals or not dotted:
+            raise ConfigError(f"--set {assignment}: must read key=value")
+        *parents, leaf = dotted.split(".")
+        node = result
+        for key in parents:
+            child = node.get(key)
+            node[key] = dict(child) if isinstance(child, Mapping) else {}
+            node = node[key]
+        node[leaf] = yaml.safe_load(text)
+    return result
+
+
+def check_range(path: str, value: float, low: float, high: float) -> None:
+    """Raise `ConfigError` unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise ConfigError(f"{path}: must be from {low:g} to {high:g} (got {shown(value)})")
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(get_args(hint), value, path)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{path}: must be one of {', '.join(map(str, get_args(hint)))} (got {shown(value)})")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path}: must be a list (got {shown(value)})")
+        return tuple(_convert(get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if is_dataclass(hint):
+        return parse(hint, value, path)  # type: ignore[arg-type]
+    return _convert_scalar(hint, value, path)
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    return _convert(next(option for option in options if option is not type(None)), value, path)
+
+
+def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path}: must be of type {hint.__name__} (got {shown(value)})")
