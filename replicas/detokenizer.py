@@ -1,0 +1,147 @@
+"""Token ids to text, as they come: never half a character, never any part of a stop string.
+
+The text is a function of the ids alone, however they are grouped into pushes: the engine (which decides on
+stop strings) and the ingress (which sends the text) run one `TextStream` each and must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mneme.replicas.tokenizer import Tokenizer
+
+_INCOMPLETE = "\ufffd"
+_MAX_INCOMPLETE = 3  # bytes of a UTF-8 character that can wait for more, each decoded to U+FFFD
+_MAX_WINDOW = 24  # tokens decoded again at each step, as long as the text is made of characters
+_MAX_RUBBLE = 32  # and when it is not
+_MIN_WINDOW = 4
+# At least 9 bytes: whatever character the cut falls into, the last three U+FFFD lie behind it.
+_RUBBLE_WINDOW = 12
+
+
+class TextStream:
+    """The text of one choice.
+
+    `stop` strings are looked for in the text after the first `min_tokens` tokens; the text ends before one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._characters = _CharacterStream(tokenizer, skip_special_tokens)
+        self._stop = tuple(stop)
+        self._max_held = max((len(text) for text in self._stop), default=1) - 1
+        self._unstoppable = min_tokens
+        self._held = ""  # the longest end of the text that a stop string may begin with
+        self._pieces: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All that was returned so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that has become safe to show; after a stop string, always empty."""
+        return self._emit("".join(self._push_one(token_id) for token_id in token_ids))
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens will come."""
+        if self.stopped:
+            return ""
+        text = self._release(self._characters.finish())
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return self._emit(text)
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        if self.stopped:
+            return ""
+        text = self._characters.push(token_id)
+        if self._unstoppable > 0:
+            self._unstoppable -= 1
+            return text
+        return self._release(text) if self._stop and text else text
+
+    def _release(self, text: str) -> str:
+        """Append complete characters; return those that no stop string can contain any more."""
+        pending = self._held + text
+        starts = [start for stop in self._stop if (start := pending.find(stop)) >= 0]
+        if starts:
+            self.stopped = True
+            self._held = ""
+            return pending[: min(starts)]
+        first_held = self._first_held(pending)
+        self._held = pending[first_held:]
+        return pending[:first_held]
+
+    def _first_held(self, pending: str) -> int:
+        """Where the longest end of `pending` starts that is the beginning of a stop string."""
+        for start in range(max(0, len(pending) - self._max_held), len(pending)):
+            if any(stop.startswith(pending[start:]) for stop in self._stop):
+                return start
+        return len(pending)
+
+
+class _CharacterStream:
+    """Complete characters, by decoding a sliding window of the last tokens again.
+
+    Invariant: `decode(window)[:given]` has been returned. What follows waits: it ends in U+FFFD, which may be
+    the beginning of a character whose other bytes are still to come. Some decoders turn a whole run of byte
+    tokens into U+FFFD as long as one of its characters is incomplete, so up to three tokens wait as a whole;
+    after that only the last three U+FFFD can become anything else.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._given = 0
+        self._num_waiting = 0  # tokens since the text last ended in a complete character
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        self._num_waiting = self._num_waiting + 1 if text.endswith(_INCOMPLETE) else 0
+        end = self._given if 0 < self._num_waiting <= _MAX_INCOMPLETE else len(text) - _num_incomplete(text)
+        fresh = text[self._given : end]
+        self._given = max(self._given, end)
+        if len(self._window) > (_MAX_RUBBLE if self._num_waiting else _MAX_WINDOW):
+            self._slide(text)
+        return fresh
+
+    def finish(self) -> str:
+        fresh = self._decode(self._window)[self._given :]
+        self._window, self._given, self._num_waiting = [], 0, 0
+        return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _slide(self, text: str) -> None:
+        """Forget the oldest tokens, at a place where a character ends if there is one."""
+        waiting = len(text) - self._given
+        size = next((n for n in range(_MIN_WINDOW, _RUBBLE_WINDOW) if self._ends(text, n)), _RUBBLE_WINDOW)
+        self._window = self._window[-size:]
+        self._given = max(0, len(self._decode(self._window)) - waiting)
+
+    def _ends(self, text: str, size: int) -> bool:
+        """Whether the last `size` tokens alone give the end of the text."""
+        end = self._decode(self._window[-size:])
+        return end.strip(_INCOMPLETE) != "" and not end.startswith(_INCOMPLETE) and text.endswith(end)
+
+
+def _num_incomplete(text: str) -> int:
+    """How many of the last three characters are U+FFFD, counted from the end."""
+    return len(text[-_MAX_INCOMPLETE:]) - len(text[-_MAX_INCOMPLETE:].rstrip(_INCOMPLETE))
