@@ -91,6 +91,7 @@ class GenerationRequest:
     session_id: str | None = None  # already namespaced by the ingress
     prompt_text: str | None = None  # the rendered prompt, special tokens included; lets a session reuse its exact ids
     subscriber: str = ""  # whose token stream gets the events
+    output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
 
 
 class PromptUsage(NamedTuple):
