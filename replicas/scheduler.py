@@ -1,0 +1,148 @@
+"""Which rows run in the next step: decodes and prefill chunks in one batch under a token budget (Pensieve 4.2).
+
+First come, first served. Running sequences go in order of arrival, one row per decode set aside for each before
+prefill chunks share what is left; then waiting ones are admitted. When pages run out the latest arrival that has
+no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and finds them again.
+A sequence that fits the pool alone can therefore always finish: the oldest is never suspended.
+
+Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
+the later one follows the pages as they come.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from mneme.replicas.forest import OutOfPages, Path, PrefixForest
+from mneme.replicas.sequence import Chunk, Sequence
+
+
+class Scheduler:
+    """Owns the queue and the running set; the forest owns the pages."""
+
+    def __init__(self, forest: PrefixForest, *, max_batch_tokens: int, max_running: int) -> None:
+        self._forest = forest
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.num_suspensions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended: forget it and let its pages become cached."""
+        if sequence.path is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._forest.release(sequence.path)
+        sequence.path = None
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; every page they write to is taken."""
+        chunks: list[Chunk] = []
+        num_decodes = sum(_num_pending(s) <= 1 for s in self.running)
+        budget = max(self._max_batch_tokens - num_decodes, 0)
+        for sequence in list(self.running):
+            if sequence.path is None:  # suspended for an earlier one, in this very step
+                continue
+            is_decode = _num_pending(sequence) <= 1
+            chunk = self._chunk_or_suspend(sequence, 1 if is_decode else budget, chunks)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= 0 if is_decode else chunk.num_rows
+        self._admit(chunks, budget)
+        return chunks
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting[0]
+            if not self._open(sequence):
+                return
+            self.waiting.popleft()
+            _insert_by_arrival(self.running, sequence)
+            chunk = self._take_chunk(sequence, budget)
+            chunks.append(chunk)
+            budget -= chunk.num_rows
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Give the sequence a path with what is resident, if the rest of its tokens fits too."""
+        path = self._forest.open_path(sequence.request.salt)
+        found = self._forest.extend(path, sequence.ids, len(sequence.ids))
+        if not self._fits(path, sequence):
+            self._forest.release(path)
+            if self.running:
+                return False
+            # Alone and still short: its prefix is scattered over forks, several pages a block. Start clean.
+            self._forest.clear()
+            path, found = self._forest.open_path(sequence.request.salt), 0
+        if sequence.num_cached is None:
+            sequence.num_cached = min(found, sequence.num_prompt - 1)
+        sequence.path = path
+        return True
+
+    def _fits(self, path: Path, sequence: Sequence) -> bool:
+        """Whether all known tokens fit beside one page more for each running sequence."""
+        needed = self._forest.num_new_pages(path, sequence.ids, len(sequence.ids))
+        return needed + len(self.running) <= self._forest.num_available
+
+    def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
+        """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
+        if budget <= 0:
+            return None
+        scheduled = {id(chunk.sequence) for chunk in chunks}
+        while True:
+            try:
+                return self._take_chunk(sequence, budget)
+            except OutOfPages:
+                victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
+                self._suspend(victim)
+                if victim is sequence:
+                    return None
+
+    def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        path, ids = sequence.path, sequence.ids
+        assert path is not None
+        self._forest.extend(path, ids, len(ids))
+        start = path.num_tokens
+        if start == len(ids):
+            return Chunk(sequence, start - 1, start, [])
+        end = min(len(ids), start + budget)
+        return Chunk(sequence, start, end, self._forest.write(path, ids, end))
+
+    def _suspend(self, sequence: Sequence) -> None:
+        assert sequence.path is not None
+        self.running.remove(sequence)
+        self._forest.release(sequence.path)
+        sequence.path = None
+        self.num_suspensions += 1
+        self.waiting.appendleft(sequence)
+
+    def drop_if(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Remove and return every sequence for which the predicate holds."""
+        dropped = [s for s in (*self.running, *self.waiting) if predicate(s)]
+        for sequence in dropped:
+            self.remove(sequence)
+        return dropped
+
+
+def _num_pending(sequence: Sequence) -> int:
+    """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
+    assert sequence.path is not None
+    return len(sequence.ids) - sequence.path.num_tokens
+
+
+def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:
+    index = len(running)
+    while index and running[index - 1].arrival > sequence.arrival:
+        index -= 1
+    running.insert(index, sequence)

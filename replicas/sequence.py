@@ -1,0 +1,67 @@
+"""One running choice: its token ids, its pages and how far it has come. Policy only: no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mneme.replicas.forest import Path
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
+
+if TYPE_CHECKING:
+    from mneme.replicas.detokenizer import TextStream
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """State of one `GenerationRequest`. `ids[:path.num_tokens]` have KV; the rest is to be computed."""
+
+    request: GenerationRequest
+    ids: list[int]  # prompt, then output
+    num_prompt: int
+    max_tokens: int  # output tokens, resolved against context and pool
+    arrival: int  # FCFS order, kept through suspensions
+    submitted_s: float
+    path: Path | None = None  # None while it waits
+    num_cached: int | None = None  # prompt tokens found at first admission
+    num_reported: int = 0  # output tokens already sent in events
+    stop_text: TextStream | None = None  # follows the output where stop strings are given
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
+    first_token_s: float | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.ids[self.num_prompt :]
+
+    def take_usage(self) -> PromptUsage | None:
+        """The prompt's usage, for the first event only."""
+        if self.num_reported:
+            return None
+        return PromptUsage(self.num_prompt, self.num_cached or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Query rows of one sequence in one step: positions [start, end).
+
+    `runs` are the slots that their KV is written to: (page id, first offset, count). They cover the last rows of
+    the chunk; a single row without a run is one whose KV is already resident and which is computed for its logits.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    runs: list[tuple[int, int, int]]
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last row is the sequence's last known token, so that the next one is sampled."""
+        return self.end == len(self.sequence.ids)
