@@ -35,7 +35,8 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.ids[self.num_prompt :]
+        """All output of the request, also what another engine had emitted before it was moved here."""
+        return self.ids[self.num_prompt - self.request.output_offset :]
 
     def take_usage(self) -> PromptUsage | None:
         """The prompt's usage, for the first event only."""

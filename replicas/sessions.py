@@ -25,7 +25,8 @@ class TokenLog:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     last_used_s: float = 0.0
-    answering: str | None = None  # the request that is answering now
+    turn: str = ""  # the turn that is answering now
+    answering: set[str] = field(default_factory=set)  # its choices that have not ended, by request id
     queue: deque[GenerationRequest] = field(default_factory=deque)
 
 
@@ -55,10 +56,11 @@ class Sessions:
         if key is None or self._max_sessions == 0:
             return list(request.prompt_token_ids)
         log = self._log_by_key.setdefault(key, TokenLog())
-        if log.answering is not None and log.answering != _turn(request):
+        if log.answering and log.turn != _turn(request):
             log.queue.append(request)
             return None
-        log.answering = _turn(request)
+        log.turn = _turn(request)
+        log.answering.add(request.request_id)
         self._touch(key, log)
         self._expire()
         return self._match(log, request)
@@ -70,13 +72,13 @@ class Sessions:
         """
         key = _key(request)
         log = self._log_by_key.get(key) if key is not None else None
-        if key is None or log is None or log.answering != _turn(request):
+        if key is None or log is None or request.request_id not in log.answering:
             return []
         if ids is not None and request.choice_index == 0:
             log.ids, log.text = ids, text
-        log.answering = None
+        log.answering.discard(request.request_id)
         self._touch(key, log)
-        return _pop_turn(log.queue)
+        return [] if log.answering else _pop_turn(log.queue)
 
     def cancel_queued(self, request_id: str) -> GenerationRequest | None:
         """Take a queued request out; None if it is not queued."""
@@ -92,11 +94,12 @@ class Sessions:
         return sum(len(log.queue) for log in self._log_by_key.values())
 
     def _match(self, log: TokenLog, request: GenerationRequest) -> list[int]:
-        text = request.prompt_text
+        text, given = request.prompt_text, list(request.prompt_token_ids)
         if not log.text or text is None or not text.startswith(log.text):
-            return list(request.prompt_token_ids)
+            return given
         rest = text[len(log.text) :]
-        return log.ids + (self._encode(rest) if rest else [])
+        resumed = given[len(given) - request.output_offset :]  # output so far, of a request that was moved here
+        return log.ids + (self._encode(rest) if rest else []) + resumed
 
     def _touch(self, key: SessionKey, log: TokenLog) -> None:
         log.last_used_s = self._clock()
@@ -108,7 +111,7 @@ class Sessions:
         for key, log in list(self._log_by_key.items()):
             if excess <= 0 and log.last_used_s >= oldest_s:
                 return
-            if log.answering is None:
+            if not log.answering:
                 del self._log_by_key[key]
                 excess -= 1
 
@@ -119,7 +122,7 @@ def _key(request: GenerationRequest) -> SessionKey | None:
 
 def _turn(request: GenerationRequest) -> str:
     """All choices of one HTTP request are one turn; their ids are `<turn>.<choice index>`."""
-    return request.request_id.rpartition(".")[0] or request.request_id
+    return request.request_id.removesuffix(f".{request.choice_index}")
 
 
 def _pop_turn(queue: deque[GenerationRequest]) -> list[GenerationRequest]:

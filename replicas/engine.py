@@ -1,0 +1,277 @@
+"""The engine: requests in, one batch per step, events out.
+
+    submit -> Sessions.begin -> Scheduler.add          the prompt's ids, exact where the session knows them
+    step:  Scheduler.schedule                          rows under a token budget; pages; the forest
+           Runner.prepare                              page tables -> plan, tokens and slots -> tensors
+           Runner.forward                              logits of the rows that sample
+           sampler.sample
+           Engine._commit                              append, look for an end, give pages back, events
+
+One thread calls an engine (`EngineLoop` gives it one); nothing here blocks or waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.forest import PrefixForest
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sampler import Sampled, SampleRow, sample
+from mneme.replicas.scheduler import Scheduler
+from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sessions import Sessions
+
+if TYPE_CHECKING:
+    from mneme.replicas.runner import Runner
+    from mneme.replicas.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._max_waiting = config.max_waiting
+        self.forest = PrefixForest(
+            runner.num_pages, runner.page_size, sharing=config.prefix_sharing, first_page=runner.first_page
+        )
+        self.scheduler = Scheduler(
+            self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+        )
+        self.sessions = Sessions(
+            self._encode, clock, ttl_s=config.session_ttl_s, max_sessions=config.max_sessions
+        )
+        self.max_context = min(runner.max_context, config.max_context or runner.max_context)
+        self.capacity = min(self.max_context, runner.num_pages * runner.page_size)  # tokens of one sequence
+        self._sequence_by_id: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
+        self._outbox: list[TokenEvent] = []  # events that arise between steps
+        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
+        self.num_finished: Counter[str] = Counter()  # by finish_reason
+        self.num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._outbox)
+
+    @property
+    def running_ids(self) -> dict[str, int]:
+        """Output tokens so far, by request id, of every request that has begun."""
+        return {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request; its events come from `step`.
+
+        Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
+        """
+        if len(self.scheduler.waiting) + self.sessions.num_queued >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
+        if request.request_id in self._sequence_by_id:
+            raise InvalidRequest("request_id", request.request_id, "is already running")
+        self._check_ids(request)
+        ids = self.sessions.begin(request)
+        if ids is not None:
+            try:
+                self._start(request, ids)
+            except InvalidRequest:
+                self._begin_next(self.sessions.end(request, None, ""))
+                raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
+        sequence = self._sequence_by_id.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, "abort")
+        elif self.sessions.cancel_queued(request_id) is not None:
+            self._outbox.append(TokenEvent(request_id, (), "abort", None, None))
+
+    def step(self) -> list[TokenEvent]:
+        """Run one batch; returns what happened to each request, in order."""
+        chunks = self.scheduler.schedule()
+        inputs = self._runner.prepare(chunks, self.forest.drain_fresh())
+        logits = self._runner.forward(inputs)
+        sampled = sample(logits, [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
+        return self._commit(chunks, sampled)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, for metrics and routing."""
+        forest, scheduler = self.forest, self.scheduler
+        return {
+            "pages": {
+                "free": forest.num_free,
+                "cached": forest.num_cached,
+                "in_use": forest.num_in_use,
+                "total": forest.num_pages,
+            },
+            "requests": {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting) + self.sessions.num_queued,
+                "suspended_total": scheduler.num_suspensions,
+            },
+            "tokens": dict(self.num_tokens),
+            "finished": dict(self.num_finished),
+            "in_flight": self.running_ids,
+            "steps": self.num_steps,
+            "sessions": len(self.sessions),
+            "shared_segments": self._runner.num_shared_segments,
+            "capacity_tokens": self.capacity,
+        }
+
+    def fail_all(self, message: str) -> list[TokenEvent]:
+        """After a step that raised: every request ends with "error", and no page is trusted any more."""
+        for sequence in list(self._sequence_by_id.values()):
+            self._finish(sequence, "error", message)
+        self.forest.clear()
+        return self.take_events()
+
+    def _start(self, request: GenerationRequest, ids: list[int]) -> None:
+        params = request.sampling
+        room = self.capacity - len(ids)
+        if room < 1 or (params.max_tokens or 1) > room:
+            wanted = f"{len(ids)} prompt tokens" + (f" and {params.max_tokens} more" if params.max_tokens else "")
+            rule = f"prompt and output must fit {self.capacity} tokens together; this asks for {wanted}"
+            raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", params.max_tokens or len(ids), rule)
+        sequence = Sequence(
+            request=request,
+            ids=ids,
+            num_prompt=len(ids),
+            max_tokens=min(params.max_tokens or room, room),
+            arrival=next(self._arrivals),
+            submitted_s=self._clock(),
+            stop_text=self._stop_text(request),
+        )
+        self._sequence_by_id[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def _stop_text(self, request: GenerationRequest) -> TextStream | None:
+        params, offset = request.sampling, request.output_offset
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise InvalidRequest("stop", params.stop, "needs a tokenizer; this engine has none")
+        stream = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens + offset)
+        stream.push(request.prompt_token_ids[len(request.prompt_token_ids) - offset :])
+        return stream
+
+    def _check_ids(self, request: GenerationRequest) -> None:
+        ids = request.prompt_token_ids
+        if not ids:
+            raise InvalidRequest("prompt", "", "must have at least one token")
+        for name, values in (("prompt", ids), ("logit_bias", tuple(request.sampling.logit_bias))):
+            if values and not 0 <= min(values) <= max(values) < self._runner.vocab_size:
+                worst = max(values) if min(values) >= 0 else min(values)
+                raise InvalidRequest(name, worst, f"token ids are from 0 to {self._runner.vocab_size - 1}")
+
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        request = sequence.request
+        params = request.sampling
+        barred = self._end_ids(sequence) if sequence.num_output < params.min_tokens else ()
+        return SampleRow(
+            params=params,
+            seed=params.seed or 0,
+            choice_index=request.choice_index,
+            position=request.output_offset + sequence.num_output,
+            prompt_ids=sequence.ids[: sequence.num_prompt] if params.repetition_penalty != 1.0 else (),
+            output_ids=sequence.output_ids if params.presence_penalty or params.frequency_penalty else (),
+            barred_ids=barred,
+        )
+
+    def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
+        self.num_steps += 1
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        for sequence, outcome in zip(sampling, sampled, strict=True):
+            self._append(sequence, outcome)
+        return self.take_events()
+
+    def _append(self, sequence: Sequence, outcome: Sampled) -> None:
+        if outcome.token_id is None:
+            self._finish(sequence, "error", "the model's logits are not finite")
+            return
+        sequence.ids.append(outcome.token_id)
+        sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
+        self.num_tokens["generated"] += 1
+        reason = self._finish_reason(sequence, outcome.token_id)
+        if reason is None:
+            self._report(sequence, None)
+        else:
+            self._finish(sequence, reason)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
+        if sequence.stop_text is not None:
+            sequence.stop_text.push([token_id])
+            if sequence.stop_text.stopped:
+                return "stop"
+        if token_id in self._end_ids(sequence):
+            return "stop"
+        return "length" if sequence.num_output >= sequence.max_tokens else None
+
+    def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        params = sequence.request.sampling
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+
+    def _report(self, sequence: Sequence, finish_reason: str | None, error: str | None = None) -> None:
+        fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
+        usage = sequence.take_usage()
+        if usage is not None and sequence.num_cached is not None:
+            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
+        logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
+        sequence.logprobs.clear()
+        sequence.num_reported += len(fresh)
+        request_id = sequence.request.request_id
+        self._outbox.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, error))
+
+    def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        request = sequence.request
+        self.scheduler.remove(sequence)
+        del self._sequence_by_id[request.request_id]
+        self.num_finished[reason] += 1
+        self._report(sequence, reason, error)
+        kept = sequence.ids if request.session_id is not None and reason != "error" else None
+        self._begin_next(self.sessions.end(request, kept, self._session_text(sequence) if kept else ""))
+
+    def _session_text(self, sequence: Sequence) -> str:
+        if self._tokenizer is None or sequence.request.prompt_text is None:
+            return ""
+        output = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
+        return sequence.request.prompt_text + output
+
+    def _begin_next(self, requests: list[GenerationRequest]) -> None:
+        """Start a session's next turn; one that no longer fits is answered with its error."""
+        for request in requests:
+            ids = self.sessions.begin(request)
+            assert ids is not None, "the session is free"
+            try:
+                self._start(request, ids)
+            except InvalidRequest as error:
+                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, str(error)))
+                self._begin_next(self.sessions.end(request, None, ""))
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None, "only requests with text match by text"
+        return self._tokenizer.encode_rendered(text)
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events since they were last taken; `step` returns them too."""
+        events, self._outbox = self._outbox, []
+        return events

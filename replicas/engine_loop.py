@@ -1,0 +1,168 @@
+"""One thread that drives one engine, and the thread-safe calls around it: submit_many, abort, subscribe, stats.
+
+Other threads never touch the engine. They leave commands in an inbox that the loop empties before each step;
+`submit_many` waits for its answers, which come within one step. Idle, the thread sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.engine import Engine
+from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[StepMessage], None]
+
+
+class EngineLoop:
+    """Owns an engine from `start` to `stop`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.epoch = uuid.uuid4().hex
+        self._condition = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._stopping = False
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._subscriber_by_request: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._step_s = 0.0  # duration of the last step
+        self._stats: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self._stats = self._gather_stats()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request as "abort", deliver that, and end the thread."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
+        """Hand over requests; per request None if it was taken, else why not. Waits at most one step."""
+        answer: Future[list[MnemeError | None]] = Future()
+        if not self._post(lambda: answer.set_result([self._submit(request) for request in requests])):
+            return [ReplicaUnavailable("this replica is stopping") for _ in requests]
+        return answer.result()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        self._post(lambda: [self.engine.abort(request_id) for request_id in request_ids] and None)
+
+    def subscribe(self, subscriber: str, deliver: Deliver) -> None:
+        """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
+        self._post(lambda: self._subscribers.update({subscriber: _Subscriber(deliver)}))
+
+    def unsubscribe(self, subscriber: str) -> None:
+        """Forget the subscriber; its requests are aborted, as nobody would hear of them."""
+        self._post(lambda: self._drop_subscriber(subscriber))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges as of the end of the last step."""
+        return {**self._stats, "rss_bytes": _rss_bytes()}
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        with self._condition:
+            if self._stopping:
+                return False
+            self._inbox.append(command)
+            self._condition.notify()
+        return True
+
+    def _run(self) -> None:
+        while self._run_inbox():
+            if self.engine.has_work:
+                self._deliver(self._step())
+            self._stats = self._gather_stats()
+        for request_id in list(self._subscriber_by_request):
+            self.engine.abort(request_id)
+        self._deliver(self.engine.take_events())
+
+    def _run_inbox(self) -> bool:
+        """Wait for something to do, run the commands; False when the loop is to end."""
+        with self._condition:
+            while not (self._inbox or self._stopping or self.engine.has_work):
+                self._condition.wait()
+            commands, self._inbox = self._inbox, []
+            stopping = self._stopping
+        for command in commands:
+            command()
+        return not stopping
+
+    def _step(self) -> list[TokenEvent]:
+        started_s = time.perf_counter()
+        try:
+            return self.engine.step()
+        except Exception:  # the edge of the engine: no request may be left without an answer
+            log.exception("step failed requests=%s", list(self._subscriber_by_request))
+            return self.engine.fail_all("the engine failed; the request was not completed")
+        finally:
+            self._step_s = time.perf_counter() - started_s
+
+    def _submit(self, request: GenerationRequest) -> MnemeError | None:
+        try:
+            self.engine.submit(request)
+        except MnemeError as error:
+            return error
+        self._subscriber_by_request[request.request_id] = request.subscriber
+        return None
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        events_by_subscriber: dict[str, list[TokenEvent]] = defaultdict(list)
+        for event in events:
+            name = self._subscriber_by_request.get(event.request_id)
+            if event.finish_reason is not None:
+                self._subscriber_by_request.pop(event.request_id, None)
+            if name is not None:
+                events_by_subscriber[name].append(event)
+        for name, batch in events_by_subscriber.items():
+            subscriber = self._subscribers.get(name)
+            if subscriber is not None:
+                subscriber.send(self.epoch, tuple(batch))
+
+    def _drop_subscriber(self, name: str) -> None:
+        self._subscribers.pop(name, None)
+        for request_id in [r for r, owner in self._subscriber_by_request.items() if owner == name]:
+            self.engine.abort(request_id)
+
+    def _gather_stats(self) -> dict[str, Any]:
+        return {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}
+
+
+class _Subscriber:
+    """Counts the messages of one token stream."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._seq = 0
+
+    def send(self, epoch: str, events: tuple[TokenEvent, ...]) -> None:
+        message = StepMessage(epoch, self._seq, events)
+        self._seq += 1
+        try:
+            self._deliver(message)
+        except Exception:  # a subscriber's fault must not reach the engine or the others
+            log.exception("a token stream could not take its message seq=%s", message.seq)
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process; 0 where /proc is not there."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,222 @@
+"""The offline API: an engine in this process, no server, no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mneme.config import parse
+from mneme.errors import InvalidRequest, MnemeError
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.load import load_engine, model_directory
+from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
+from mneme.replicas.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str  # "stop" or "length"
+    logprobs: tuple[Logprobs, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Figures of one request; times are from `generate`'s call."""
+
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int  # of the first choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """All choices of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    metrics: RequestMetrics
+
+
+class LLM:
+    """Generate in batches: `LLM("mneme-tiny").generate(["Hello"])[0].outputs[0].text`.
+
+    model   "mneme-tiny" (embedded) or a Hugging Face model directory
+    device  "auto", "cpu", "cuda", "cuda:1"
+    dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it
+    config  `EngineConfig` or a mapping of its fields
+
+    Raises `CheckpointError` or `ConfigError`. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str = "mneme-tiny",
+        device: str = "auto",
+        dtype: str | None = None,
+        config: EngineConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
+        chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
+        self.tokenizer = Tokenizer.load(model_directory(model))
+        self._engine = load_engine(
+            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer
+        )
+        self._ids = itertools.count()
+        self._random = random.Random()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        session_ids: Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids); one entry of the others per prompt, or one for all.
+
+        Raises `InvalidRequest` before anything runs; a request that fails later raises `MnemeError`.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), len(listed))
+        sessions = _one_per_prompt("session_ids", session_ids, len(listed))
+        jobs = [
+            _Job(self.tokenizer, self._requests(prompt, param, session))
+            for prompt, param, session in zip(listed, params, sessions, strict=True)
+        ]
+        self._run(jobs)
+        return [job.output() for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        session_id: str | None = None,
+        documents: Sequence[str] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template."""
+        if documents:
+            raise InvalidRequest("documents", len(documents), "reusable documents are not supported yet")
+        text = self.tokenizer.render_chat(messages)
+        ids = self.tokenizer.encode_rendered(text)
+        job = _Job(self.tokenizer, self._requests(ids, sampling_params or SamplingParams(), session_id, text))
+        self._run([job])
+        return job.output()
+
+    def _requests(
+        self, prompt: str | Sequence[int], params: SamplingParams, session_id: str | None, text: str | None = None
+    ) -> list[GenerationRequest]:
+        """One request per choice."""
+        if isinstance(prompt, str):
+            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            ids = list(prompt)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        name = f"llm-{next(self._ids)}"
+        return [
+            GenerationRequest(
+                request_id=f"{name}.{index}",
+                prompt_token_ids=tuple(ids),
+                sampling=replace(params, seed=seed),
+                choice_index=index,
+                session_id=session_id,
+                prompt_text=text,
+            )
+            for index in range(params.n)
+        ]
+
+    def _run(self, jobs: list[_Job]) -> None:
+        job_by_id = {request.request_id: job for job in jobs for request in job.requests}
+        try:
+            for job in jobs:
+                for request in job.requests:
+                    self._engine.submit(request)
+            while self._engine.has_work:
+                for event in self._engine.step():
+                    if event.request_id in job_by_id:
+                        job_by_id[event.request_id].take(event)
+        finally:  # an error, or Ctrl-C: nothing of this call may run on
+            for request_id in job_by_id:
+                self._engine.abort(request_id)
+            self._engine.take_events()
+
+
+class _Job:
+    """Collects the events of one prompt's choices."""
+
+    def __init__(self, tokenizer: Tokenizer, requests: list[GenerationRequest]) -> None:
+        self.requests = requests
+        self._started_s = time.perf_counter()
+        self._choices = {request.request_id: _Choice(tokenizer, request) for request in requests}
+        self._first_s: float | None = None
+        self._last_s = self._started_s
+        self._usage = (0, 0)
+
+    def take(self, event: TokenEvent) -> None:
+        self._last_s = time.perf_counter()
+        if event.finish_reason == "error":
+            raise MnemeError(f"{event.request_id}: {event.error}")
+        if self._first_s is None and event.token_ids:
+            self._first_s = self._last_s
+        if event.usage is not None and event.request_id == self.requests[0].request_id:
+            self._usage = event.usage
+        self._choices[event.request_id].take(event)
+
+    def output(self) -> RequestOutput:
+        prompt_tokens, cached_tokens = self._usage
+        metrics = RequestMetrics(
+            ttft_s=(self._first_s or self._last_s) - self._started_s,
+            total_s=self._last_s - self._started_s,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+        )
+        return RequestOutput(
+            prompt_token_ids=self.requests[0].prompt_token_ids,
+            outputs=tuple(choice.output() for choice in self._choices.values()),
+            metrics=metrics,
+        )
+
+
+class _Choice:
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
+        params = request.sampling
+        self._stream = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._finish_reason = ""
+
+    def take(self, event: TokenEvent) -> None:
+        self._token_ids.extend(event.token_ids)
+        self._stream.push(event.token_ids)
+        if self._logprobs is not None and event.logprobs:
+            self._logprobs.extend(event.logprobs)
+        self._finish_reason = event.finish_reason or self._finish_reason
+
+    def output(self) -> CompletionOutput:
+        self._stream.finish()
+        return CompletionOutput(
+            token_ids=tuple(self._token_ids),
+            text=self._stream.text,
+            finish_reason=self._finish_reason,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+        )
+
+
+def _one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
+    if value is None or isinstance(value, SamplingParams):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InvalidRequest(name, len(value), f"must have one entry for each of the {num_prompts} prompts")
+    return list(value)

@@ -1,0 +1,124 @@
+"""From a model name to a running engine: files, device, dtype, pool size."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mneme.errors import CheckpointError, ConfigError
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.engine_loop import EngineLoop
+from mneme.replicas.model import Decoder
+from mneme.replicas.model_config import DecoderConfig, load_model_config
+from mneme.replicas.runner import Runner
+from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.weights import load_weights
+
+EMBEDDED_MODEL = "mneme-tiny"
+
+_CPU_POOL_BYTES = 1 << 30
+_CPU_POOL_SHARE = 0.1  # of the memory that is available now
+_GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
+
+
+def _silent(_what: str, _share: float) -> None:
+    pass
+
+
+def model_directory(model: str) -> Path:
+    """The directory of a model: the embedded one by its name, any other by its path."""
+    if model == EMBEDDED_MODEL:
+        return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"{model}: no such model directory (the embedded model is {EMBEDDED_MODEL!r})")
+    return path
+
+
+def load_engine(
+    model: str, config: EngineConfig, *, on_progress: Progress | None = None, tokenizer: Tokenizer | None = None
+) -> Engine:
+    """Load weights and tokenizer and build an engine; raises `CheckpointError` or `ConfigError`."""
+    report = on_progress or _silent
+    model_dir = model_directory(model)
+    model_config = load_model_config(model_dir)
+    tokenizer = tokenizer or Tokenizer.load(model_dir)
+    report("tokenizer", 1.0)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    weights = load_weights(model_dir, model_config, device, dtype, report)
+    decoder = Decoder(model_config, weights, share=config.share)
+    runner = Runner(decoder, choose_num_pages(config, model_config, device, dtype), config.page_size)
+    eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
+    return Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
+
+
+def load_engine_loop(model: str, config: EngineConfig, *, on_progress: Progress | None = None) -> EngineLoop:
+    """`load_engine` with a thread of its own, not yet started."""
+    return EngineLoop(load_engine(model, config, on_progress=on_progress))
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is a device, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device: must be auto, cpu or cuda[:index] (got {name!r})") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"engine.device: {name!r} is not available on this machine")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 where the hardware multiplies it, else float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def choose_num_pages(
+    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
+    budget = config.kv_cache_bytes or _free_bytes(device)
+    num_pages = int(budget // page_bytes)
+    if num_pages < 2:
+        raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold {num_pages} pages of {page_bytes}; needs 2")
+    return num_pages if config.kv_cache_bytes else min(num_pages, _useful_pages(config, model))
+
+
+def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
+    """Every running sequence with its whole context, and as much again for what is cached."""
+    context = min(model.max_context, config.max_context or model.max_context)
+    return 2 * config.max_running * (-(-context // config.page_size) + 1)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * _GPU_POOL_SHARE
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(available * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

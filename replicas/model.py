@@ -1,0 +1,97 @@
+"""The decoder's forward pass over query rows of many sequences: one algorithm, described by `DecoderConfig`.
+
+Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mneme.kernels.attention import Plan, RopeTable, attend
+from mneme.kernels.kv_write import write_kv
+from mneme.replicas.model_config import DecoderConfig
+from mneme.replicas.weights import DecoderWeights, LayerWeights
+
+
+@dataclass(slots=True, kw_only=True)
+class KvPool:
+    """The device pool of KV pages, shared by all sequences of an engine."""
+
+    k_pages: torch.Tensor  # dtype [layers, Hkv, num_pages, page_size, D], keys rotated at slot_position
+    v_pages: torch.Tensor  # like k_pages
+    slot_position: torch.Tensor  # int32 [num_pages * page_size]; FREE where nothing is stored
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """One step's query rows, the same for all layers."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int32 [T]
+    slots: torch.Tensor  # int64 [T] where each row's KV is written
+    sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
+    plan: Plan
+
+
+class Decoder:
+    """Weights and rotary table of one model on one device."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, share: str = "auto") -> None:
+        self.config = config
+        self.share = share
+        self._weights = weights
+        self._scale = config.head_dim**-0.5
+        self.rope = RopeTable.from_inv_freq(
+            torch.tensor(config.rope.inv_freq, dtype=torch.float64),
+            2 * config.max_context,
+            attention_factor=config.rope.attention_factor,
+        ).to(weights.embedding.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
+        """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
+        hidden = F.embedding(inputs.token_ids, self._weights.embedding)
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self._weights.layers):
+            attended = self._attend(layer, index, self._norm(hidden, layer.attn_norm), inputs, pool)
+            if index == last:  # above the last attention only sampled rows matter
+                hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
+            hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
+            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+        return F.linear(self._norm(hidden, self._weights.norm), self._weights.head).float()
+
+    def _attend(
+        self, layer: LayerWeights, index: int, hidden: torch.Tensor, inputs: StepInputs, pool: KvPool
+    ) -> torch.Tensor:
+        """hidden [T, H] -> [T, Hq * D]."""
+        config = self.config
+        num_rows, kv_end = hidden.shape[0], config.num_q_heads + config.num_kv_heads
+        heads = F.linear(hidden, layer.qkv, layer.qkv_bias).view(num_rows, -1, config.head_dim)
+        q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
+        write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
+        out, _ = attend(
+            q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
+            softmax_scale=self._scale, window=config.windows[index],
+        )  # fmt: skip
+        return out.reshape(num_rows, -1)
+
+    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
