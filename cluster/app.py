@@ -1,0 +1,77 @@
+"""The Serve application: ingress replicas in front of engine replicas.
+
+    mneme.cluster.app:build     the builder for a RayService's serveConfigV2; `args` is the `ClusterConfig` mapping
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.ingress import BuildApi, Ingress
+from mneme.cluster.replica import EngineReplica, LoadEngine
+from mneme.config import parse
+
+APP_NAME = "mneme"
+ENGINE_DEPLOYMENT = "engine"
+INGRESS_DEPLOYMENT = "ingress"
+
+# Admission is the engine's, and each token stream counts as one ongoing request: Serve must never be the limit.
+_MAX_ONGOING = 100_000
+# Streams are cut off at the ingress when a replica is removed, so draining is short; this is its upper bound.
+_SHUTDOWN_TIMEOUT_S = 20.0
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a RayService; raises `ConfigError` for a bad mapping."""
+    return build_application(parse(ClusterConfig, args))
+
+
+def build_application(
+    config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None
+) -> Application:
+    """Bind both deployments; the two functions are called in the replicas' processes (tests give their own)."""
+    mapping = config.as_mapping()
+    engines = serve.deployment(
+        name=ENGINE_DEPLOYMENT,
+        num_replicas=config.replicas,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        request_router_config=_router_config(config),
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.gpus_per_replica},
+    )(EngineReplica).bind(mapping, load_engine or _load_engine)
+    ingress = serve.deployment(
+        name=INGRESS_DEPLOYMENT,
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress()(Ingress))
+    return ingress.bind(mapping, engines, build_api or _build_api)
+
+
+def _router_config(config: ClusterConfig) -> RequestRouterConfig:
+    return RequestRouterConfig(
+        request_router_class="mneme.router.serve_router.MnemeRequestRouter",
+        request_router_kwargs=config.as_mapping()["router"],
+    )
+
+
+def _load_engine(*args: Any, **kwargs: Any) -> Any:
+    from mneme.replicas.load import load_engine_loop
+
+    return load_engine_loop(*args, **kwargs)
+
+
+def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
+    from mneme.cluster.http_api import build_api
+
+    return build_api(client)

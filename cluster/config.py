@@ -1,0 +1,87 @@
+"""Configuration of a cluster: one mapping for the command line, a YAML file, and a RayService's `args`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mneme.config import check_range, parse, with_assignments
+from mneme.errors import ConfigError, shown
+from mneme.replicas.config import EngineConfig
+from mneme.router.score import RouterConfig
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """The HTTP front: authenticates, renders, routes, streams."""
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("ingress.replicas", self.replicas, 1, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """The Ray instance that `mneme serve` starts for itself; a RayService brings its own and ignores this."""
+
+    object_store_bytes: int = 192 * MIB
+    temp_dir: str | None = None  # None: a fresh directory under the system's; removed at the end
+
+    def __post_init__(self) -> None:
+        check_range("ray.object_store_bytes", self.object_store_bytes, 80 * MIB, 2**44)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything `mneme serve` needs to know."""
+
+    model: str = "mneme-tiny"  # the embedded model's name, or a local Hugging Face directory
+    replicas: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8000
+    gpus_per_replica: float = 0.0  # what Ray reserves; fractions share one device
+    start_timeout_s: float = 600.0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    ingress: IngressConfig = field(default_factory=IngressConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model: must name a model or a directory")
+        check_range("replicas", self.replicas, 1, 1024)
+        check_range("port", self.port, 1, 65535)
+        check_range("gpus_per_replica", self.gpus_per_replica, 0, 64)
+        check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain values that `parse` turns back into an equal configuration."""
+        return asdict(self)
+
+
+def load_config(
+    path: Path | None = None, assignments: list[str] | None = None, overrides: Mapping[str, Any] | None = None
+) -> ClusterConfig:
+    """The YAML file, then `key=value` assignments, then `overrides`; raises `ConfigError`."""
+    mapping = with_assignments(_read_yaml(path) if path else {}, assignments or [])
+    return parse(ClusterConfig, {**mapping, **(overrides or {})})
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: cannot be read as YAML: {first_line}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{path}: must be a mapping (got {shown(loaded)})")
+    return loaded

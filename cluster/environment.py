@@ -1,0 +1,113 @@
+"""The environment in which `mneme serve` starts a Ray instance of its own: knobs, free ports, a directory.
+
+Ray Serve reads its knobs from the environment when it is imported, in every process of the cluster, so they are set
+before that and inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.janitor import MARKER_VARIABLE
+from mneme.errors import ConfigError
+
+_LONGEST_BASE = 24  # Ray puts unix sockets of up to 80 more characters there; the kernel allows 107 in all
+_INGRESS_PORTS = range(20_000, 30_000)  # under Linux' ephemeral ports
+_PORTS_PER_CLUSTER = 64
+
+
+def make_directory(config: ClusterConfig) -> Path:
+    """A fresh private directory for everything the cluster writes."""
+    base = config.ray.temp_dir or tempfile.gettempdir()
+    if config.ray.temp_dir is None and len(base) > _LONGEST_BASE:
+        base = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="mneme-", dir=base))
+    except OSError as error:
+        raise ConfigError(f"ray.temp_dir: cannot create a directory in {base}: {error.strerror}") from error
+
+
+def check_port(config: ClusterConfig) -> None:
+    """Raise `ConfigError` when nothing could listen on the configured address."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+
+
+def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
+    """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
+    haproxy = directory / "haproxy"
+    haproxy.mkdir(exist_ok=True)
+    stats_port, metrics_port = _free_ports(2)
+    first_port = _free_port_block()
+    return {
+        MARKER_VARIABLE: marker,
+        "RAY_TMPDIR": str(directory),
+        "RAY_AUTH_MODE": "token",  # other users of this machine cannot reach into the instance
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica that reserves no GPU may still use one
+        **_serve_knobs(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),  # HAProxy binds these two on all interfaces
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + _PORTS_PER_CLUSTER),
+    }
+
+
+def apply(variables: Mapping[str, str]) -> None:
+    """Set the variables in this process; they are inherited by all that it starts."""
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(variables)
+
+
+def _serve_knobs() -> dict[str, str]:
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a Python process would parse a line per request
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut streams off
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one loop per process: a hop less per message
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now on all interfaces."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _free_port_block() -> int:
+    """The first of a row of ports whose first few are free; Serve itself skips what is taken later on."""
+    starts = list(range(_INGRESS_PORTS.start, _INGRESS_PORTS.stop, _PORTS_PER_CLUSTER))
+    random.SystemRandom().shuffle(starts)
+    return next((s for s in starts if all(_is_free(port) for port in range(s, s + 4))), starts[0])
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -1,0 +1,43 @@
+"""The ingress deployment: the HTTP API in one process, with a `RayEngineClient` behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.ray_engine_client import RayEngineClient
+from mneme.cluster.ray_private import HandleCalls, own_replica_id, start_router
+from mneme.config import parse
+from mneme.router import replica_set
+
+BuildApi = Callable[[EngineClient, ClusterConfig], FastAPI]
+
+
+class Ingress:
+    """Built by Serve in each ingress process; Serve asks it for the ASGI application."""
+
+    def __init__(self, config: dict[str, Any], engines: DeploymentHandle[Any], build_api: BuildApi) -> None:
+        self._config = parse(ClusterConfig, config)
+        self._build_api = build_api
+        self._loop = asyncio.get_running_loop()
+        self._client = RayEngineClient(
+            HandleCalls(engines),
+            model=self._config.model,
+            name=own_replica_id(),
+            router=self._config.router,
+        )
+        start_router(engines)
+        replica_set.listen(engines.deployment_name, self._replicas_changed)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._build_api(self._client, self._config)
+
+    def _replicas_changed(self, replica_ids: frozenset[str]) -> None:
+        """Called on the router's thread."""
+        self._loop.call_soon_threadsafe(self._client.set_replicas, replica_ids)

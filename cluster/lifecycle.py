@@ -1,0 +1,190 @@
+"""Starting and stopping everything that `mneme serve` runs.
+
+    check -> directory, janitor -> ray.init -> serve.run -> /ready answers 200 -> wait -> ray.shutdown -> janitor
+
+The Ray instance is this process's own: its ports, its directory, its token. Whatever ends this process, the janitor
+ends the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mneme.cluster import environment
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.janitor import Janitor
+from mneme.cluster.stop_signals import StopSignals
+from mneme.errors import MnemeError
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3.5  # for ray.shutdown; with the janitor's work everything has stopped within 5 s
+_READY_POLL_S = 0.1
+
+Progress = Callable[[str, float], None]  # what is going on, fraction done
+
+
+class StartFailed(MnemeError):
+    """The cluster did not come up; the message is one line."""
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """One cluster on this machine, from `start` to `stop`."""
+
+    config: ClusterConfig
+    _janitor: Janitor | None = None
+    _is_up: bool = False
+    _stop_requested: threading.Event = field(default_factory=threading.Event)
+    _signals: StopSignals | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the API answers; the wildcard address is reached by the loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
+        return f"http://{host}:{self.config.port}"
+
+    def start(self, application: Callable[[], object], on_progress: Progress) -> None:
+        """Start Ray and the application (built only once Ray's knobs are set). Raises `StartFailed`."""
+        environment.check_port(self.config)
+        directory = environment.make_directory(self.config)
+        marker = secrets.token_hex(16)
+        self._janitor = Janitor(marker, directory)
+        self._signals = StopSignals(self._signalled)
+        environment.apply(environment.cluster_environment(marker, directory))
+        on_progress("starting Ray", 0.0)
+        self._start_ray(directory)
+        self._signals.install()
+        on_progress("starting replicas", 0.0)
+        with _ProgressReader(on_progress):
+            self._run(application)
+            self._await_ready()
+        self._is_up = True
+
+    def wait(self) -> None:
+        """Return when a signal asks to stop."""
+        self._stop_requested.wait()
+
+    def stop(self) -> None:
+        """Stop everything that was started; nothing is left behind."""
+        if self._janitor is None:
+            return
+        deadline = threading.Timer(GRACE_S, self._stop_now)
+        deadline.daemon = True
+        deadline.start()
+        _shut_ray_down()
+        self._janitor.clean()
+        deadline.cancel()
+
+    def _start_ray(self, directory: Path) -> None:
+        import ray
+
+        from mneme.cluster.ray_private import loopback_only
+
+        try:
+            with loopback_only():
+                ray.init(
+                    address="local",
+                    num_cpus=1,  # the deployments reserve none; Ray starts one idle worker per CPU
+                    object_store_memory=self.config.ray.object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    namespace="serve",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(directory),
+                )
+        except Exception as error:
+            raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
+
+    def _run(self, application: Callable[[], object]) -> None:
+        from ray import serve
+
+        http = {"host": self.config.host, "port": self.config.port}
+        try:
+            serve.start(proxy_location="HeadOnly", http_options=http)
+            serve.run(application(), name="mneme", route_prefix="/")
+        except Exception as error:
+            raise StartFailed(_reason(error)) from error
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not _answers(f"{self.url}/ready"):
+            if time.monotonic() > deadline:
+                raise StartFailed(f"start_timeout_s: not ready after {self.config.start_timeout_s:g} s")
+            time.sleep(_READY_POLL_S)
+
+    def _signalled(self, count: int) -> None:
+        """On the signals' thread: the first one asks, the next one does not; while starting there is no asking."""
+        if count > 1 or not self._is_up:
+            self._stop_now()
+        self._stop_requested.set()
+
+    def _stop_now(self) -> None:
+        """End the rest and this process, from any thread."""
+        if self._janitor is not None:
+            self._janitor.clean()
+        sys.stderr.flush()
+        os._exit(130)
+
+
+class _ProgressReader:
+    """While the replicas load, reads their notes and passes the slowest one on."""
+
+    def __init__(self, on_progress: Progress) -> None:
+        self._on_progress = on_progress
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(1.0)
+
+    def _read(self) -> None:
+        from mneme.cluster.ray_private import read_progress
+
+        while not self._done.wait(0.2):
+            notes = read_progress().values()
+            if notes:
+                self._on_progress(*min(notes, key=lambda note: note[1]))
+
+
+def _shut_ray_down() -> None:
+    import ray
+
+    try:
+        ray.shutdown()
+    except Exception:  # the janitor ends what is left
+        logger.exception("ray.shutdown failed")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """The line of Serve's long report that says why a replica did not start."""
+    from mneme.cluster.serve_status import failure_reason
+
+    return failure_reason() or _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,271 @@
+"""`EngineClient` over many replicas: choose, submit, stream, and go on elsewhere when a replica is lost.
+
+A generation that loses its replica is submitted again with `prompt + emitted tokens` as its prompt, `max_tokens` and
+`min_tokens` reduced by what was emitted, and `output_offset` saying how much of the prompt is output. Preserved: the
+tokens already sent; greedy output, token by token; a seeded draw and the penalties, as far as the engine honours
+`output_offset`. Not preserved: a stop string that began in the emitted tokens, and the session's stored text
+(`prompt_text` is dropped, so that no stored prompt can stand in for this one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mneme.cluster.engine_client import ReplicaStats
+from mneme.cluster.replica_calls import ReplicaCalls
+from mneme.cluster.replica_link import LinkLost, ReplicaLink, Sink
+from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
+from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
+from mneme.router.chooser import ReplicaChooser, Reservation
+from mneme.router.score import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
+MAX_LOSSES = 5  # replicas a generation may lose before it gives up
+STATS_TIMEOUT_S = 0.5
+STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One request of a generation, and what the client already has of it."""
+
+    request: GenerationRequest
+    emitted: list[int] = field(default_factory=list)
+    usage: PromptUsage | None = None
+    is_finished: bool = False
+
+    def take(self, event: TokenEvent) -> TokenEvent:
+        """Note an event; what goes on to the client has the usage once, as of the first submit."""
+        self.emitted.extend(event.token_ids)
+        self.is_finished = event.finish_reason is not None
+        usage = event.usage if self.usage is None else None
+        self.usage = self.usage or event.usage
+        return event if usage is event.usage else event._replace(usage=usage)
+
+    def remaining(self) -> GenerationRequest:
+        """What is still to be done, as a request of its own."""
+        num_emitted = len(self.emitted)
+        if not num_emitted:
+            return self.request
+        sampling = self.request.sampling
+        left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
+        return replace(
+            self.request,
+            prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
+            prompt_text=None,
+            output_offset=num_emitted,
+            sampling=replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0)),
+        )
+
+    def is_complete(self) -> bool:
+        """All tokens came, only the word that it has finished was lost."""
+        max_tokens = self.request.sampling.max_tokens
+        return max_tokens is not None and len(self.emitted) >= max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Placement:
+    """Choices running on one replica."""
+
+    link: ReplicaLink
+    reservation: Reservation
+    sink: Sink
+    choices: dict[str, _Choice]
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """Events until each choice has finished; raises `LinkLost`."""
+        while not all(choice.is_finished for choice in self.choices.values()):
+            item = await self.sink.get()
+            if isinstance(item, LinkLost):
+                raise item
+            self.reservation.started()
+            yield self.choices[item.request_id].take(item)
+
+    def end(self) -> None:
+        """Give the reservation back and abort what still runs; never awaits."""
+        self.reservation.release()
+        self.link.abort([request_id for request_id, c in self.choices.items() if not c.is_finished])
+
+
+class RayEngineClient:
+    """See `EngineClient`; lives on one event loop, which `set_replicas` must be called on."""
+
+    def __init__(self, calls: ReplicaCalls, *, model: str, name: str, router: RouterConfig) -> None:
+        self._calls = calls
+        self._model = model
+        self._name = name  # unique among ingresses: the subscriber's name at the replicas
+        self._chooser = ReplicaChooser(router)
+        self._links: dict[str, ReplicaLink] = {}
+        self._opened = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._epochs: dict[str, str] = {}
+        self._stats: tuple[float, list[ReplicaStats]] | None = None
+        self._stats_lock = asyncio.Lock()
+
+    def set_replicas(self, replica_ids: Collection[str]) -> None:
+        """The replicas of now: new ones are linked, links to others are closed at once."""
+        for replica_id in self._links.keys() - set(replica_ids):
+            task = asyncio.get_running_loop().create_task(self._links.pop(replica_id).close())
+            self._epochs.pop(replica_id, None)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for replica_id in set(replica_ids) - self._links.keys():
+            link = ReplicaLink(
+                replica_id, self._calls, subscriber=f"{self._name}:{replica_id}", on_change=self._link_changed
+            )
+            self._links[replica_id] = link
+            link.start()
+        self._update_candidates()
+
+    async def close(self) -> None:
+        """Close all links."""
+        self.set_replicas(())
+        await asyncio.gather(*self._closing)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
+        """See `EngineClient.generate`; a lost replica is a pause, then an "error" event if nothing takes over."""
+        choices = [_Choice(request) for request in requests]
+        num_losses = 0
+        while choices:
+            try:
+                placement = await self._place(choices, is_resumed=num_losses > 0)
+            except MnemeError as error:
+                if not num_losses:
+                    raise
+                for event in _failures(choices, error):
+                    yield event
+                return
+            try:
+                async with contextlib.aclosing(placement.events()) as events:
+                    async for event in events:
+                        yield event
+                self._remember(placement)
+                return
+            except LinkLost as lost:
+                num_losses += 1
+                logger.warning("request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost)
+            finally:
+                placement.end()
+            choices = [choice for choice in choices if not choice.is_finished]
+            for choice in [choice for choice in choices if choice.is_complete()]:
+                choices.remove(choice)
+                yield TokenEvent(choice.request.request_id, (), "length", None, None)
+            if num_losses > MAX_LOSSES:
+                for event in _failures(choices, ReplicaUnavailable("replicas keep failing")):
+                    yield event
+                return
+
+    async def stats(self) -> list[ReplicaStats]:
+        """See `EngineClient.stats`."""
+        clock = asyncio.get_running_loop().time
+        async with self._stats_lock:
+            if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
+                started_at = clock()
+                answers = await asyncio.gather(*(self._ask(r) for r, link in self._links.items() if link.is_open))
+                self._stats = started_at, [answer for answer in answers if answer is not None]
+            return self._stats[1]
+
+    def is_ready(self) -> bool:
+        """See `EngineClient.is_ready`: a stream is open, and Ray breaks it when its replica dies."""
+        return self._opened.is_set()
+
+    async def _place(self, choices: Sequence[_Choice], *, is_resumed: bool) -> _Placement:
+        """Submit to the best replica, then to the others; raises what the last one answered."""
+        tried: set[str] = set()
+        refusal: MnemeError = ReplicaUnavailable("no replica is ready")
+        deadline = asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S
+        while True:
+            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried)
+            if reservation is None:
+                if tried and not is_resumed and isinstance(refusal, Overloaded):
+                    raise refusal
+                if not await self._wait_for_replica(deadline, has_tried=bool(tried)):
+                    raise refusal
+                tried.clear()
+                continue
+            tried.add(reservation.replica_id)
+            try:
+                return await self._submit(choices, reservation)
+            except LinkLost as lost:
+                refusal = ReplicaUnavailable(str(lost))
+            except Overloaded as overloaded:
+                refusal = overloaded
+
+    def _reserve(
+        self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]
+    ) -> Reservation | None:
+        return self._chooser.select_and_reserve(
+            request.prompt_token_ids,
+            salt=request.salt,
+            session_id=request.session_id,
+            num_choices=num_choices,
+            exclude=exclude,
+        )
+
+    async def _wait_for_replica(self, deadline: float, *, has_tried: bool) -> bool:
+        """Wait for an open stream, at least a moment if all were tried; False when the time is up."""
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return False
+        if has_tried:
+            await asyncio.sleep(min(0.1, left_s))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._opened.wait()
+        return self._opened.is_set()
+
+    async def _submit(self, choices: Sequence[_Choice], reservation: Reservation) -> _Placement:
+        link = self._links[reservation.replica_id]
+        placement = _Placement(link, reservation, asyncio.Queue(), {c.request.request_id: c for c in choices})
+        try:
+            refusals = await link.submit([choice.remaining() for choice in choices], placement.sink)
+        except BaseException:  # cancelled too: the request may be on its way
+            placement.end()
+            raise
+        refused = next((refusal for refusal in refusals if refusal is not None), None)
+        if refused is not None:
+            placement.end()
+            raise refused
+        return placement
+
+    def _remember(self, placement: _Placement) -> None:
+        """The replica now holds the answers' KV too: the next turn starts with them."""
+        for choice in placement.choices.values():
+            tokens = (*choice.request.prompt_token_ids, *choice.emitted)
+            self._chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
+
+    def _link_changed(self, link: ReplicaLink) -> None:
+        if link.epoch is not None and link.replica_id in self._links:
+            if self._epochs.get(link.replica_id, link.epoch) != link.epoch:
+                self._chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
+            self._epochs[link.replica_id] = link.epoch
+        self._update_candidates()
+
+    def _update_candidates(self) -> None:
+        open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]
+        self._chooser.set_replicas(open_ids)
+        if open_ids:
+            self._opened.set()
+        else:
+            self._opened.clear()
+
+    async def _ask(self, replica_id: str) -> ReplicaStats | None:
+        metrics: dict[str, Any]
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                metrics = await self._calls.stats(replica_id)
+        except Exception as error:  # a replica that does not answer is left out
+            logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
+            return None
+        return ReplicaStats(replica_id=replica_id, model=self._model, metrics=metrics)
+
+
+def _failures(choices: Sequence[_Choice], error: MnemeError) -> list[TokenEvent]:
+    return [TokenEvent(choice.request.request_id, (), "error", None, None, str(error)) for choice in choices]

@@ -1,0 +1,45 @@
+"""What an ingress may ask of one replica, whoever carries the call (Ray Serve, or a fake in tests)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mneme.errors import MnemeError
+from mneme.replicas.request import GenerationRequest, StepMessage
+
+
+class StreamOpened(NamedTuple):
+    """The first item of a token stream: from here on no event of this subscriber is missed."""
+
+    replica_id: str
+    epoch: str  # of the engine's life
+
+
+StreamItem = StreamOpened | tuple[StepMessage, ...]
+
+
+class WrongReplica(MnemeError):
+    """The call was pinned to a replica that is gone, or its subscriber has no stream here (any more)."""
+
+
+class ReplicaCalls(Protocol):
+    """Calls pinned to one replica; any of them raises when the replica is gone."""
+
+    def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
+        """The token stream: `StreamOpened`, then what the engine's steps did; ends only by an error or by closing."""
+        ...
+
+    async def submit_many(
+        self, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
+    ) -> Sequence[MnemeError | None]:
+        """One answer per request: None is accepted."""
+        ...
+
+    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        """Stop these; ids that are unknown are fine."""
+        ...
+
+    async def stats(self, replica_id: str) -> dict[str, Any]:
+        """`EngineLoop.stats()` and what the replica's process adds."""
+        ...

@@ -1,0 +1,149 @@
+"""One ingress's view of its replicas: selects a replica and reserves its load in one step.
+
+Selecting first and reserving later herds: every request that arrives in between sees the same idle replica. Nothing
+here awaits, so on an event loop a choice is atomic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from mneme.router.prefix_index import PrefixIndex
+from mneme.router.score import (
+    Candidate,
+    RoutedRequest,
+    RouterConfig,
+    Score,
+    prefill_score,
+    rank,
+    rendezvous_order,
+)
+from mneme.router.token_hashes import block_hashes
+
+
+@dataclass(slots=True)
+class _Load:
+    running: int = 0
+    queued_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Load that a chosen replica carries until it is released; `started` and `release` may be called twice."""
+
+    replica_id: str
+    matched_tokens: int
+    _load: _Load
+    _running: int
+    _queued_tokens: int
+
+    def started(self) -> None:
+        """The first output came back: the prompt is no longer queued."""
+        self._load.queued_tokens -= self._queued_tokens
+        self._queued_tokens = 0
+
+    def release(self) -> None:
+        """The request has finished, was refused or was aborted."""
+        self.started()
+        self._load.running -= self._running
+        self._running = 0
+
+
+@dataclass(slots=True)
+class ReplicaChooser:
+    """Candidates, their load as reserved here, and the prefixes they were sent."""
+
+    config: RouterConfig
+    score: Score | None = None  # None: `prefill_score`
+    _index: PrefixIndex = field(init=False)
+    _loads: dict[str, _Load] = field(init=False, default_factory=dict)
+    _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._index = PrefixIndex(self.config.index_blocks)
+        self.score = self.score or prefill_score(self.config)
+
+    def set_replicas(self, replica_ids: Collection[str]) -> None:
+        """Replicas that may be chosen from now on; those that are gone leave no trace."""
+        gone = self._loads.keys() - set(replica_ids)
+        self._loads = {r: self._loads.get(r) or _Load() for r in replica_ids}
+        if gone:
+            self._index.retain(self._loads)
+
+    def forget_prefixes(self, replica_id: str) -> None:
+        """The replica restarted: it is a candidate, and holds nothing."""
+        self._index.forget(replica_id)
+
+    def running(self, replica_id: str) -> int:
+        """Requests reserved on this replica."""
+        load = self._loads.get(replica_id)
+        return load.running if load else 0
+
+    def select_and_reserve(
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        session_id: str | None = None,
+        num_choices: int = 1,
+        exclude: Collection[str] = (),
+    ) -> Reservation | None:
+        """Choose the cheapest replica and reserve it; None when there is no candidate."""
+        ranked = self.ranked(token_ids, salt=salt, session_id=session_id, exclude=exclude)
+        return self._reserve(ranked[0], token_ids, salt, num_choices) if ranked else None
+
+    def ranked(
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        session_id: str | None = None,
+        exclude: Collection[str] = (),
+    ) -> list[Candidate]:
+        """Every candidate, cheapest first, without reserving."""
+        replica_ids = [r for r in self._loads if r not in exclude]
+        if not replica_ids:
+            return []
+        key = f"s{session_id}" if session_id else f"r{next(self._unique)}"
+        request = RoutedRequest(
+            prompt_tokens=len(token_ids), affinity_key=key, has_session=session_id is not None
+        )
+        candidates = self._candidates(replica_ids, token_ids, salt, key)
+        assert self.score is not None
+        return rank(candidates, request, self.score, self.config)
+
+    def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
+        """`replica_id` holds the KV of these tokens now."""
+        if replica_id in self._loads:
+            self._index.record(self._hashes(token_ids, salt), replica_id)
+
+    def _candidates(
+        self, replica_ids: list[str], token_ids: Sequence[int], salt: str, key: str
+    ) -> list[Candidate]:
+        matched = self._index.matched_blocks(self._hashes(token_ids, salt))
+        home = rendezvous_order(key, replica_ids)[0]
+        return [
+            Candidate(
+                replica_id=r,
+                running=self._loads[r].running,
+                queued_tokens=self._loads[r].queued_tokens,
+                matched_tokens=matched.get(r, 0) * self.config.block_tokens,
+                is_home=r == home,
+            )
+            for r in replica_ids
+        ]
+
+    def _reserve(
+        self, chosen: Candidate, token_ids: Sequence[int], salt: str, num_choices: int
+    ) -> Reservation:
+        load = self._loads[chosen.replica_id]
+        uncached = max(len(token_ids) - chosen.matched_tokens, 0)
+        load.running += num_choices
+        load.queued_tokens += uncached
+        self.record(token_ids, chosen.replica_id, salt=salt)
+        return Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
+
+    def _hashes(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)

@@ -1,0 +1,102 @@
+"""Where a request goes: pure functions of what the router knows. Ray-free, torch-free, no clock, no randomness.
+
+    eligible    bounded load: replicas that may take one more request (never none)
+    score       the price of one candidate, lower is better; a measured cost model may stand in its place
+    rank        eligible candidates, cheapest first, the others behind them
+
+The currency is tokens of prefill: prompt tokens that the candidate would have to compute, tokens queued there
+before them, and what its running requests cost, expressed in the same unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mneme.config import check_range
+from mneme.router.token_hashes import BLOCK_TOKENS, keyed_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How affinity is weighed against load."""
+
+    block_tokens: int = BLOCK_TOKENS  # tokens per hashed block
+    index_blocks: int = 200_000  # blocks remembered per ingress
+    load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
+    load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
+    running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
+    move_tokens: int = 64  # what it costs a session to leave its home, beyond the KV that is known to be there
+
+    def __post_init__(self) -> None:
+        check_range("router.block_tokens", self.block_tokens, 1, 4096)
+        check_range("router.index_blocks", self.index_blocks, 1, 10**8)
+        check_range("router.load_factor", self.load_factor, 1.0, 100.0)
+        check_range("router.load_slack", self.load_slack, 0, 10**6)
+        check_range("router.running_tokens", self.running_tokens, 0, 10**6)
+        check_range("router.move_tokens", self.move_tokens, 0, 10**9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRequest:
+    """What the score may know of a request."""
+
+    prompt_tokens: int
+    affinity_key: str  # the session id, or something unique where there is none
+    has_session: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What the router knows of a replica at this moment."""
+
+    replica_id: str
+    running: int = 0  # requests sent there that have not finished
+    queued_tokens: int = 0  # prompt tokens sent there whose first output has not come back
+    matched_tokens: int = 0  # leading prompt tokens of this request that it holds or was sent
+    is_home: bool = False  # the session's first choice by rendezvous hashing
+
+
+Score = Callable[[Candidate, RoutedRequest], float]
+
+
+def rendezvous_order(key: str, replica_ids: Sequence[str]) -> list[str]:
+    """Replicas by preference for `key`: adding or removing one moves no key between the others."""
+    return sorted(replica_ids, key=lambda replica: (keyed_hash(f"{key}\0{replica}"), replica), reverse=True)
+
+
+def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> int:
+    """The most requests that any replica may have after one more was placed."""
+    return math.ceil(config.load_factor * (total_running + 1) / num_replicas) + config.load_slack
+
+
+def eligible(candidates: Sequence[Candidate], config: RouterConfig) -> list[Candidate]:
+    """Candidates that stay within the bound with one more request; at least one always does."""
+    bound = load_bound(sum(c.running for c in candidates), len(candidates), config)
+    return [c for c in candidates if c.running + 1 <= bound]
+
+
+def prefill_score(config: RouterConfig) -> Score:
+    """The default price: tokens to compute here, tokens queued before them, the running batch, leaving home."""
+
+    def score(candidate: Candidate, request: RoutedRequest) -> float:
+        uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
+        leaving = 0 if candidate.is_home or not request.has_session else config.move_tokens
+        return uncached + candidate.queued_tokens + candidate.running * config.running_tokens + leaving
+
+    return score
+
+
+def rank(
+    candidates: Sequence[Candidate], request: RoutedRequest, score: Score, config: RouterConfig
+) -> list[Candidate]:
+    """All candidates, best first: the eligible by score, then the others by load; ties fall by rendezvous order."""
+    preference = {r: i for i, r in enumerate(rendezvous_order(request.affinity_key, [c.replica_id for c in candidates]))}
+    open_ids = {c.replica_id for c in eligible(candidates, config)} if candidates else set()
+
+    def price(candidate: Candidate) -> tuple[bool, float, int]:
+        is_full = candidate.replica_id not in open_ids
+        return is_full, candidate.running if is_full else score(candidate, request), preference[candidate.replica_id]
+
+    return sorted(candidates, key=price)

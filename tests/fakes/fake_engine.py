@@ -1,0 +1,138 @@
+"""An engine without a model: deterministic tokens on a thread of its own, with `EngineLoop`'s interface."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mneme.errors import InvalidRequest, MnemeError, Overloaded
+from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
+
+Deliver = Callable[[StepMessage], None]
+
+
+def next_token(context: Sequence[int]) -> int:
+    """A function of the last token and the length, so that a resumed request continues as if never interrupted."""
+    return (context[-1] * 31 + len(context) * 7 + 11) % 251
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What greedy generation of `count` tokens gives."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+class FakeEngineLoop:
+    """One token per running request and step; a step takes `step_s`."""
+
+    def __init__(self, *, step_s: float = 0.02, max_running: int = 128) -> None:
+        self.epoch = uuid.uuid4().hex
+        self._step_s = step_s
+        self._max_running = max_running
+        self._lock = threading.Condition()
+        self._running: dict[str, GenerationRequest] = {}
+        self._context: dict[str, list[int]] = {}
+        self._subscribers: dict[str, tuple[Deliver, int]] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            self._lock.notify_all()
+
+    def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
+        with self._lock:
+            answers = [self._admit(request) for request in requests]
+            self._lock.notify_all()
+        return answers
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        with self._lock:
+            for request_id in request_ids:
+                self._forget(request_id)
+
+    def subscribe(self, subscriber: str, deliver: Deliver) -> None:
+        with self._lock:
+            self._subscribers[subscriber] = (deliver, 0)
+
+    def unsubscribe(self, subscriber: str) -> None:
+        with self._lock:
+            self._subscribers.pop(subscriber, None)
+            for request_id in [r for r, request in self._running.items() if request.subscriber == subscriber]:
+                self._forget(request_id)
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            in_use = len(self._running)
+            return {
+                "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "total": 1000},
+                "requests": {"running": in_use, "waiting": 0},
+                "tokens": {},
+                "epoch": self.epoch,
+                "in_flight": [
+                    (r, len(self._context[r]) - len(request.prompt_token_ids)) for r, request in self._running.items()
+                ],
+            }
+
+    def _admit(self, request: GenerationRequest) -> MnemeError | None:
+        if not request.prompt_token_ids:
+            return InvalidRequest("prompt", (), "must not be empty")
+        if len(self._running) >= self._max_running:
+            return Overloaded("the engine is full")
+        self._running[request.request_id] = request
+        self._context[request.request_id] = list(request.prompt_token_ids)
+        return None
+
+    def _forget(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._context.pop(request_id, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._running and not self._is_stopped:
+                    self._lock.wait()
+                if self._is_stopped:
+                    return
+                self._step()
+            time.sleep(self._step_s)
+
+    def _step(self) -> None:
+        events: dict[str, list[TokenEvent]] = {}
+        for request_id, request in list(self._running.items()):
+            events.setdefault(request.subscriber, []).append(self._advance(request_id, request))
+        for subscriber, batch in events.items():
+            if subscriber in self._subscribers:
+                deliver, seq = self._subscribers[subscriber]
+                self._subscribers[subscriber] = (deliver, seq + 1)
+                deliver(StepMessage(self.epoch, seq, tuple(batch)))
+
+    def _advance(self, request_id: str, request: GenerationRequest) -> TokenEvent:
+        context = self._context[request_id]
+        num_prompt = len(request.prompt_token_ids)
+        token = next_token(context)
+        context.append(token)
+        usage = None
+        if len(context) == num_prompt + 1:
+            usage = PromptUsage(num_prompt, num_prompt - 1 if request.prompt_token_ids in self._seen else 0)
+        is_done = len(context) - num_prompt >= (request.sampling.max_tokens or 16)
+        if is_done:
+            self._seen.add(tuple(context))
+            self._forget(request_id)
+        return TokenEvent(request_id, (token,), "length" if is_done else None, None, usage)
+
+
+def load_fake_engine(model: str, config: object, *, on_progress: Callable[[str, float], None]) -> FakeEngineLoop:
+    """In the place of `load_engine_loop`."""
+    on_progress("weights", 1.0)
+    return FakeEngineLoop()

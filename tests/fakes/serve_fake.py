@@ -1,0 +1,14 @@
+"""`mneme serve` with a fake engine and a minimal API: the cluster's mechanics without a model."""
+
+from __future__ import annotations
+
+import sys
+
+from fake_api import build_fake_api
+from fake_engine import load_fake_engine
+
+from mneme.cluster.config import load_config
+from mneme.cluster.serve_command import serve
+
+if __name__ == "__main__":
+    sys.exit(serve(load_config(None, sys.argv[1:]), load_engine=load_fake_engine, build_api=build_fake_api))
