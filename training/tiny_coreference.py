@@ -1,0 +1,132 @@
+"""The cross-chunk pronoun task: facts about "she" whose subject was named in an earlier chunk.
+
+A case is a list of chunks of short sentences. "Now Alice." sets the topic, "She likes tea." states a fact
+about it, "Emma plays chess." states a fact about somebody else. A question asks for one fact. Kinds:
+`explicit` (subject in the sentence), `local` (pronoun, topic set in the same chunk), `px` (pronoun, topic
+set in an earlier chunk: the chunk alone cannot answer). Every (name, verb) is stated at most once and all
+people of a case are women or all are men, so neither repetition nor gender gives the answer away.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tiny_words import BASE_FORM, MEN, PLACES, SCENES, VALUES_BY_VERB, WOMEN
+
+TOPIC_SHARE = 0.28
+PRONOUN_SHARE = 0.68
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One stated fact; chunk numbers count from the start of the case."""
+
+    name: str
+    verb: str
+    value: str
+    chunk: int
+    topic_chunk: int | None
+    """Where the pronoun's topic was set; None for an explicit fact."""
+
+    @property
+    def kind(self) -> str:
+        if self.topic_chunk is None:
+            return "explicit"
+        return "local" if self.topic_chunk == self.chunk else "px"
+
+    @property
+    def question(self) -> str:
+        """Ends right before the single answer token."""
+        return f"Question: What does {self.name} {BASE_FORM[self.verb]}?\nAnswer: {self.name} {self.verb}"
+
+    @property
+    def answer(self) -> str:
+        return f" {self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Texts to be encoded one by one, and the facts that they state."""
+
+    chunks: list[str]
+    facts: list[Fact]
+
+    def of_kind(self, kind: str) -> list[Fact]:
+        return [fact for fact in self.facts if fact.kind == kind]
+
+    def guess_among_pronouns(self, asked: Fact) -> float:
+        """Hit rate of a reader who knows the verb and that the answer stands behind a pronoun."""
+        return 1 / sum(fact.verb == asked.verb and fact.kind != "explicit" for fact in self.facts)
+
+    def guess_among_orphans(self, asked: Fact) -> float:
+        """Hit rate of a reader who also resolves every chunk on its own and guesses among the rest."""
+        return 1 / sum(fact.verb == asked.verb and fact.kind == "px" for fact in self.facts)
+
+
+@dataclass(slots=True)
+class _Story:
+    """The sentences of one case while it is written."""
+
+    rng: random.Random
+    pronoun: str
+    free: dict[str, list[str]]
+    """Verbs not yet stated, by name."""
+    values: dict[str, list[str]]
+    topic: str | None = None
+    topic_chunk: int = 0
+    facts: list[Fact] = field(default_factory=list)
+
+    def sentence(self, chunk: int) -> str:
+        """The next sentence, chosen so that every (name, verb) stays unique."""
+        idle = [name for name, verbs in self.free.items() if verbs and name != self.topic]
+        topic_done = self.topic is None or not self.free[self.topic]
+        roll = self.rng.random()
+        if idle and (self.topic is None or roll < TOPIC_SHARE or (topic_done and roll < 0.6)):
+            return self._new_topic(self.rng.choice(idle), chunk)
+        if not topic_done and roll < TOPIC_SHARE + PRONOUN_SHARE * (1 - TOPIC_SHARE):
+            return self._state(self.topic, self.pronoun, chunk, self.topic_chunk)
+        if idle:
+            name = self.rng.choice(idle)
+            return self._state(name, name, chunk, None)
+        return scene(self.rng)
+
+    def _new_topic(self, name: str, chunk: int) -> str:
+        self.topic, self.topic_chunk = name, chunk
+        return f"Now {name}."
+
+    def _state(self, name: str, subject: str, chunk: int, topic_chunk: int | None) -> str:
+        verb = self.free[name].pop()
+        value = self.values[verb].pop()
+        self.facts.append(Fact(name=name, verb=verb, value=value, chunk=chunk, topic_chunk=topic_chunk))
+        return f"{subject} {verb} {value}."
+
+
+def scene(rng: random.Random) -> str:
+    """A sentence that states no fact about anybody."""
+    return rng.choice(SCENES).format(rng.choice(PLACES))
+
+
+def make_case(rng: random.Random, *, num_chunks: int, num_sentences: int, scene_share: float = 0.0) -> Case:
+    """A case of `num_chunks` chunks of `num_sentences` sentences each; every chunk ends its last line."""
+    names, pronoun = rng.choice([(WOMEN, "She"), (MEN, "He")])
+    shuffled = {verb: rng.sample(values, len(values)) for verb, values in VALUES_BY_VERB.items()}
+    free = {name: rng.sample(list(shuffled), len(shuffled)) for name in names}
+    story = _Story(rng, pronoun, free, shuffled)
+    chunks = []
+    for chunk in range(num_chunks):
+        lines = [scene(rng) if rng.random() < scene_share else story.sentence(chunk)
+                 for _ in range(num_sentences)]
+        chunks.append(" ".join(lines) + "\n")
+    return Case(chunks=chunks, facts=story.facts)
+
+
+def px_cases(seed: int, *, num_cases: int, num_chunks: int, num_sentences: int,
+             scene_share: float = 0.0) -> Iterator[tuple[Case, Fact]]:
+    """One px question for each of `num_cases` independent cases."""
+    rng = random.Random(seed)
+    for _ in range(num_cases):
+        facts: list[Fact] = []
+        while not facts:
+            case = make_case(rng, num_chunks=num_chunks, num_sentences=num_sentences, scene_share=scene_share)
+            facts = case.of_kind("px")
+        yield case, rng.choice(facts)

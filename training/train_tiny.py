@@ -1,0 +1,229 @@
+"""Train `mneme-tiny` on a CPU and write it in the Hugging Face layout.
+
+    python training/train_tiny.py [--quick] [--out DIR] [--threads N] [--minutes M]
+
+Phases share a wall-clock budget: copying, coreference, everything mixed, everything mixed in long rows.
+The seed fixes the initial weights and the data; the number of steps depends on the machine. `--quick`
+proves in under 90 seconds that the script works; its model is of no use.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tiny_batches import Batch, RowSource, Stream, document_tokens
+from tiny_checks import coreference_accuracy, document_nats
+from tiny_coreference import px_cases
+from tiny_corpus import Document, collect
+from tiny_export import export
+from tiny_host import cpu_name
+from tiny_model import TinyConfig, TinyLlama
+from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+
+SEED = 20
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_OUT = ROOT / "replicas" / "mneme_tiny"
+LOG_EVERY = 20
+CHECK_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of training: what each step sees, for how long, at which learning rate."""
+
+    name: str
+    share: float
+    """of the wall-clock budget"""
+    streams: tuple[Stream, ...]
+    lr: tuple[float, float]
+    """at the start and at the end; linear between"""
+    difficulty: tuple[float, float] = (1.0, 1.0)
+    stop_below: float | None = None
+    """Training loss at which the phase is over early."""
+
+
+PHASES = (
+    Phase(name="copy", share=0.06, lr=(3e-3, 3e-3), difficulty=(0.0, 0.0), stop_below=0.5,
+          streams=(Stream(kind="repeat", num_rows=32, num_tokens=129),)),
+    Phase(name="coreference", share=0.24, lr=(3e-3, 3e-3), difficulty=(0.0, 1.0),
+          streams=(Stream(kind="px", num_rows=20, num_tokens=400),
+                   Stream(kind="lm", num_rows=2, num_tokens=512, share=0.3))),
+    Phase(name="mixed", share=0.48, lr=(3e-3, 1.5e-3),
+          streams=(Stream(kind="lm", num_rows=6, num_tokens=512),
+                   Stream(kind="px", num_rows=4, num_tokens=512, share=0.5),
+                   Stream(kind="chat", num_rows=3, num_tokens=512, share=0.5))),
+    Phase(name="long", share=0.22, lr=(1.5e-3, 5e-5),
+          streams=(Stream(kind="lm", num_rows=1, num_tokens=CONTEXT_TOKENS),
+                   Stream(kind="mixed", num_rows=1, num_tokens=CONTEXT_TOKENS, share=0.3),
+                   Stream(kind="px", num_rows=4, num_tokens=600, share=0.5),
+                   Stream(kind="chat", num_rows=2, num_tokens=512, share=0.5))),
+)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the model card tells about the run."""
+
+    steps_by_phase: dict[str, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    wall_s: float = 0.0
+
+
+Check = Callable[[TinyLlama], dict[str, float]]
+"""Measures a model between steps, and keeps a copy of it."""
+
+
+def loss_of(model: TinyLlama, batch: Batch) -> Tensor:
+    """Weighted mean cross entropy; only positions that count reach the vocabulary."""
+    chosen = batch.weights[:, 1:] > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model.logits(model.hidden(batch.ids[:, :-1])[chosen])
+    losses = F.cross_entropy(logits.float(), batch.ids[:, 1:][chosen], reduction="none")
+    weights = batch.weights[:, 1:][chosen]
+    return (losses * weights).sum() / weights.sum()
+
+
+def optimizers_of(model: TinyLlama) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    ids = {id(weight) for weight in matrices}
+    others = [weight for weight in model.parameters() if id(weight) not in ids]
+    return [
+        torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+class Trainer:
+    """Runs the phases one after another on one model."""
+
+    def __init__(self, model: TinyLlama, rows: RowSource, budget_s: float, check: Check) -> None:
+        self.model, self.rows, self.budget_s, self.check = model, rows, budget_s, check
+        self.optimizers = optimizers_of(model)
+        self.progress = Progress()
+        self.started = time.monotonic()
+
+    def run(self, phases: tuple[Phase, ...]) -> None:
+        for phase in phases:
+            for share in self._shares_until(self.budget_s * phase.share):
+                loss = self._step(phase, share)
+                if phase.stop_below is not None and loss < phase.stop_below:
+                    break
+            print(json.dumps({"end of": phase.name} | self.check(self.model)), flush=True)
+
+    def _shares_until(self, phase_s: float) -> Iterator[float]:
+        """0..1: the part of the phase's time that has passed, before each step."""
+        started = time.monotonic()
+        while (passed := time.monotonic() - started) < phase_s:
+            yield passed / phase_s
+
+    def _step(self, phase: Phase, share: float) -> float:
+        step = sum(self.progress.steps_by_phase.values())
+        self._set_lr(phase, share, step)
+        difficulty = phase.difficulty[0] + share * (phase.difficulty[1] - phase.difficulty[0])
+        losses = {stream.kind: self._backward(stream, difficulty) for stream in phase.streams}
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.progress.steps_by_phase[phase.name] = self.progress.steps_by_phase.get(phase.name, 0) + 1
+        self.progress.wall_s = time.monotonic() - self.started
+        self._log(phase, step, losses)
+        return losses[phase.streams[0].kind]
+
+    def _set_lr(self, phase: Phase, share: float, step: int) -> None:
+        warm = min(1.0, (step + 1) / 40)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = warm * (phase.lr[0] + share * (phase.lr[1] - phase.lr[0]))
+
+    def _backward(self, stream: Stream, difficulty: float) -> float:
+        batch = self.rows.batch(stream, difficulty)
+        loss = loss_of(self.model, batch)
+        (loss * stream.share).backward()
+        self.progress.num_tokens += batch.ids.numel()
+        return loss.item()
+
+    def _log(self, phase: Phase, step: int, losses: dict[str, float]) -> None:
+        if step % LOG_EVERY:
+            return
+        line = {"phase": phase.name, "step": step, "s": round(self.progress.wall_s),
+                "tokens": self.progress.num_tokens} | {kind: round(loss, 3) for kind, loss in losses.items()}
+        print(json.dumps(line), flush=True)
+        if step % CHECK_EVERY == 0 and phase.name != "copy":
+            print(json.dumps({"step": step} | self.check(self.model)), flush=True)
+
+
+def checker(tokenizer: Tokenizer, held_out: list[str], folder: Path, seed: int) -> Check:
+    """Small held-out measures; every call also exports the model to `folder`."""
+    cases = list(px_cases(seed + 1, num_cases=40, num_chunks=12, num_sentences=4))
+
+    def check(model: TinyLlama) -> dict[str, float]:
+        export(model, tokenizer, folder)
+        nats, num_tokens, _ = document_nats(model, tokenizer, held_out, window=512, max_tokens=4000)
+        return {
+            "px_full": coreference_accuracy(model, tokenizer, cases, reuse=False),
+            "px_reuse": coreference_accuracy(model, tokenizer, cases, reuse=True),
+            "held_out_nats": round(nats / num_tokens, 3),
+        }
+
+    return check
+
+
+def train(documents: list[Document], out: Path, budget_s: float, seed: int) -> None:
+    """Tokenizer, then all phases, then the finished folder and the run's record."""
+    texts = [document.text for document in documents if not document.held_out]
+    held_out = [document.text for document in documents if document.held_out]
+    tokenizer = train_tokenizer(texts + task_texts(seed))
+    torch.manual_seed(seed)
+    model = TinyLlama(TinyConfig(vocab_size=tokenizer.get_vocab_size()))
+    rows = RowSource(tokenizer, document_tokens(tokenizer, texts), seed)
+    trainer = Trainer(model, rows, budget_s, checker(tokenizer, held_out[::7], out, seed))
+    trainer.run(PHASES)
+    export(model, tokenizer, out)
+    record = asdict(trainer.progress) | run_facts(model, documents, seed)
+    (out / "training_run.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def run_facts(model: TinyLlama, documents: list[Document], seed: int) -> dict[str, object]:
+    """Circumstances that the model card states."""
+    chars_by_source: dict[str, int] = {}
+    for document in documents:
+        chars_by_source[document.source] = chars_by_source.get(document.source, 0) + len(document.text)
+    return {
+        "seed": seed,
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "num_parameters": sum(weight.numel() for weight in model.parameters()),
+        "chars_by_source": chars_by_source,
+        "num_held_out_documents": sum(document.held_out for document in documents),
+        "num_documents": len(documents),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a run of under 90 s that proves the script")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the model files")
+    parser.add_argument("--work", type=Path, default=ROOT / ".work" / "corpus", help="folder of the downloaded text")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=65.0, help="wall-clock budget of the phases")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    documents = collect(options.work, manual=not options.quick)
+    budget_s = 20.0 if options.quick else options.minutes * 60
+    train(documents[:200] if options.quick else documents, options.out, budget_s, SEED)
+
+
+if __name__ == "__main__":
+    main()
