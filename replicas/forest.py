@@ -54,10 +54,10 @@ class Node:
 class Path:
     """The pages one sequence sees, root first: its page table.
 
-    `page_ids[i]` with `masks[i]` are the references; `version` changes with every change to either.
+    `page_ids[i]` with `masks[i]` are the references. Between cuts of a mask they are only appended to.
     """
 
-    __slots__ = ("masks", "nodes", "num_tokens", "page_ids", "root", "version")
+    __slots__ = ("masks", "nodes", "num_cuts", "num_tokens", "page_ids", "root")
 
     def __init__(self, root: Node) -> None:
         self.root = root
@@ -65,7 +65,7 @@ class Path:
         self.page_ids: list[int] = []
         self.masks: list[int] = []
         self.num_tokens = 0  # tokens with KV on this path
-        self.version = 0
+        self.num_cuts = 0
 
     @property
     def tail(self) -> Node:
@@ -170,7 +170,6 @@ class PrefixForest:
         path.root.refs -= 1
         self._drop_empty_root(path.root)
         path.nodes, path.page_ids, path.masks, path.num_tokens = [], [], [], 0
-        path.version += 1
 
     def clear(self) -> None:
         """Forget every cached page (after a failed step, say); pages in use stay."""
@@ -213,14 +212,13 @@ class PrefixForest:
         path.nodes.append(node)
         path.page_ids.append(node.page_id)
         path.masks.append(ALL_SLOTS)
-        path.version += 1
 
     def _leave(self, path: Path, position: int) -> None:
         """From `position` on the path uses other pages: in the block it leaves, higher slots are not its own."""
         offset = position % self.page_size
         if path.nodes and offset and path.masks[-1] == ALL_SLOTS:
             path.masks[-1] = (1 << offset) - 1
-            path.version += 1
+            path.num_cuts += 1
 
     def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
         node, position = path.tail, path.num_tokens

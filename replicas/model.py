@@ -46,7 +46,7 @@ class Decoder:
         self._scale = config.head_dim**-0.5
         self.rope = RopeTable.from_inv_freq(
             torch.tensor(config.rope.inv_freq, dtype=torch.float64),
-            2 * config.max_context,
+            config.max_context,
             attention_factor=config.rope.attention_factor,
         ).to(weights.embedding.device)
 

@@ -1,0 +1,158 @@
+"""The mechanism under the engine: owns the tensors, turns scheduled chunks into one forward pass.
+
+The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
+pages that were begun (`with_rows`, `append_page`); any other change builds a new plan, with the sequences ordered
+depth-first through the forest, so that a shared prefix's query rows are one slice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mneme.kernels.attention import Plan, QueryRows, build_plan
+from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray, PageTable
+from mneme.replicas.forest import Path
+from mneme.replicas.model import Decoder, KvPool, StepInputs
+from mneme.replicas.sequence import Chunk
+
+# Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
+_SPARE_PAGES = 1
+_SPARE_SLOT = 0
+
+
+class _Seen(NamedTuple):
+    """How a path looked when the kept plan was made."""
+
+    path: Path
+    num_pages: int
+    num_cuts: int
+
+
+class Runner:
+    """One decoder and its pool."""
+
+    first_page = _SPARE_PAGES
+
+    def __init__(self, decoder: Decoder, num_pages: int, page_size: int) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_context = config.max_context
+        self.vocab_size = config.vocab_size
+        self.num_shared_segments = 0  # read once for several sequences, over all steps
+        total = num_pages + _SPARE_PAGES
+        shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
+        self.pool = KvPool(
+            k_pages=torch.zeros(shape, dtype=decoder.dtype, device=decoder.device),
+            v_pages=torch.zeros(shape, dtype=decoder.dtype, device=decoder.device),
+            slot_position=torch.full(
+                (total * page_size,), FREE_SLOT_POSITION, dtype=torch.int32, device=decoder.device
+            ),
+        )
+        self._plan: Plan | None = None
+        self._seen: list[_Seen] = []
+
+    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
+        """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
+        if fresh_pages:
+            pages = torch.tensor(fresh_pages, device=self._decoder.device)
+            self.pool.slot_position.view(-1, self.page_size)[pages] = FREE_SLOT_POSITION
+        if not chunks:
+            return None
+        ordered = self._in_plan_order(chunks)
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered])
+        slots = np.concatenate([self._slots(chunk) for chunk in ordered])
+        token_ids = [t for chunk in ordered for t in chunk.sequence.ids[chunk.start : chunk.end]]
+        inputs = StepInputs(
+            token_ids=self._tensor(np.array(token_ids, np.int64)),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            sampled_rows=self._tensor(_sampled_rows(chunks, ordered)),
+            plan=self._step_plan(ordered, positions),
+        )
+        self._mark_written(slots, positions)
+        self.num_shared_segments += len(inputs.plan.work.shared)
+        return inputs
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        """Logits float32 [rows that sample, vocab], in the order of the chunks."""
+        if inputs is None:
+            return torch.empty(0, self.vocab_size)
+        return self._decoder.forward(inputs, self.pool)
+
+    def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The kept plan's order if it holds the same sequences, else depth-first through the forest."""
+        chunk_by_path = {id(_path(chunk)): chunk for chunk in chunks}
+        kept = [chunk_by_path.get(id(seen.path)) for seen in self._seen]
+        if len(kept) == len(chunks) and all(kept):
+            return [chunk for chunk in kept if chunk is not None]
+        return sorted(chunks, key=lambda chunk: _path(chunk).page_ids)
+
+    def _step_plan(self, ordered: list[Chunk], positions: IntArray) -> Plan:
+        sequence = np.repeat(np.arange(len(ordered)), [chunk.num_rows for chunk in ordered])
+        rows = QueryRows(sequence, positions)
+        paths = [_path(chunk) for chunk in ordered]
+        plan = self._appended(paths)
+        self._plan = self._new_plan(paths, rows) if plan is None else plan.with_rows(rows)
+        self._seen = [_Seen(path, len(path.page_ids), path.num_cuts) for path in paths]
+        return self._plan
+
+    def _appended(self, paths: list[Path]) -> Plan | None:
+        """The kept plan with the pages begun since; None where that is not all that changed."""
+        if self._plan is None or [id(path) for path in paths] != [id(seen.path) for seen in self._seen]:
+            return None
+        grown: list[tuple[int, int]] = []
+        for index, (path, seen) in enumerate(zip(paths, self._seen, strict=True)):
+            if path.num_cuts != seen.num_cuts:
+                return None
+            grown.extend((index, page_id) for page_id in path.page_ids[seen.num_pages :])
+        if not grown:
+            return self._plan
+        sequences, page_ids = np.array(grown, np.int64).T
+        return self._plan.append_page(sequences, page_ids)
+
+    def _new_plan(self, paths: list[Path], rows: QueryRows) -> Plan:
+        config = self._decoder.config
+        return build_plan(
+            [_page_table(path) for path in paths],
+            rows,
+            page_size=self.page_size,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            share=self._decoder.share,
+        )
+
+    def _slots(self, chunk: Chunk) -> IntArray:
+        if not chunk.runs:
+            return np.full(chunk.num_rows, _SPARE_SLOT)
+        firsts = [page_id * self.page_size + offset for page_id, offset, _ in chunk.runs]
+        return np.concatenate([np.arange(f, f + run[2]) for f, run in zip(firsts, chunk.runs, strict=True)])
+
+    def _mark_written(self, slots: IntArray, positions: IntArray) -> None:
+        written = slots != _SPARE_SLOT
+        self.pool.slot_position[self._tensor(slots[written])] = self._tensor(positions[written].astype(np.int32))
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._decoder.device)
+
+
+def _path(chunk: Chunk) -> Path:
+    assert chunk.sequence.path is not None
+    return chunk.sequence.path
+
+
+def _page_table(path: Path) -> PageTable:
+    page_ids = np.array(path.page_ids, np.int32)
+    return PageTable(page_ids, np.zeros(len(page_ids), np.int32), np.array(path.masks, np.int64))
+
+
+def _sampled_rows(chunks: list[Chunk], ordered: list[Chunk]) -> IntArray:
+    """The last row of each chunk that samples, in the order of `chunks`."""
+    ends = np.cumsum([chunk.num_rows for chunk in ordered])
+    last_row_by_chunk = {id(chunk): int(end) - 1 for chunk, end in zip(ordered, ends, strict=True)}
+    return np.array([last_row_by_chunk[id(chunk)] for chunk in chunks if chunk.samples], np.int64)

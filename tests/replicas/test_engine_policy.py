@@ -1,0 +1,225 @@
+"""The engine's policies against a runner that checks every row's context; no tensors, milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from tests.replicas.fake_runner import FakeRunner, continuation
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def make_engine(num_pages: int = 64, page_size: int = 4, **options: Any) -> Engine:
+    config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
+    return Engine(FakeRunner(num_pages, page_size), None, config, clock=itertools.count().__next__)  # type: ignore[arg-type]
+
+
+def make_request(request_id: str, ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> GenerationRequest:
+    return GenerationRequest(request_id=request_id, prompt_token_ids=tuple(ids), sampling=params, **more)
+
+
+def run(engine: Engine, max_steps: int = 10_000) -> list[TokenEvent]:
+    events: list[TokenEvent] = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+        engine.forest.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(events: list[TokenEvent], request_id: str) -> list[int]:
+    return [token for event in events if event.request_id == request_id for token in event.token_ids]
+
+
+def usage_of(events: list[TokenEvent], request_id: str) -> tuple[int, int]:
+    return next(tuple(e.usage) for e in events if e.request_id == request_id and e.usage)  # type: ignore[return-value]
+
+
+def test_two_prompts_share_to_the_token() -> None:
+    engine = make_engine(page_size=32, num_pages=200, max_batch_tokens=4096)
+    shared = [(7 * i) % 5 for i in range(1037)]
+    for name, tail in (("a", [1, 2, 3]), ("b", [4, 2, 3])):
+        engine.submit(make_request(name, shared + tail))
+    events = run(engine)
+    assert usage_of(events, "a") == (1040, 0)
+    assert usage_of(events, "b") == (1040, 1037)
+    assert tokens_of(events, "a") == continuation(shared + [1, 2, 3], 4, 5)
+    assert tokens_of(events, "b") == continuation(shared + [4, 2, 3], 4, 5)
+
+
+def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
+    engine = make_engine(max_batch_tokens=16)
+    prompt = [i % 5 for i in range(90)]
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", prompt))
+    events = run(engine)
+    answer = continuation(prompt, 4, 5)
+    assert all(tokens_of(events, f"r{index}") == answer for index in range(4))
+    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    # The prompt once, one row for the logits of each follower, one row for each later token of each.
+    assert runner.num_rows == 90 + 3 + 4 * 3
+
+
+def test_identical_decodes_share_their_pages() -> None:
+    engine = make_engine()
+    for index in range(3):
+        engine.submit(make_request(f"r{index}", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9)))
+    peak = 0
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.forest.num_in_use)
+    assert peak <= 4  # 11 positions with KV are three pages of four, however many sequences follow them
+
+
+def test_tenants_do_not_share() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [1, 2, 3, 4, 1], salt="one"))
+    run(engine)
+    engine.submit(make_request("b", [1, 2, 3, 4, 1], salt="two"))
+    assert usage_of(run(engine), "b") == (5, 0)
+
+
+def test_a_tail_nobody_writes_is_continued_in_place() -> None:
+    engine = make_engine(page_size=16)
+    engine.submit(make_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
+    answer = tokens_of(run(engine), "a")
+    in_first = engine.forest.num_cached
+    engine.submit(make_request("b", [1, 2, 3, *answer, 4]))
+    events = run(engine)
+    assert usage_of(events, "b") == (7, 5)  # the last token of an answer was sampled, never computed
+    assert in_first == engine.forest.num_cached == 1
+
+
+def test_out_of_pages_suspends_and_every_request_ends() -> None:
+    engine = make_engine(num_pages=8, page_size=4)
+    prompts = [[i % 5, 1, 2, i // 5] for i in range(6)]
+    for index, prompt in enumerate(prompts):
+        engine.submit(make_request(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=20)))
+    events = run(engine)
+    assert engine.scheduler.num_suspensions > 0
+    for index, prompt in enumerate(prompts):
+        assert tokens_of(events, f"r{index}") == continuation(prompt, 20, 5)
+
+
+def test_what_can_never_fit_is_refused_at_submission() -> None:
+    engine = make_engine(num_pages=4, page_size=4)
+    engine.submit(make_request("fits", [1] * 12))
+    with pytest.raises(ContextLengthExceeded, match="16 tokens"):
+        engine.submit(make_request("over by one", [1] * 13))
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(make_request("prompt alone", [1] * 16, SamplingParams()))
+    assert len(tokens_of(run(engine), "fits")) == 4
+
+
+@pytest.mark.parametrize(("ids", "rule"), [([], "at least one"), ([1, 5], "from 0 to 4"), ([-1], "from 0 to 4")])
+def test_bad_ids_are_refused(ids: list[int], rule: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=rule):
+        engine.submit(make_request("a", ids))
+    assert not engine.has_work
+
+
+def test_a_full_queue_is_overloaded() -> None:
+    engine = make_engine(max_waiting=2)
+    engine.submit(make_request("a", [1]))
+    engine.submit(make_request("b", [1]))
+    with pytest.raises(Overloaded):
+        engine.submit(make_request("c", [1]))
+    run(engine)
+    engine.submit(make_request("c", [1]))
+
+
+def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [1, 2, 3, 4, 0]))
+    engine._runner.fail_next = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        engine.step()
+    events = engine.fail_all("failed")
+    assert [(e.request_id, e.finish_reason, e.error) for e in events] == [("a", "error", "failed")]
+    assert engine.forest.num_free == engine.forest.num_pages
+    engine.submit(make_request("b", [1, 2, 3, 4, 0]))
+    assert tokens_of(run(engine), "b") == continuation([1, 2, 3, 4, 0], 4, 5)
+
+
+def test_no_sharing_still_computes_the_same() -> None:
+    engine = make_engine(prefix_sharing=False)
+    for name in ("a", "b"):
+        engine.submit(make_request(name, [1, 2, 3, 4, 0, 1]))
+    events = run(engine)
+    assert usage_of(events, "b") == (6, 0)
+    assert tokens_of(events, "a") == tokens_of(events, "b") == continuation([1, 2, 3, 4, 0, 1], 4, 5)
+    assert engine.forest.num_free == engine.forest.num_pages
+
+
+def test_a_second_turn_waits_for_the_first_and_their_choices_are_one_turn() -> None:
+    engine = make_engine()
+    for index in range(2):
+        engine.submit(make_request(f"one.{index}", [1, 2], session_id="s", choice_index=index))
+    engine.submit(make_request("two.0", [1, 2, 3], session_id="s"))
+    order = [(e.request_id, e.finish_reason) for e in run(engine)]
+    assert max(i for i, (name, _) in enumerate(order) if name.startswith("one")) < min(
+        i for i, (name, _) in enumerate(order) if name.startswith("two")
+    )
+    assert [name for name, reason in order if reason == "length"] == ["one.0", "one.1", "two.0"]
+
+
+def test_a_queued_turn_can_be_aborted() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("two.0", [1, 2], session_id="s"))
+    engine.abort("two.0")
+    events = run(engine)
+    assert [e.finish_reason for e in events if e.request_id == "two.0"] == ["abort"]
+    assert len(tokens_of(events, "one.0")) == 4
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 25),  # the step at which it arrives
+        st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        st.integers(1, 16),  # max_tokens
+        st.sampled_from(["", "tenant"]),
+        st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests, st.integers(10, 24), st.sampled_from([4, 8]), st.integers(16, 40), st.integers(1, 8))
+def test_any_traffic_computes_what_each_request_alone_would(
+    traffic: list[Any], num_pages: int, page_size: int, max_batch_tokens: int, max_running: int
+) -> None:
+    engine = make_engine(num_pages, page_size, max_batch_tokens=max_batch_tokens, max_running=max_running)
+    events: list[TokenEvent] = []
+    for step in itertools.count():
+        for index, (arrival, ids, max_tokens, salt, abort_after) in enumerate(traffic):
+            if arrival == step:
+                params = SamplingParams(temperature=0, max_tokens=max_tokens)
+                engine.submit(make_request(f"r{index}", ids, params, salt=salt))
+            if abort_after is not None and arrival + abort_after == step:
+                engine.abort(f"r{index}")
+        events += engine.step()
+        engine.forest.check()
+        if step > 40 and not engine.has_work:
+            break
+        assert step < 2_000, "some request never ends"
+    for index, (_, ids, max_tokens, _, abort_after) in enumerate(traffic):
+        expected = continuation(ids, max_tokens, 5)
+        got = tokens_of(events, f"r{index}")
+        assert got == expected[: len(got)]
+        assert len(got) == max_tokens or abort_after is not None
+        assert sum(e.finish_reason is not None for e in events if e.request_id == f"r{index}") == 1
+    assert engine.forest.num_in_use == 0
