@@ -1,0 +1,56 @@
+"""Writing keys and values into a layer's pool, and keeping the positions at which slots were rotated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.rope import RopeTable
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rope: RopeTable | None,
+) -> None:
+    """Rotate new keys to their positions in float32, round once, and store keys and values in their slots.
+
+    k, v              [T, num_kv_heads, head_dim]  un-rotated
+    slots             int [T]  page_id * page_size + offset; no slot twice
+    positions         int [T]  where the key is rotated: its position, less the delta of its reference if that
+    is not 0
+    k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place
+
+    `slot_position` is for all layers; `mark_written` updates it once per step.
+    """
+    if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
+        raise ValueError(
+            f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})"
+        )
+    if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
+        raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
+    pool = (k_pages.shape[0], -1, k_pages.shape[3])
+    rotated = k if rope is None else rope.rotate(k, positions)
+    index = slots.to(torch.int64)
+    k_pages.view(pool).index_copy_(1, index, rotated.to(k_pages.dtype).transpose(0, 1))
+    v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
+
+
+def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:
+    """int32 [num_slots], all free."""
+    return torch.full((num_slots,), FREE_SLOT_POSITION, dtype=torch.int32, device=device)
+
+
+def mark_written(slot_position: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Note where the keys of these slots are rotated; once per step, before the first layer attends."""
+    slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
+
+
+def mark_free(slot_position: Tensor, slots: Tensor) -> None:
+    """Make slots invisible to everyone; to be called before a page is handed out again."""
+    slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)

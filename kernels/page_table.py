@@ -1,0 +1,160 @@
+"""Page tables: what a sequence sees, as integer arrays.
+
+A reference `(page_id, delta, mask)` says: the tokens of this page whose mask bit is set stand in the sequence
+`delta` positions behind the place at which their keys were rotated. Python objects per page would cost more
+than a forward pass of a small model, so tables are arrays; `PageRef` is for tests and for callers that hold
+few pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+# The position of a slot that holds no key: above every query position, hence invisible whatever the masks
+# say.
+FREE_SLOT_POSITION = 2**30
+# Positions and deltas stay under this, so that no difference of two reaches FREE_SLOT_POSITION.
+MAX_ABS_POSITION = 2**29
+# Every offset of the page; bits behind page_size are ignored.
+ALL_VISIBLE = -1
+MAX_PAGE_SIZE = 64
+
+
+class PageRef(NamedTuple):
+    """One reference of a page table."""
+
+    page_id: int
+    delta: int = 0  # position in the sequence minus the position of the rotated key
+    mask: int = ALL_VISIBLE  # bit i shows offset i; 64 bits, signed or unsigned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """The references of one sequence.
+
+    page_ids    int32 [P]
+    deltas      int32 [P]
+    masks       int64 [P]  bit i shows offset i (two's complement)
+    """
+
+    page_ids: npt.NDArray[np.integer[Any]]
+    deltas: npt.NDArray[np.integer[Any]]
+    masks: npt.NDArray[np.integer[Any]]
+
+    def __post_init__(self) -> None:
+        shape = (len(self.page_ids),)
+        for name, array in (("page_ids", self.page_ids), ("deltas", self.deltas), ("masks", self.masks)):
+            if array.shape != shape or array.dtype.kind != "i":
+                raise ValueError(
+                    f"{name}: must be signed integers of shape {shape} (got {array.dtype} {array.shape})"
+                )
+
+    def __len__(self) -> int:
+        return len(self.page_ids)
+
+    @classmethod
+    def own(cls, page_ids: npt.ArrayLike) -> PageTable:
+        """Pages of the sequence itself: delta 0, every offset visible."""
+        ids = np.asarray(page_ids, dtype=np.int32)
+        return cls(ids, np.zeros(len(ids), np.int32), np.full(len(ids), ALL_VISIBLE, np.int64))
+
+    @classmethod
+    def from_refs(cls, refs: PageTable | Sequence[PageRef]) -> PageTable:
+        """A table of arrays from a list of references (a table is returned as it is)."""
+        if isinstance(refs, PageTable):
+            return refs
+        if not refs:
+            return cls.own([])
+        page_ids, deltas, masks = zip(*refs, strict=True)
+        try:
+            signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
+            return cls(np.array(page_ids, np.int32), np.array(deltas, np.int32), np.array(signed, np.int64))
+        except OverflowError as error:
+            raise ValueError(
+                f"page_tables: a page id, delta or mask does not fit its integer type ({error})"
+            ) from None
+
+    def append(self, page_ids: npt.ArrayLike, deltas: npt.ArrayLike, masks: npt.ArrayLike) -> PageTable:
+        """This table with more references behind it."""
+        return PageTable(
+            np.append(self.page_ids, np.asarray(page_ids, self.page_ids.dtype)),
+            np.append(self.deltas, np.asarray(deltas, self.deltas.dtype)),
+            np.append(self.masks, np.asarray(masks, self.masks.dtype)),
+        )
+
+    def with_masks(self, masks: npt.ArrayLike) -> PageTable:
+        """The same pages under other masks."""
+        return PageTable(self.page_ids, self.deltas, np.asarray(masks, np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryRows:
+    """The query rows of a step: row t is a token of `sequence[t]` at `position[t]`.
+
+    sequence    int [T]  index of a page table; the rows of one sequence are contiguous
+    position    int [T]  position in that sequence
+    """
+
+    sequence: npt.ArrayLike
+    position: npt.ArrayLike
+
+    def arrays(self) -> tuple[IntArray, IntArray]:
+        """Both as int64 vectors of one length; refused otherwise."""
+        sequence, position = np.asarray(self.sequence), np.asarray(self.position)
+        if sequence.ndim != 1 or sequence.shape != position.shape:
+            raise ValueError(
+                "rows: sequence and position must be vectors of one length "
+                f"(got {sequence.shape}, {position.shape})"
+            )
+        if sequence.size and not (sequence.dtype.kind in "iu" and position.dtype.kind in "iu"):
+            raise ValueError(f"rows: must be integers (got {sequence.dtype}, {position.dtype})")
+        return sequence.astype(np.int64), position.astype(np.int64)
+
+
+class References(NamedTuple):
+    """Every reference of every table, one behind the other."""
+
+    sequence: IntArray  # [N]
+    page_id: IntArray  # [N]
+    delta: IntArray  # [N]
+    mask: IntArray  # [N] bits at and behind page_size are clear
+
+
+def full_mask(page_size: int) -> int:
+    """The mask that shows a whole page, as a signed 64-bit integer."""
+    return -1 if page_size == MAX_PAGE_SIZE else (1 << page_size) - 1
+
+
+def references_of(page_tables: Sequence[PageTable], page_size: int) -> References:
+    """Concatenate tables; references that show nothing are left out, a (slot, delta) shown twice is
+    refused."""
+    if not page_tables:
+        empty = np.zeros(0, np.int64)
+        return References(empty, empty, empty, empty)
+    counts = np.fromiter(map(len, page_tables), np.int64, len(page_tables))
+    refs = References(
+        np.repeat(np.arange(len(counts)), counts),
+        np.concatenate([table.page_ids for table in page_tables]).astype(np.int64),
+        np.concatenate([table.deltas for table in page_tables]).astype(np.int64),
+        np.concatenate([table.masks for table in page_tables]).astype(np.int64) & full_mask(page_size),
+    )
+    check_references(refs)
+    if not refs.mask.all():
+        shown = refs.mask != 0
+        refs = References(*(array[shown] for array in refs))
+    return refs
+
+
+def check_references(refs: References) -> None:
+    """Refuse page ids and deltas out of range."""
+    if refs.page_id.size and refs.page_id.min() < 0:
+        raise ValueError(f"page_tables: page ids must not be negative (got {refs.page_id.min()})")
+    if refs.delta.size and max(refs.delta.max(), -refs.delta.min()) >= MAX_ABS_POSITION:
+        raise ValueError(f"page_tables: deltas must lie within +-{MAX_ABS_POSITION}")

@@ -1,0 +1,244 @@
+"""The plan of a step: built on the CPU from page tables and query rows, reused by all layers (Pensieve 6.4).
+
+A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
+`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` keeps segments when
+the page is new to all tables; `join`, `leave` and `restrict` with masks look for segments anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from mneme.kernels.page_table import (
+    ALL_VISIBLE,
+    MAX_ABS_POSITION,
+    MAX_PAGE_SIZE,
+    IntArray,
+    PageRef,
+    PageTable,
+    QueryRows,
+    References,
+    check_references,
+    full_mask,
+    references_of,
+)
+from mneme.kernels.segments import PRIVATE, Segments, find_segments, unite_repeats
+from mneme.kernels.work import Share, Work, arrange
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Plan:
+    """What `attend` needs to know of a step; see `build_plan`.
+
+    A plan belongs to one step: `slot_position` must not change between the first and the last layer that use
+    it.
+    `with_rows` starts the next step.
+    """
+
+    page_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    share: Share
+    page_tables: tuple[PageTable, ...]
+    sequence: IntArray  # [T] of each query row
+    position: IntArray  # [T]
+    num_pages: int  # one more than the highest page id
+    references: References
+    segments: Segments
+    work: Work
+    # What a backend derives once per step and reads in every layer, by the backend's own key.
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def rows(self) -> QueryRows:
+        """The query rows, in the order of q."""
+        return QueryRows(self.sequence, self.position)
+
+    @property
+    def num_rows(self) -> int:
+        """T, the number of query rows."""
+        return len(self.sequence)
+
+    @property
+    def pool_shape(self) -> tuple[int, int, int]:
+        """A layer's pool without its number of pages: KV heads, page size, head dimension."""
+        return self.num_kv_heads, self.page_size, self.head_dim
+
+    def with_rows(self, rows: QueryRows) -> Plan:
+        """The same tables, other rows: the next decode step, or the next chunk of a prefill."""
+        sequence, position = _checked_rows(rows)
+        same = np.array_equal(sequence, self.sequence)
+        work = self.work if same else self._arranged(self.references, self.segments, sequence)
+        return replace(self, sequence=sequence, position=position, work=work, prepared={})
+
+    def append_page(
+        self,
+        sequence: npt.ArrayLike,
+        page_id: npt.ArrayLike,
+        delta: npt.ArrayLike = 0,
+        mask: npt.ArrayLike = ALL_VISIBLE,
+    ) -> Plan:
+        """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they
+        are."""
+        sequences, page_ids, deltas, masks = (
+            np.atleast_1d(array).astype(np.int64)
+            for array in np.broadcast_arrays(sequence, page_id, delta, mask)
+        )
+        if sequences.size and not 0 <= sequences.min() <= sequences.max() < len(self.page_tables):
+            raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequences.tolist()})")
+        tables = list(self.page_tables)
+        for index in np.unique(sequences):
+            own = sequences == index
+            tables[index] = tables[index].append(page_ids[own], deltas[own], masks[own])
+        added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
+        check_references(added)
+        is_new = (
+            len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
+        )
+        if not is_new or not added.mask.all():
+            return self._rebuilt(tables, self.sequence, self.position)
+        refs = References(*(np.concatenate(pair) for pair in zip(self.references, added, strict=True)))
+        alone = np.full(len(page_ids), PRIVATE)
+        found = self.segments._replace(segment_of_ref=np.concatenate((self.segments.segment_of_ref, alone)))
+        work = self._arranged(refs, found, self.sequence)
+        return replace(
+            self,
+            page_tables=tuple(tables),
+            num_pages=max(self.num_pages, int(page_ids.max(initial=-1)) + 1),
+            references=refs,
+            segments=found,
+            work=work,
+            prepared={},
+        )
+
+    def join(
+        self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None
+    ) -> Plan:
+        """A sequence joins as number `at` (default: the last), with rows at these positions.
+
+        Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at
+        the end
+        when that one has none.
+        """
+        index = len(self.page_tables) if at is None else at
+        if not 0 <= index <= len(self.page_tables):
+            raise ValueError(f"at: must be in [0, {len(self.page_tables)}] (got {at})")
+        new = np.atleast_1d(np.asarray(positions, np.int64))
+        tables = [*self.page_tables[:index], PageTable.from_refs(page_table), *self.page_tables[index:]]
+        later = np.flatnonzero(self.sequence == index)
+        row = int(later[0]) if len(later) else len(self.sequence)
+        sequence = np.insert(self.sequence + (self.sequence >= index), row, np.full(len(new), index))
+        return self._rebuilt(tables, sequence, np.insert(self.position, row, new))
+
+    def leave(self, sequence: int) -> Plan:
+        """A sequence leaves with its rows; later sequences move down by one."""
+        if not 0 <= sequence < len(self.page_tables):
+            raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequence})")
+        tables = [*self.page_tables[:sequence], *self.page_tables[sequence + 1 :]]
+        stays = self.sequence != sequence
+        numbers = self.sequence[stays]
+        return self._rebuilt(tables, numbers - (numbers > sequence), self.position[stays])
+
+    def restrict(self, rows: npt.ArrayLike, masks: Mapping[int, npt.ArrayLike] | None = None) -> Plan:
+        """Fewer rows and, for some sequences, other masks: the deeper layers of a blended prefill (CacheBlend
+        4.3).
+
+        rows    int [t] ascending indices of the rows that stay, or bool [T]
+        masks   sequence -> int64 [P], one mask for each reference of its table
+        """
+        keep = np.asarray(rows)
+        keep = np.flatnonzero(keep) if keep.dtype == bool else keep.astype(np.int64)
+        if keep.size and (keep.min() < 0 or keep.max() >= self.num_rows or (np.diff(keep) <= 0).any()):
+            raise ValueError(f"rows: must be ascending indices in [0, {self.num_rows})")
+        sequence, position = self.sequence[keep], self.position[keep]
+        if not masks:
+            return self.with_rows(QueryRows(sequence, position))
+        tables = list(self.page_tables)
+        for index, mask in masks.items():
+            if not 0 <= index < len(tables):
+                raise ValueError(f"masks: no sequence {index} (there are {len(tables)})")
+            tables[index] = tables[index].with_masks(mask)
+        return self._rebuilt(tables, sequence, position)
+
+    def _arranged(self, refs: References, found: Segments, sequence: IntArray) -> Work:
+        return arrange(refs, found, sequence, len(self.page_tables), self.page_size, self.share)
+
+    def _rebuilt(self, tables: Sequence[PageTable], sequence: IntArray, position: IntArray) -> Plan:
+        return build_plan(
+            tables,
+            QueryRows(sequence, position),
+            page_size=self.page_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            share=self.share,
+        )
+
+
+def build_plan(
+    page_tables: Sequence[PageTable | Sequence[PageRef]],
+    rows: QueryRows,
+    *,
+    page_size: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    share: Share = "auto",
+) -> Plan:
+    """Find the segments of these tables and lay out the step's work.
+
+    Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are
+    then one
+    slice of q, which is faster; any order is correct. `share` decides per segment by cost, or overrides that.
+
+    Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one
+    sequence shows
+    twice with one delta.
+    """
+    _check_sizes(page_size, num_q_heads, num_kv_heads, head_dim, share)
+    tables = tuple(PageTable.from_refs(table) for table in page_tables)
+    sequence, position = _checked_rows(rows)
+    refs = unite_repeats(references_of(tables, page_size))
+    found = find_segments(refs)
+    return Plan(
+        page_size=page_size,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        share=share,
+        page_tables=tables,
+        sequence=sequence,
+        position=position,
+        num_pages=int(refs.page_id.max(initial=-1)) + 1,
+        references=refs,
+        segments=found,
+        work=arrange(refs, found, sequence, len(tables), page_size, share),
+    )
+
+
+def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(f"page_size: must be a power of two up to {MAX_PAGE_SIZE} (got {page_size})")
+    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"num_q_heads: must be a multiple of num_kv_heads (got {num_q_heads}, {num_kv_heads})"
+        )
+    if head_dim < 1:
+        raise ValueError(f"head_dim: must be at least 1 (got {head_dim})")
+    if share not in get_args(Share):
+        raise ValueError(f"share: must be one of {', '.join(get_args(Share))} (got {share!r})")
+
+
+def _checked_rows(rows: QueryRows) -> tuple[IntArray, IntArray]:
+    sequence, position = rows.arrays()
+    if position.size and not 0 <= position.min() <= position.max() < MAX_ABS_POSITION:
+        raise ValueError(
+            f"rows: position must be in [0, {MAX_ABS_POSITION}) (got {position.min()}..{position.max()})"
+        )
+    return sequence, position
