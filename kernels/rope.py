@@ -9,7 +9,7 @@ configuration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ class RopeTable:
     cos, sin    float32 [2 * max_position, rotary_dim / 2]  both times the attention factor (YaRN)
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor = field(repr=False)
+    sin: Tensor = field(repr=False)
     max_position: int
 
     @property

@@ -67,6 +67,8 @@ def attend_torch(
     that causality or masks cut.
     """
     layout = layout_of(plan, slot_position, window, alibi_slopes is not None)
+    if not layout.blocks:  # nobody sees anything
+        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     angles = _angles_of(plan, layout, rope, softmax_scale)
     queries = _Queries(q, plan, layout, angles, softmax_scale)
     pool = _pool(k_pages, v_pages, plan, alibi_slopes, soft_cap)
@@ -149,11 +151,7 @@ class _Total:
     def finish(self, dtype: torch.dtype, unseen_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, Hq, D] in the queries' type and [T, Hq]."""
         num_kv_heads, num_rows, num_groups, head_dim = self._shape
-        if self._out is None or self._lse is None:
-            empty = torch.zeros(
-                num_rows, num_kv_heads * num_groups, head_dim, dtype=dtype, device=self._device
-            )
-            return empty, torch.full(empty.shape[:2], -torch.inf, device=self._device)
+        assert self._out is not None and self._lse is not None  # a layout without blocks is not merged
         out = self._out.transpose(0, 1).reshape(num_rows, -1, head_dim).to(dtype)
         lse = self._lse.transpose(0, 1).reshape(num_rows, -1)
         if unseen_rows is not None:

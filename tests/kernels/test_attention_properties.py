@@ -1,0 +1,118 @@
+"""Properties of `attend` over random pools and tables: every arrangement of the work gives the oracle's answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.kernels import torch_backend, torch_layout, work
+from mneme.kernels.attention import PageTable, QueryRows
+from tests.kernels.cases import Scene, assert_close, scenes
+
+bounded = settings(deadline=None, max_examples=120)
+
+
+@given(scene=scenes())
+@bounded
+def test_sharing_always_never_and_by_cost_equal_the_reference(scene: Scene) -> None:
+    wanted = scene.attend(scene.plan(), backend="reference")
+    for share in ("always", "never", "auto"):
+        assert_close(scene.attend(scene.plan(share=share), backend="torch"), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_16_bit_types_equal_the_reference(dtype: torch.dtype, data: Any) -> None:
+    scene = data.draw(scenes(dtype=dtype))
+    wanted = scene.attend(scene.plan(), backend="reference")
+    for share in ("always", "never"):
+        assert_close(scene.attend(scene.plan(share=share)), wanted)
+
+
+@given(scene=scenes(most_rows=40), share=st.sampled_from(["always", "never"]))
+@bounded
+def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) -> None:
+    wanted = scene.attend(scene.plan(), backend="reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_layout, "TILE_KEYS", 5)
+        patch.setattr(torch_layout, "TILE_SCORES", 64)
+        patch.setattr(torch_layout, "BLOCK_ROWS", 3)
+        patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
+        patch.setattr(work, "_SMALLEST_BUCKET_TOKENS", 1)
+        assert_close(scene.attend(scene.plan(share=share)), wanted)
+
+
+@given(scene=scenes(), data=st.data())
+@bounded
+def test_a_row_does_not_depend_on_the_other_rows(scene: Scene, data: Any) -> None:
+    plan = scene.plan()
+    out, lse = scene.attend(plan)
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=plan.num_rows, max_size=plan.num_rows)), bool)
+    fewer = plan.restrict(kept)
+    assert_close(scene.attend(fewer, scene.q[kept]), (out[kept], lse[kept]))
+
+
+@given(scene=scenes(), data=st.data())
+@bounded
+def test_edited_plans_equal_fresh_ones(scene: Scene, data: Any) -> None:
+    """Join, leave, append and restrict, in any order, against a plan built from the final tables and rows."""
+    plan = scene.plan(share=data.draw(st.sampled_from(["always", "never", "auto"])))
+    spare = iter(range(24, 32))
+    for _ in range(data.draw(st.integers(1, 4))):
+        count = len(plan.page_tables)
+        edit = data.draw(st.sampled_from(["join", "leave", "append", "append_shared", "restrict"]))
+        if edit == "join":
+            table = data.draw(st.sampled_from(scene.tables)) if scene.tables else []
+            plan = plan.join(table, sorted(data.draw(st.sets(st.integers(0, 300), max_size=3))))
+        elif edit == "leave" and count:
+            plan = plan.leave(data.draw(st.integers(0, count - 1)))
+        elif edit == "append" and count:
+            plan = plan.append_page(data.draw(st.integers(0, count - 1)), next(spare))
+        elif edit == "append_shared" and count:
+            page = next(spare)
+            plan = plan.append_page(np.arange(count), page, delta=np.arange(count) * 3)
+        elif edit == "restrict" and count:
+            index = data.draw(st.integers(0, count - 1))
+            masks = np.arange(1, len(plan.page_tables[index]) + 1) * 5
+            plan = plan.restrict(np.arange(0, plan.num_rows, 2), {index: masks})
+    fresh = scene.plan(tables=list(plan.page_tables), rows=plan.rows, share=plan.share)
+    q = torch.randn(
+        plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1)
+    )
+    wanted = scene.attend(fresh, q, backend="reference")
+    assert_close(scene.attend(plan, q), wanted)
+    assert_close(scene.attend(fresh, q), wanted)
+
+
+@given(scene=scenes(), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_next_rows_of_a_plan_equal_a_fresh_plan(scene: Scene, data: Any) -> None:
+    """`with_rows`, for the same sequences (the decode step) and for others."""
+    plan = scene.plan()
+    scene.attend(plan)  # what the plan keeps from this step must not leak into the next
+    sequence, position = plan.rows.arrays()
+    if data.draw(st.booleans()):
+        rows = QueryRows(sequence, position + 1)
+        q = scene.q
+    else:
+        rows, q = QueryRows(sequence[::-1], position[::-1]), scene.q.flip(0)
+    wanted = scene.attend(scene.plan(rows=rows), q, backend="reference")
+    assert_close(scene.attend(plan.with_rows(rows), q), wanted)
+
+
+@given(scene=scenes(), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_the_order_of_references_does_not_matter(scene: Scene, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shuffled = []
+    for refs in scene.tables:
+        table = PageTable.from_refs(refs)
+        order = rng.permutation(len(table))
+        shuffled.append(PageTable(table.page_ids[order], table.deltas[order], table.masks[order]))
+    assert_close(scene.attend(scene.plan(tables=shuffled)), scene.attend(scene.plan(), backend="reference"))
