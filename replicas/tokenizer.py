@@ -7,6 +7,7 @@ underneath, which is safe to share between threads and releases the interpreter 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.chat_template import MAX_RENDER_S, ChatTemplate
 
 _NORMALIZER_SHRINKAGE = 4  # NFC and its like may make a text this many times shorter before it is tokenized
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies write a single byte
+
+
+def _byte_by_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_BY_CHAR = _byte_by_char()
 
 
 class Tokenizer:
@@ -36,6 +48,7 @@ class Tokenizer:
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._backend = backend
+        self._is_byte_level = b'"ByteLevel"' in _state_of(backend.decoder)
         self._longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos_token_id = bos_token_id
@@ -88,6 +101,15 @@ class Tokenizer:
         """One token alone, special or not; U+FFFD where it is a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, also where they are only a part of a character."""
+        token = self._backend.id_to_token(token_id) or ""
+        if self._is_byte_level and all(char in _BYTE_BY_CHAR for char in token):
+            return bytes(_BYTE_BY_CHAR[char] for char in token)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(match[1])
+        return self.token_text(token_id).encode()
+
     def min_num_tokens(self, text: str) -> int:
         """A lower bound on the tokens of any way to write `text`, from its size alone."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -114,6 +136,11 @@ class Tokenizer:
         """End the processes that render templates."""
         if self._chat_template:
             self._chat_template.close()
+
+
+def _state_of(decoder: Any) -> bytes:
+    state: bytes = b"" if decoder is None else decoder.__getstate__()
+    return state
 
 
 def _load_with_transformers(model_dir: Path) -> Any:

@@ -6,10 +6,19 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.tokenizer import Tokenizer
-from tests.replicas.tiny_tokenizer import BOS, CHATML, IM_END, IM_START, byte_level_backend, tiny_tokenizer
+from tests.replicas.tiny_tokenizer import (
+    BOS,
+    CHATML,
+    IM_END,
+    IM_START,
+    byte_level_backend,
+    sentencepiece_backend,
+    tiny_tokenizer,
+)
 
 CHAT = [{"role": "user", "content": "the fox"}]
 
@@ -175,3 +184,12 @@ def test_the_lower_bound_on_tokens_holds(tokenizer: Tokenizer) -> None:
     for text in ("", "the fox " * 500, "世界🙂" * 300, " " * 4000):
         assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
     assert tokenizer.min_num_tokens("x" * 8_000_000) > 1024
+
+
+@pytest.mark.parametrize(
+    "backend", [byte_level_backend(), sentencepiece_backend()], ids=["bpe", "sentencepiece"]
+)
+def test_the_bytes_of_tokens_make_up_the_text(backend: tokenizers.Tokenizer) -> None:
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("世界🙂é", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "世界🙂é"
