@@ -1,0 +1,28 @@
+"""Configuration of the HTTP API: who may call it, and how much one client may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mneme.config import check_range
+from mneme.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Bounds on what one client can make this process hold or wait for."""
+
+    api_keys: tuple[str, ...] = ()  # empty: everyone may call, and all share one tenant
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 32 * 2**10
+    body_timeout_s: float = 60.0  # from the headers to the last byte of the body
+    body_idle_timeout_s: float = 10.0  # between two pieces of it
+    client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
+
+    def __post_init__(self) -> None:
+        check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)
+        check_range("http.max_header_bytes", self.max_header_bytes, 1024, 2**20)
+        for name in ("body_timeout_s", "body_idle_timeout_s", "client_stall_timeout_s"):
+            check_range(f"http.{name}", getattr(self, name), 0.01, 86_400)
+        if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
+            raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")

@@ -1,0 +1,60 @@
+"""Who is calling, and which KV and which sessions that caller may reach.
+
+A tenant is an API key; without configured keys there is one, "public". The salt that separates tenants' KV is
+derived here from the key: a client's `cache_salt` can only narrow what it shares, never reach another tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from mneme.errors import InvalidRequest, Unauthorized
+
+PUBLIC = "public"
+MAX_SESSION_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
+
+
+def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
+    """The tenant of an Authorization header, in the same time for every wrong key; raises `Unauthorized`."""
+    if not api_keys:
+        return PUBLIC
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
+    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in api_keys]
+    if not any(matches):
+        raise Unauthorized("the API key is not known")
+    return _digest("tenant", given.strip())
+
+
+def kv_salt(tenant: str, cache_salt: str | None) -> str:
+    """The root of the prefix forest that a request may share with."""
+    if cache_salt is None:
+        return "" if tenant == PUBLIC else tenant
+    _check_label("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
+    return _digest("salt", tenant, cache_salt)
+
+
+def session_key(tenant: str, session_id: str | None, field: str = "session_id") -> str | None:
+    """A session's name within its tenant; opaque, never part of a path."""
+    if session_id is None:
+        return None
+    _check_label(field, session_id, MAX_SESSION_ID_CHARS)
+    return f"{tenant}:{session_id}"
+
+
+def _check_label(field: str, text: str, max_chars: int) -> None:
+    if not 1 <= len(text) <= max_chars or not text.isprintable():
+        raise InvalidRequest(field, text, f"must have from 1 to {max_chars} printable characters")
+
+
+def _digest(*parts: str) -> str:
+    """128 bits over length-prefixed parts, so that no two lists of parts hash alike."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode()
+        hasher.update(len(encoded).to_bytes(8, "big") + encoded)
+    return hasher.hexdigest()
