@@ -1,0 +1,103 @@
+"""What the routes share: engine client, tokenizer, models, and the threads that do blocking work."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.latency import Clock, Latencies, RequestLatency
+from mneme.cluster.metrics_page import MetricsPage
+from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mneme.replicas.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_SMALL_TEXT_CHARS = (
+    4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A name that clients may ask for."""
+
+    id: str
+    max_context: int  # tokens of prompt and output together
+    created: int  # Unix seconds
+
+
+class Prompt(NamedTuple):
+    token_ids: tuple[int, ...]
+    text: str | None  # None where the client gave ids
+
+
+@dataclass(slots=True, kw_only=True)
+class ApiState:
+    """One per application."""
+
+    client: EngineClient
+    models: Mapping[str, ServedModel]
+    tokenizer: Tokenizer
+    config: HttpConfig
+    latencies: Latencies
+    metrics: MetricsPage
+    clock: Clock = time.perf_counter
+    wall_clock: Clock = time.time
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    # Templates may hang until they are killed: they have threads of their own, so that tokenizing goes on
+    # meanwhile.
+    _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
+    _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
+
+    def model(self, name: str) -> ServedModel:
+        model = self.models.get(name)
+        if model is None:
+            raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")
+        return model
+
+    def start_clock(self) -> RequestLatency:
+        return RequestLatency(self.latencies, self.clock)
+
+    async def render(self, work: Callable[[], T]) -> T:
+        """Run a template off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` here if its input of `size` characters or ids is small, else on a thread."""
+        if size <= _SMALL_TEXT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
+
+    def encode(self, field: str, text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
+        """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit."""
+        if self.tokenizer.min_num_tokens(text) >= model.max_context:
+            raise _too_long(field, f"{len(text)} characters", model)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not ids:
+            raise InvalidRequest(field, text, "must have at least one token")
+        return Prompt(tuple(ids), text)
+
+    def take_ids(self, field: str, ids: list[int], model: ServedModel) -> Prompt:
+        """A prompt of token ids."""
+        self.check_ids(field, ids)
+        if len(ids) >= model.max_context:
+            raise _too_long(field, f"{len(ids)} tokens", model)
+        return Prompt(tuple(ids), None)
+
+    def check_ids(self, field: str, ids: list[int]) -> None:
+        size = self.tokenizer.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequest(field, worst, f"token ids are from 0 to {size - 1}")
+
+
+def _too_long(field: str, size: str, model: ServedModel) -> ContextLengthExceeded:
+    rule = f"prompt and output together have at most {model.max_context} tokens"
+    return ContextLengthExceeded(field, size, rule)

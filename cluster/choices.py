@@ -1,0 +1,102 @@
+"""One choice of an answer, from the engine's events to what its client is told next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.tokenizer import Tokenizer
+
+
+class Delta(NamedTuple):
+    """What is new of one choice since its client was last told."""
+
+    choice: int  # its index in the answer
+    text: str
+    logprobs: list[Logprobs] | None  # None: not asked for
+    finish_reason: str | None
+    is_first: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """Collects events; what the client has not taken yet piles up here, at most `max_tokens` of it."""
+
+    index: int  # in the answer
+    prompt_index: int  # choices with one prompt share its usage
+    request: GenerationRequest
+    stream: TextStream
+    usage: PromptUsage
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    _text: str = ""
+    _logprobs: list[Logprobs] | None = None
+    _is_first: bool = True
+    _has_told_end: bool = False
+
+    @staticmethod
+    def start(
+        index: int,
+        prompt_index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+    ) -> Choice:
+        params = request.sampling
+        return Choice(
+            index=index,
+            prompt_index=prompt_index,
+            request=request,
+            stream=TextStream(tokenizer, params.stop, skip_special_tokens, params.min_tokens),
+            usage=PromptUsage(len(request.prompt_token_ids), 0),
+            _logprobs=None if params.logprobs is None else [],
+        )
+
+    def add(self, event: TokenEvent) -> None:
+        self.num_tokens += len(event.token_ids)
+        self._text += self.stream.push(event.token_ids)
+        if self._logprobs is not None and event.logprobs:
+            self._logprobs.extend(event.logprobs)
+        if event.usage is not None:
+            self.usage = event.usage
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            self._text += self.stream.finish()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._text or self._logprobs) or (
+            self.finish_reason is not None and not self._has_told_end
+        )
+
+    def take(self) -> Delta:
+        delta = Delta(self.index, self._text, self._logprobs, self.finish_reason, self._is_first)
+        self._text, self._is_first = "", False
+        self._logprobs = None if self._logprobs is None else []
+        self._has_told_end = self.finish_reason is not None
+        return delta
+
+
+def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
+    """OpenAI's `usage`: each prompt once, all output.
+
+    `cached_tokens` counts prompt tokens that no choice of this answer computed.
+    """
+    usage_by_prompt: dict[int, PromptUsage] = {}
+    num_completion = 0
+    for choice in choices:
+        num_completion += choice.num_tokens
+        known = usage_by_prompt.setdefault(choice.prompt_index, choice.usage)
+        if choice.usage.cached_tokens < known.cached_tokens:
+            usage_by_prompt[choice.prompt_index] = choice.usage
+    num_prompt = sum(usage.prompt_tokens for usage in usage_by_prompt.values())
+    num_cached = sum(usage.cached_tokens for usage in usage_by_prompt.values())
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions and /v1/completions: from a body to the response that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from mneme.cluster.answers import Answer, ChatAnswer, CompletionAnswer
+from mneme.cluster.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.choices import Choice
+from mneme.cluster.json_body import parse_json_object
+from mneme.cluster.latency import RequestLatency
+from mneme.cluster.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingBody,
+    StreamOptions,
+    conversation,
+    validate,
+)
+from mneme.cluster.run_response import RunResponse
+from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.replicas.request import GenerationRequest, SamplingParams
+
+
+async def chat_completions(api: ApiState, request: Request) -> RunResponse:
+    """Render the conversation, then run n choices of it."""
+    latency = api.start_clock()
+    body = validate(ChatRequest, await _parsed(api, request))
+    model = api.model(body.model)
+    params = _sampling(api, body)
+    body.check_stream_options()
+    prompt = await api.render(lambda: _render(api, body, model))
+    answer = ChatAnswer(
+        f"chatcmpl-{request.state.request_id}",
+        int(api.wall_clock()),
+        model.id,
+        api.tokenizer,
+        num_top=params.logprobs or 0,
+        is_stream=bool(body.stream),
+    )
+    return _run(api, request, body, params, [prompt], answer, latency)
+
+
+async def completions(api: ApiState, request: Request) -> RunResponse:
+    """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
+    latency = api.start_clock()
+    body = validate(CompletionRequest, await _parsed(api, request))
+    model = api.model(body.model)
+    params = _sampling(api, body)
+    body.check_stream_options()
+    given = body.prompts()
+    size = sum(map(len, given))
+    prompts = await api.off_loop(size, lambda: _take_prompts(api, body, given, model))
+    answer = CompletionAnswer(
+        f"cmpl-{request.state.request_id}",
+        int(api.wall_clock()),
+        model.id,
+        api.tokenizer,
+        num_top=params.logprobs or 0,
+        echoes=_echoes(api, prompts, params.n) if body.echo else (),
+    )
+    return _run(api, request, body, params, prompts, answer, latency)
+
+
+async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
+    body: bytes = request.state.body
+    return await api.off_loop(len(body), lambda: parse_json_object(body))
+
+
+def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
+    params = body.sampling_params(api.draw_seed())
+    api.check_ids("logit_bias", list(params.logit_bias))
+    api.check_ids("stop_token_ids", list(params.stop_token_ids))
+    return params
+
+
+def _render(api: ApiState, body: ChatRequest, model: ServedModel) -> Prompt:
+    text = api.tokenizer.render_chat(
+        conversation(body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        template_variables=body.template_variables(),
+    )
+    return api.encode("messages", text, model, add_special_tokens=False)
+
+
+def _take_prompts(
+    api: ApiState, body: CompletionRequest, given: Sequence[str | list[int]], model: ServedModel
+) -> list[Prompt]:
+    prompts = []
+    for i, prompt in enumerate(given):
+        field = "prompt" if len(given) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, str):
+            prompts.append(api.encode(field, prompt, model, add_special_tokens=body.add_special_tokens))
+        else:
+            prompts.append(api.take_ids(field, prompt, model))
+    return prompts
+
+
+def _echoes(api: ApiState, prompts: Sequence[Prompt], n: int) -> list[str]:
+    texts = [
+        api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True)
+        if prompt.text is None
+        else prompt.text
+        for prompt in prompts
+    ]
+    return [text for text in texts for _ in range(n)]
+
+
+def _run(
+    api: ApiState,
+    request: Request,
+    body: SamplingBody,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    answer: Answer,
+    latency: RequestLatency,
+) -> RunResponse:
+    requests = _requests(request, body, params, prompts)
+    skip_special_tokens = body.skip_special_tokens is not False
+    choices = [
+        Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens)
+        for i, engine_request in enumerate(requests)
+    ]
+    return RunResponse(
+        client=api.client,
+        choices=choices,
+        answer=answer,
+        stream=(body.stream_options or StreamOptions()) if body.stream else None,
+        latency=latency,
+        stall_timeout_s=api.config.client_stall_timeout_s,
+    )
+
+
+def _requests(
+    request: Request, body: SamplingBody, params: SamplingParams, prompts: Sequence[Prompt]
+) -> list[GenerationRequest]:
+    """The first choice of the first prompt carries the session: a session has one turn at a time."""
+    salt = kv_salt(request.state.tenant, body.cache_salt)
+    session = _session(request, body)
+    return [
+        GenerationRequest(
+            request_id=f"{request.state.request_id}-{i * params.n + j}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=params,
+            choice_index=j,
+            salt=salt,
+            session_id=session if i == j == 0 else None,
+            prompt_text=prompt.text,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(params.n)
+    ]
+
+
+def _session(request: Request, body: SamplingBody) -> str | None:
+    """From the header, else the body's `session_id`, else its `prompt_cache_key`."""
+    tenant: str = request.state.tenant
+    from_header = session_key(tenant, request.headers.get("x-session-id"), "X-Session-ID")
+    from_body = session_key(tenant, body.session_id, "session_id")
+    from_cache_key = session_key(tenant, body.prompt_cache_key, "prompt_cache_key")
+    return from_header or from_body or from_cache_key

@@ -1,0 +1,103 @@
+"""The page at /metrics: all replicas' statistics summed up, and the latencies of this ingress."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mneme.cluster.engine_client import EngineClient, ReplicaStats
+from mneme.cluster.latency import Latencies
+from mneme.cluster.prometheus import Labels, family
+
+KNOWN_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+)
+
+
+class _Family(NamedTuple):
+    name: str
+    kind: Literal["counter", "gauge"]
+    description: str
+    key: str  # of the replica's statistics
+    parts: tuple[str, ...] = ()  # keys below, one sample each
+    label: str = ""  # that tells the parts apart; without one there is one part
+
+
+_SUMS = (
+    _Family("mneme_pages", "gauge", "KV pages.", "pages", ("free", "cached", "in_use", "total"), "state"),
+    _Family("mneme_requests", "gauge", "Requests in engines.", "requests", ("running", "waiting"), "state"),
+    _Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", "tokens", ("prompt",)),
+    _Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", "tokens", ("cached",)),
+    _Family("mneme_generated_tokens_total", "counter", "Output tokens.", "tokens", ("generated",)),
+    _Family(
+        "mneme_finished_requests_total",
+        "counter",
+        "Ended requests; an abort is one whose client left.",
+        "finished",
+        ("stop", "length", "abort", "error"),
+        "reason",
+    ),
+    _Family("mneme_engine_steps_total", "counter", "Engine steps.", "steps"),
+    _Family("mneme_sessions", "gauge", "Sessions whose token log is kept.", "sessions"),
+    _Family(
+        "mneme_shared_segments",
+        "gauge",
+        "Segments that two or more sequences read at once.",
+        "shared_segments",
+    ),
+)
+
+
+class MetricsPage:
+    """As old as `EngineClient.stats()`, at most 1 s."""
+
+    def __init__(self, client: EngineClient, latencies: Latencies) -> None:
+        self._client = client
+        self._latencies = latencies
+        self._responses: Counter[Labels] = Counter()
+
+    def count_response(self, path: str, status: int) -> None:
+        label = path if path in KNOWN_PATHS else "other"
+        self._responses[(("path", label), ("status", str(status)))] += 1
+
+    async def render(self) -> str:
+        return "\n".join(self._lines(await self._client.stats())) + "\n"
+
+    def _lines(self, stats: Sequence[ReplicaStats]) -> list[str]:
+        lines = family(
+            "mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()}
+        )
+        lines += family("mneme_replicas", "Replicas that answered.", "gauge", {(): len(stats)})
+        for spec in _SUMS:
+            lines += family(spec.name, spec.description, spec.kind, _summed(spec, [s.metrics for s in stats]))
+        rss: dict[Labels, float] = {
+            (("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats
+        }
+        lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
+        lines += family("mneme_http_responses_total", "Answers by status.", "counter", self._responses)
+        return lines + self._latencies.lines()
+
+
+def _summed(spec: _Family, metrics: Iterable[dict[str, Any]]) -> dict[Labels, float]:
+    values = [replica.get(spec.key) for replica in metrics]
+    if not spec.parts:
+        return {(): sum(map(_number, values))}
+    tables = [value for value in values if isinstance(value, dict)]
+    return {
+        (((spec.label, part),) if spec.label else ()): sum(_number(table.get(part)) for table in tables)
+        for part in spec.parts
+    }
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,69 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from mneme.cluster.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.json_body import parse_json_object
+from mneme.cluster.protocol import DetokenizeRequest, TokenizeRequest, conversation, validate
+from mneme.errors import InvalidRequest
+
+
+async def tokenize(api: ApiState, request: Request) -> JSONResponse:
+    """Ids of a text, or of a conversation as the chat endpoint would render it."""
+    body = validate(TokenizeRequest, await _parsed(api, request))
+    model = _model(api, body.model)
+    prompt = await _prompt(api, body, model)
+    answer: dict[str, Any] = {
+        "count": len(prompt.token_ids),
+        "max_model_len": model.max_context,
+        "tokens": list(prompt.token_ids),
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [api.tokenizer.token_text(token_id) for token_id in prompt.token_ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(api: ApiState, request: Request) -> JSONResponse:
+    """The text of ids."""
+    body = validate(DetokenizeRequest, await _parsed(api, request))
+    _model(api, body.model)
+
+    def decode() -> str:
+        api.check_ids("tokens", body.tokens)
+        return api.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    return JSONResponse({"prompt": await api.off_loop(len(body.tokens), decode)})
+
+
+async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
+    body: bytes = request.state.body
+    return await api.off_loop(len(body), lambda: parse_json_object(body))
+
+
+def _model(api: ApiState, name: str | None) -> ServedModel:
+    return api.model(name) if name is not None else next(iter(api.models.values()))
+
+
+async def _prompt(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
+    text, messages = body.prompt, body.messages
+    if (text is None) == (messages is None):
+        raise InvalidRequest("prompt", "both" if text is not None else "neither", "give a prompt or messages")
+    if messages is not None:
+        return await api.render(lambda: _render(api, body, model))
+    if not text:
+        raise InvalidRequest("prompt", text, "must not be empty")
+    return await api.off_loop(
+        len(text), lambda: api.encode("prompt", text, model, add_special_tokens=body.add_special_tokens)
+    )
+
+
+def _render(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
+    text = api.tokenizer.render_chat(
+        conversation(body.messages or []), add_generation_prompt=body.add_generation_prompt
+    )
+    return api.encode("messages", text, model, add_special_tokens=False)
