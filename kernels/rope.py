@@ -20,24 +20,34 @@ _POSITIONS_PER_CONTEXT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:
-    """cos and sin of every position in [0, 2 * max_position), computed in float64 and kept in float32.
+    """The rotation to every position in [0, 2 * max_position), computed in float64 and kept in float32.
 
-    cos, sin    float32 [2 * max_position, rotary_dim / 2]  both times the attention factor (YaRN)
+    table   float32 [2 * max_position, 3, rotary_dim / 2]  cos, -sin, sin; each times the attention factor
+    (YaRN)
     """
 
-    cos: Tensor = field(repr=False)
-    sin: Tensor = field(repr=False)
+    table: Tensor = field(repr=False)
     max_position: int
 
     @property
     def rotary_dim(self) -> int:
         """How many leading dimensions of a head are rotated."""
-        return 2 * self.cos.shape[1]
+        return 2 * self.table.shape[2]
 
     @property
     def num_positions(self) -> int:
         """Positions in [0, num_positions) can be rotated to."""
-        return self.cos.shape[0]
+        return self.table.shape[0]
+
+    @property
+    def cos(self) -> Tensor:
+        """float32 [2 * max_position, rotary_dim / 2]"""
+        return self.table[:, 0]
+
+    @property
+    def sin(self) -> Tensor:
+        """float32 [2 * max_position, rotary_dim / 2]"""
+        return self.table[:, 2]
 
     @classmethod
     def from_theta(cls, theta: float, rotary_dim: int, max_position: int) -> RopeTable:
@@ -65,11 +75,15 @@ class RopeTable:
         positions = torch.arange(_POSITIONS_PER_CONTEXT * max_position, dtype=torch.float64)
         angles = torch.outer(positions, frequencies)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        return cls(cos.float(), sin.float(), max_position)
+        return cls(torch.stack((cos, -sin, sin), 1).float(), max_position)
 
     def to(self, device: torch.device | str) -> RopeTable:
         """The same table on another device."""
-        return RopeTable(self.cos.to(device), self.sin.to(device), self.max_position)
+        return RopeTable(self.table.to(device), self.max_position)
+
+    def turns(self, positions: Tensor) -> Tensor:
+        """The rows of the table for these positions: [T, 3, rotary_dim / 2]."""
+        return self.table.index_select(0, positions.to(self.table.device, torch.int64))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate row t of `x` to `positions[t]`; float32, for the caller to round once.
@@ -77,25 +91,19 @@ class RopeTable:
         x           float [T, num_heads, head_dim]
         positions   int [T]  each in [0, num_positions)
         """
-        rows = positions.to(self.cos.device, torch.int64)
-        cos, sin = self.cos.index_select(0, rows), self.sin.index_select(0, rows)
-        return rotate(x.float(), cos.unsqueeze(1), sin.unsqueeze(1))
+        return rotate(x.float(), self.turns(positions).unsqueeze(1))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, tail_scale: float = 1.0) -> Tensor:
-    """Half-split rotation; dimensions behind the rotated ones are only scaled. The result is contiguous.
+def rotate(x: Tensor, turns: Tensor, tail_scale: float = 1.0) -> Tensor:
+    """Half-split rotation; dimensions behind the rotated ones are only scaled.
 
-    x           float32 [..., head_dim]
-    cos, sin    float32 [..., rotary_dim / 2]  broadcastable against x
+    x       float32 [..., head_dim]
+    turns   float32 [..., 3, rotary_dim / 2]  cos, -sin, sin; broadcastable against x
     """
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if 2 * half < x.shape[-1]:
-        torch.mul(x[..., 2 * half :], tail_scale, out=out[..., 2 * half :])
-    pairs = (*x.shape[:-1], 2, half)
-    source = x[..., : 2 * half].view(pairs)
-    turned = out[..., : 2 * half].view(pairs)
-    torch.mul(source, cos.unsqueeze(-2), out=turned)
-    turned[..., 0, :].addcmul_(source[..., 1, :], sin, value=-1)
-    turned[..., 1, :].addcmul_(source[..., 0, :], sin)
-    return out
+    half = turns.shape[-1]
+    rotary_dim = 2 * half
+    pairs = x[..., :rotary_dim].view(*x.shape[:-1], 2, half)
+    turned = torch.addcmul(pairs * turns[..., :1, :], pairs.flip(-2), turns[..., 1:, :]).flatten(-2)
+    if rotary_dim == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., rotary_dim:] * tail_scale), -1)

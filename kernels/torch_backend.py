@@ -28,13 +28,6 @@ from mneme.kernels.torch_layout import Block, Layout, Tile, layout_of
 _ROTATE_AT_ONCE = 1 << 22
 
 
-class _Angles(NamedTuple):
-    """Where each turned row is rotated to; `softmax_scale` is part of both."""
-
-    cos: Tensor  # float32 [U, 1, rotary_dim / 2]
-    sin: Tensor
-
-
 class _Pool(NamedTuple):
     """One layer's KV with pages and offsets as one axis of slots, and what changes scores."""
 
@@ -69,8 +62,8 @@ def attend_torch(
     layout = layout_of(plan, slot_position, window, alibi_slopes is not None)
     if not layout.blocks:  # nobody sees anything
         return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    angles = _angles_of(plan, layout, rope, softmax_scale)
-    queries = _Queries(q, plan, layout, angles, softmax_scale)
+    turns = _turns_of(plan, layout, rope, softmax_scale)
+    queries = _Queries(q, plan, layout, turns, softmax_scale)
     pool = _pool(k_pages, v_pages, plan, alibi_slopes, soft_cap)
     total = _Total(q, plan)
     for block in layout.blocks:
@@ -82,11 +75,11 @@ class _Queries:
     """Turned queries, rotated and scaled, float32 [Hkv, U, G, D]."""
 
     def __init__(
-        self, q: Tensor, plan: Plan, layout: Layout, angles: _Angles | None, softmax_scale: float
+        self, q: Tensor, plan: Plan, layout: Layout, turns: Tensor | None, softmax_scale: float
     ) -> None:
         self._q = q.view(len(q), plan.num_kv_heads, -1, plan.head_dim)
         self._query_row = layout.query_row
-        self._angles = angles
+        self._turns = turns
         self._scale = softmax_scale
         num_turned = len(layout.effective)
         at_once = num_turned * plan.num_q_heads * plan.head_dim <= _ROTATE_AT_ONCE
@@ -94,23 +87,15 @@ class _Queries:
 
     def rows(self, block: Block) -> Tensor:
         """The queries of a block, [Hkv * n, R * G, D]."""
-        turned = block.turned
-        if self._all is None:
-            rows = self._rotated(turned)
-        elif isinstance(turned, slice):
-            rows = self._all[:, turned]
-        else:
-            rows = self._all.index_select(1, turned)
+        rows = self._rotated(block.turned) if self._all is None else _select(self._all, 1, block.turned)
         return rows.reshape(len(rows) * block.num_pieces, -1, rows.shape[-1])
 
     def _rotated(self, turned: slice | Tensor) -> Tensor:
-        query_row = _select(self._query_row, 0, turned) if isinstance(self._query_row, Tensor) else turned
+        query_row = turned if self._query_row is None else _select(self._query_row, 0, turned)
         x = _select(self._q, 0, query_row).float().transpose(0, 1)
-        if self._angles is None:
+        if self._turns is None:
             return (x * self._scale).contiguous()
-        return rotate(
-            x, _select(self._angles.cos, 0, turned), _select(self._angles.sin, 0, turned), self._scale
-        )
+        return rotate(x, _select(self._turns, 0, turned), self._scale).contiguous()
 
 
 class _Total:
@@ -150,10 +135,10 @@ class _Total:
 
     def finish(self, dtype: torch.dtype, unseen_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, Hq, D] in the queries' type and [T, Hq]."""
-        num_kv_heads, num_rows, num_groups, head_dim = self._shape
-        assert self._out is not None and self._lse is not None  # a layout without blocks is not merged
-        out = self._out.transpose(0, 1).reshape(num_rows, -1, head_dim).to(dtype)
-        lse = self._lse.transpose(0, 1).reshape(num_rows, -1)
+        assert self._out is not None  # a layout has a block, else nothing is merged
+        assert self._lse is not None
+        out = self._out.transpose(0, 1).flatten(1, 2).to(dtype)
+        lse = self._lse.transpose(0, 1).flatten(1, 2)
         if unseen_rows is not None:
             out.index_fill_(0, unseen_rows, 0)
             lse.index_fill_(0, unseen_rows, -torch.inf)
@@ -170,9 +155,10 @@ def _block_attention(queries: Tensor, pool: _Pool, block: Block) -> tuple[Tensor
 
 def _tile_attention(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
     """queries [Hkv * n, R * G, D] over one tile of keys: out [.., R * G, D], lse [.., R * G], float32."""
-    by_piece = (len(queries), tile.num_keys, queries.shape[-1])
-    keys = _select(pool.keys, 1, tile.slots).reshape(by_piece)
-    values = _select(pool.values, 1, tile.slots).reshape(by_piece)
+    keys, values = _select(pool.keys, 1, tile.slots), _select(pool.values, 1, tile.slots)
+    if block.num_pieces > 1:
+        by_piece = (len(queries), tile.num_keys, queries.shape[-1])
+        keys, values = keys.view(by_piece), values.view(by_piece)
     scores = torch.bmm(queries, keys.float().transpose(1, 2))
     if pool.soft_cap is not None:
         scores.div_(pool.soft_cap).tanh_().mul_(pool.soft_cap)
@@ -202,19 +188,23 @@ def _pool(
     return _Pool(k_pages.view(slots), v_pages.view(slots), num_groups, alibi_slopes, soft_cap)
 
 
-def _angles_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale: float) -> _Angles | None:
-    """The angles of a layout's turned rows, built by the first layer that asks for them."""
+def _turns_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale: float) -> Tensor | None:
+    """The rotation of a layout's turned rows with the scale in it, built by the first layer that asks for it.
+
+    float32 [U, 1, 3, rotary_dim / 2]
+    """
     if rope is None:
         return None
-    key = ("angles", id(rope), softmax_scale, id(layout))
+    key = ("turns", id(rope), softmax_scale, id(layout))
     entry = plan.prepared.get(key)
     if entry is None:  # the entry keeps both alive, so that their ids are not reused
-        entry = plan.prepared[key] = (rope, layout, _angles(layout, rope, softmax_scale))
-    angles: _Angles = entry[2]
-    return angles
+        turns = rope.turns(_positions(layout, rope)).mul_(softmax_scale).unsqueeze(1)
+        entry = plan.prepared[key] = (rope, layout, turns)
+    found: Tensor = entry[2]
+    return found
 
 
-def _angles(layout: Layout, rope: RopeTable, softmax_scale: float) -> _Angles:
+def _positions(layout: Layout, rope: RopeTable) -> Tensor:
     """Rows that see nothing are clamped into the table; one that sees a key but lies outside is refused."""
     effective = layout.effective
     beyond = layout.seen & (effective >= rope.num_positions)
@@ -223,15 +213,13 @@ def _angles(layout: Layout, rope: RopeTable, softmax_scale: float) -> _Angles:
             f"rows: a visible pair is {effective[beyond].max()} apart, "
             f"the rope table ends at {rope.num_positions}"
         )
-    rows = torch.from_numpy(effective.clip(0, rope.num_positions - 1)).to(rope.cos.device)
-    cos, sin = (
-        table.index_select(0, rows).mul_(softmax_scale).unsqueeze(1) for table in (rope.cos, rope.sin)
-    )
-    return _Angles(cos, sin)
+    return torch.from_numpy(effective.clip(0, rope.num_positions - 1))
 
 
 def _select(x: Tensor, dim: int, index: slice | Tensor) -> Tensor:
     """Along one dimension: a view for a slice, a copy for an index."""
     if isinstance(index, slice):
+        if index.start == 0 and index.stop == x.shape[dim]:
+            return x
         return x.narrow(dim, index.start, index.stop - index.start)
     return x.index_select(dim, index)

@@ -28,6 +28,9 @@ BoolArray = npt.NDArray[np.bool_]
 # row over one tile of keys is more.
 TILE_SCORES = 1 << 20
 TILE_KEYS = 1024
+# Pieces are batched up to this many elements of gathered keys (and as many of values), unless one piece is
+# more.
+TILE_KV = 1 << 20
 # Causality cuts a block of rows along its diagonal; what is computed above it is wasted, so blocks stay
 # short.
 BLOCK_ROWS = 128
@@ -88,7 +91,8 @@ class _Builder:
         """All blocks of a group whose rows see anything."""
         slots, key_position = self._keys(group)
         num_pieces, num_rows = group.turned.shape
-        row_scores = self.plan.num_q_heads * min(slots.shape[1], TILE_KEYS)
+        num_keys = min(slots.shape[1], TILE_KEYS)
+        row_scores = self.plan.num_q_heads * num_keys
         if num_pieces == 1:
             step = max(1, min(BLOCK_ROWS, TILE_SCORES // row_scores))
             for start in range(0, num_rows, step):
@@ -97,7 +101,8 @@ class _Builder:
                 positions = key_position[0][which].reshape(1, -1, slots.shape[1])
                 yield from self._one_piece(group.turned[:, rows], slots, positions)
         else:
-            step = max(1, TILE_SCORES // (row_scores * num_rows))
+            piece_kv = self.plan.num_kv_heads * self.plan.head_dim * num_keys
+            step = max(1, min(TILE_SCORES // (row_scores * num_rows), TILE_KV // piece_kv))
             for start in range(0, num_pieces, step):
                 pieces = slice(start, start + step)
                 yield from self._pieces(group.turned[pieces], slots[pieces], key_position[pieces])

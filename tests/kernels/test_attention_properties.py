@@ -1,4 +1,5 @@
-"""Properties of `attend` over random pools and tables: every arrangement of the work gives the oracle's answer."""
+"""Properties of `attend` over random pools and tables: every arrangement of the work gives the oracle's
+answer."""
 
 from __future__ import annotations
 
