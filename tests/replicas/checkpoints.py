@@ -1,0 +1,72 @@
+"""Small random checkpoints, written by `transformers`, one for each kind of model that is supported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # so that logits differ by whole units
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("Llama", {"num_key_value_heads": 4}),
+    "llama-3": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": _LINEAR_ROPE}),
+    "llama-yarn": ("Llama", {"rope_parameters": _YARN_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 24}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+
+def make_model(name: str) -> Any:
+    """A `transformers` model in float32 with seeded weights."""
+    family, options = CHECKPOINTS[name]
+    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **options})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too, so that leaving one out is seen
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def write_checkpoint(name: str, directory: Path, **save_options: Any) -> Any:
+    """Save `make_model(name)` as a Hugging Face directory and return the model."""
+    model = make_model(name)
+    model.save_pretrained(directory, **save_options)
+    return model
