@@ -59,9 +59,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
         )
-        self.sessions = Sessions(
-            self._encode, clock, ttl_s=config.session_ttl_s, max_sessions=config.max_sessions
-        )
+        self.sessions = Sessions(self._encode, clock, ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.capacity = min(self.max_context, runner.num_pages * runner.page_size)  # tokens of one sequence
         self._sequence_by_id: dict[str, Sequence] = {}

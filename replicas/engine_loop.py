@@ -61,7 +61,7 @@ class EngineLoop:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
-        self._post(lambda: [self.engine.abort(request_id) for request_id in request_ids] and None)
+        self._post(lambda: self._abort(request_ids))
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
@@ -88,8 +88,7 @@ class EngineLoop:
             if self.engine.has_work:
                 self._deliver(self._step())
             self._stats = self._gather_stats()
-        for request_id in list(self._subscriber_by_request):
-            self.engine.abort(request_id)
+        self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
 
     def _run_inbox(self) -> bool:
@@ -100,7 +99,10 @@ class EngineLoop:
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
         for command in commands:
-            command()
+            try:
+                command()
+            except Exception:  # the thread must outlive any command
+                log.exception("a command failed")
         return not stopping
 
     def _step(self) -> list[TokenEvent]:
@@ -114,10 +116,15 @@ class EngineLoop:
             self._step_s = time.perf_counter() - started_s
 
     def _submit(self, request: GenerationRequest) -> MnemeError | None:
+        if request.subscriber not in self._subscribers:
+            return ReplicaUnavailable("the token stream of this request is closed")
         try:
             self.engine.submit(request)
         except MnemeError as error:
             return error
+        except Exception:  # a request may fail, the engine may not
+            log.exception("submit failed request_id=%s", request.request_id)
+            return MnemeError("the engine could not take the request")
         self._subscriber_by_request[request.request_id] = request.subscriber
         return None
 
@@ -134,10 +141,13 @@ class EngineLoop:
             if subscriber is not None:
                 subscriber.send(self.epoch, tuple(batch))
 
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
     def _drop_subscriber(self, name: str) -> None:
         self._subscribers.pop(name, None)
-        for request_id in [r for r, owner in self._subscriber_by_request.items() if owner == name]:
-            self.engine.abort(request_id)
+        self._abort([r for r, owner in self._subscriber_by_request.items() if owner == name])
 
     def _gather_stats(self) -> dict[str, Any]:
         return {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}

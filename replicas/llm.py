@@ -116,7 +116,11 @@ class LLM:
         return job.output()
 
     def _requests(
-        self, prompt: str | Sequence[int], params: SamplingParams, session_id: str | None, text: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        session_id: str | None,
+        text: str | None = None,
     ) -> list[GenerationRequest]:
         """One request per choice."""
         if isinstance(prompt, str):

@@ -44,7 +44,11 @@ def model_directory(model: str) -> Path:
 
 
 def load_engine(
-    model: str, config: EngineConfig, *, on_progress: Progress | None = None, tokenizer: Tokenizer | None = None
+    model: str,
+    config: EngineConfig,
+    *,
+    on_progress: Progress | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
     """Load weights and tokenizer and build an engine; raises `CheckpointError` or `ConfigError`."""
     report = on_progress or _silent
@@ -89,9 +93,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def choose_num_pages(
-    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype
-) -> int:
+def choose_num_pages(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype) -> int:
     """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
     if config.num_pages is not None:
         return config.num_pages

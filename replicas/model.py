@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
+from mneme.kernels.work import Share
 from mneme.replicas.model_config import DecoderConfig
 from mneme.replicas.weights import DecoderWeights, LayerWeights
 
@@ -39,7 +40,7 @@ class StepInputs:
 class Decoder:
     """Weights and rotary table of one model on one device."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, share: str = "auto") -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, share: Share = "auto") -> None:
         self.config = config
         self.share = share
         self._weights = weights

@@ -128,7 +128,11 @@ def _expected_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
         if config.qk_norm:
             yield prefix + "self_attn.q_norm.weight", (config.head_dim,)
             yield prefix + "self_attn.k_norm.weight", (config.head_dim,)
-        for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        for name, rows, columns in (
+            ("gate_proj", inner, hidden),
+            ("up_proj", inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
             yield f"{prefix}mlp.{name}.weight", (rows, columns)
             if config.mlp_bias:
                 yield f"{prefix}mlp.{name}.bias", (rows,)
@@ -142,7 +146,7 @@ class _Reader:
         self._file_by_name: dict[str, tuple[Path, Any]] = {}
         for path in _shard_paths(model_dir):
             handle = self._open(path)
-            self._file_by_name.update({name: (path, handle) for name in handle.keys()})  # noqa: SIM118
+            self._file_by_name.update(dict.fromkeys(handle.keys(), (path, handle)))
 
     def _open(self, path: Path) -> Any:
         try:
@@ -164,7 +168,9 @@ class _Reader:
         ignored = {name for name in unread if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"}
         if ignored:
             first = sorted(ignored)[0]
-            raise CheckpointError(f"{self._model_dir}: {len(ignored)} tensors have no place in this model ({shown(first)}...)")
+            raise CheckpointError(
+                f"{self._model_dir}: {len(ignored)} tensors have no place in this model ({shown(first)}...)"
+            )
 
     def tensor(self, name: str) -> torch.Tensor:
         path, handle = self._lookup(name)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.errors import InvalidRequest
+from mneme.replicas.request import SamplingParams
+from mneme.replicas.sampler import SampleRow, sample, uniform
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
+
+
+def row(position: int = 0, **params: Any) -> SampleRow:
+    extra = {name: params.pop(name) for name in ("prompt_ids", "output_ids", "barred_ids") if name in params}
+    fields = {"prompt_ids": (), "output_ids": (), "barred_ids": (), **extra}
+    return SampleRow(
+        SamplingParams(**params), seed=params.get("seed", 0) or 0, choice_index=0, position=position, **fields
+    )
+
+
+def draw(*rows: SampleRow, logits: torch.Tensor = LOGITS) -> list[int | None]:
+    return [sampled.token_id for sampled in sample(logits.repeat(len(rows), 1), rows)]
+
+
+def test_greedy_is_the_largest_and_zero_needs_no_draw() -> None:
+    assert draw(row(temperature=0), row(temperature=1e-6)) == [1, 1]
+
+
+def test_the_uniform_number_is_a_fixed_function_of_its_counters() -> None:
+    assert uniform(1, 0, 0) == uniform(1, 0, 0) == 0.33776134126730917
+    assert (
+        len({uniform(seed, choice, position) for seed in range(5) for choice in range(5) for position in range(5)})
+        == 125
+    )
+    assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    counts = Counter(int(10 * uniform(3, 0, position)) for position in range(20_000))
+    assert all(abs(count - 2_000) < 200 for count in counts.values())
+    assert len(counts) == 10
+
+
+def test_draws_follow_the_distribution() -> None:
+    rows = [row(position, seed=5) for position in range(20_000)]
+    counts = Counter(draw(*rows))
+    for token, probability in enumerate(LOGITS.softmax(-1).tolist()):
+        assert counts[token] / len(rows) == pytest.approx(probability, abs=0.012)
+
+
+@given(st.integers(0, 2**64 - 1), st.floats(0.1, 2.0), st.floats(0.05, 1.0), st.integers(0, 5), st.floats(0, 1))
+def test_a_row_does_not_depend_on_the_others(
+    seed: int, temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    mine = row(7, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    assert draw(mine)[0] == draw(row(1, seed=9), mine, row(temperature=0))[1]
+
+
+def support(**params: Any) -> set[int | None]:
+    return set(draw(*(row(position, seed=1, **params) for position in range(4_000))))
+
+
+def test_truncations_keep_the_right_tokens() -> None:
+    probs = LOGITS.softmax(-1)  # in order: 1, 2, 0, 4, 3
+    assert support(top_k=2) == {1, 2}
+    assert support(top_k=-1) == support(top_k=0) == {0, 1, 2, 3, 4}
+    assert support(top_p=float(probs[1]) - 0.01) == {1}
+    assert support(top_p=float(probs[1]) + 0.01) == {1, 2}
+    assert support(min_p=float(probs[0] / probs[1]) - 0.01) == {1, 2, 0}
+    assert support(top_p=1e-9) == {1}
+
+
+def test_penalties() -> None:
+    assert draw(row(temperature=0, repetition_penalty=2.0, prompt_ids=(1,))) == [2]
+    assert draw(row(temperature=0, repetition_penalty=2.0, output_ids=(1,))) == [2]
+    negative = torch.tensor([-1.0, -0.9])
+    assert draw(row(temperature=0, repetition_penalty=2.0, prompt_ids=(1,)), logits=negative) == [0]
+    assert draw(row(temperature=0, presence_penalty=1.5, output_ids=(1, 1))) == [2]
+    assert draw(row(temperature=0, frequency_penalty=0.4, output_ids=(1, 1))) == [1]
+    assert draw(row(temperature=0, frequency_penalty=0.4, output_ids=(1, 1, 1))) == [2]
+    assert draw(row(temperature=0, frequency_penalty=0.4, prompt_ids=(1, 1, 1))) == [1]
+
+
+def test_biases_and_barred_tokens() -> None:
+    assert draw(row(temperature=0, logit_bias={3: 100.0})) == [3]
+    assert draw(row(temperature=0, barred_ids=(1, 2))) == [0]
+    assert support(barred_ids=(1,)) == {0, 2, 3, 4}
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    [sampled] = sample(LOGITS[None].clone(), [row(temperature=0, logprobs=2, logit_bias={3: 100.0})])
+    expected = LOGITS.log_softmax(-1)
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.token_id == 3
+    assert sampled.logprobs.logprob == pytest.approx(float(expected[3]))
+    assert [token for token, _ in sampled.logprobs.top] == [1, 2]
+    assert [value for _, value in sampled.logprobs.top] == pytest.approx([float(expected[1]), float(expected[2])])
+
+
+def test_logits_that_are_not_finite_yield_no_token_and_spare_the_others() -> None:
+    logits = torch.stack([LOGITS, LOGITS * torch.nan, LOGITS])
+    assert [s.token_id for s in sample(logits, [row(temperature=0), row(), row(temperature=0)])] == [
+        1,
+        None,
+        1,
+    ]
+
+
+BAD_PARAMS: list[tuple[str, Any]] = [
+    ("n", 0), ("n", 9), ("n", True), ("n", 1.0), ("max_tokens", 0), ("max_tokens", 2**63), ("min_tokens", -1),
+    ("temperature", float("nan")), ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("inf")),
+    ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("repetition_penalty", 0.0),
+    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("seed", 2**64), ("logprobs", 21),
+    ("stop", ("",)), ("stop", ("x" * 257,)), ("stop", ("a",) * 5), ("stop_token_ids", (-1,)),
+    ("logit_bias", {1: 101.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_PARAMS)
+def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{field: value})
