@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # A query's rotation reaches twice the context once a session was truncated (DESIGN.md section 2).
 _POSITIONS_PER_CONTEXT = 2
+
+
+class Turns(NamedTuple):
+    """Rotations of T rows, for all heads."""
+
+    cos: Tensor  # float32 [T, 1, 1, rotary_dim / 2]
+    sin: Tensor  # float32 [T, 1, 2, rotary_dim / 2]  -sin for the first half, sin for the second
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +89,13 @@ class RopeTable:
         """The same table on another device."""
         return RopeTable(self.table.to(device), self.max_position)
 
-    def turns(self, positions: Tensor) -> Tensor:
-        """The rows of the table for these positions: [T, 3, rotary_dim / 2]."""
-        return self.table.index_select(0, positions.to(self.table.device, torch.int64))
+    def turns(self, positions: Tensor, scale: float = 1.0) -> Turns:
+        """What rotates to these positions (int [T]), times a scale."""
+        rows = self.table.index_select(0, positions.to(self.table.device, torch.int64))
+        if scale != 1.0:
+            rows.mul_(scale)
+        rows = rows.unsqueeze(1)
+        return Turns(rows.narrow(2, 0, 1), rows.narrow(2, 1, 2))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate row t of `x` to `positions[t]`; float32, for the caller to round once.
@@ -91,19 +103,16 @@ class RopeTable:
         x           float [T, num_heads, head_dim]
         positions   int [T]  each in [0, num_positions)
         """
-        return rotate(x.float(), self.turns(positions).unsqueeze(1))
+        return rotate(x.float(), self.turns(positions))
 
 
-def rotate(x: Tensor, turns: Tensor, tail_scale: float = 1.0) -> Tensor:
-    """Half-split rotation; dimensions behind the rotated ones are only scaled.
-
-    x       float32 [..., head_dim]
-    turns   float32 [..., 3, rotary_dim / 2]  cos, -sin, sin; broadcastable against x
-    """
-    half = turns.shape[-1]
-    rotary_dim = 2 * half
-    pairs = x[..., :rotary_dim].view(*x.shape[:-1], 2, half)
-    turned = torch.addcmul(pairs * turns[..., :1, :], pairs.flip(-2), turns[..., 1:, :]).flatten(-2)
-    if rotary_dim == x.shape[-1]:
+def rotate(x: Tensor, turns: Turns, tail_scale: float = 1.0) -> Tensor:
+    """Half-split rotation of float32 [..., T, num_heads, head_dim]; dimensions behind it are only scaled."""
+    half = turns.cos.shape[-1]
+    head_dim = x.shape[-1]
+    front = x if 2 * half == head_dim else x.narrow(-1, 0, 2 * half)
+    pairs = front.view(*x.shape[:-1], 2, half)
+    turned = torch.addcmul(pairs * turns.cos, pairs.flip(-2), turns.sin).flatten(-2)
+    if front is x:
         return turned
-    return torch.cat((turned, x[..., rotary_dim:] * tail_scale), -1)
+    return torch.cat((turned, x.narrow(-1, 2 * half, head_dim - 2 * half) * tail_scale), -1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mneme.kernels.merge import UNSEEN_SCORE, merge_into, merge_parts
 from mneme.kernels.plan import Plan
-from mneme.kernels.rope import RopeTable, rotate
+from mneme.kernels.rope import RopeTable, Turns, rotate
 from mneme.kernels.torch_layout import Block, Layout, Tile, layout_of
 
 # Up to this many elements all turned queries are rotated at once; beyond, each block rotates its own.
@@ -75,7 +75,7 @@ class _Queries:
     """Turned queries, rotated and scaled, float32 [Hkv, U, G, D]."""
 
     def __init__(
-        self, q: Tensor, plan: Plan, layout: Layout, turns: Tensor | None, softmax_scale: float
+        self, q: Tensor, plan: Plan, layout: Layout, turns: Turns | None, softmax_scale: float
     ) -> None:
         self._q = q.view(len(q), plan.num_kv_heads, -1, plan.head_dim)
         self._query_row = layout.query_row
@@ -95,7 +95,8 @@ class _Queries:
         x = _select(self._q, 0, query_row).float().transpose(0, 1)
         if self._turns is None:
             return (x * self._scale).contiguous()
-        return rotate(x, _select(self._turns, 0, turned), self._scale).contiguous()
+        turns = Turns(_select(self._turns.cos, 0, turned), _select(self._turns.sin, 0, turned))
+        return rotate(x, turns, self._scale).contiguous()
 
 
 class _Total:
@@ -158,7 +159,7 @@ def _tile_attention(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> t
     keys, values = _select(pool.keys, 1, tile.slots), _select(pool.values, 1, tile.slots)
     if block.num_pieces > 1:
         by_piece = (len(queries), tile.num_keys, queries.shape[-1])
-        keys, values = keys.view(by_piece), values.view(by_piece)
+        keys, values = keys.reshape(by_piece), values.reshape(by_piece)
     scores = torch.bmm(queries, keys.float().transpose(1, 2))
     if pool.soft_cap is not None:
         scores.div_(pool.soft_cap).tanh_().mul_(pool.soft_cap)
@@ -188,20 +189,16 @@ def _pool(
     return _Pool(k_pages.view(slots), v_pages.view(slots), num_groups, alibi_slopes, soft_cap)
 
 
-def _turns_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale: float) -> Tensor | None:
-    """The rotation of a layout's turned rows with the scale in it, built by the first layer that asks for it.
-
-    float32 [U, 1, 3, rotary_dim / 2]
-    """
+def _turns_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale: float) -> Turns | None:
+    """The rotations of a layout's turned rows with the scale in them, built by the first layer that asks."""
     if rope is None:
         return None
     key = ("turns", id(rope), softmax_scale, id(layout))
     entry = plan.prepared.get(key)
     if entry is None:  # the entry keeps both alive, so that their ids are not reused
-        turns = rope.turns(_positions(layout, rope)).mul_(softmax_scale).unsqueeze(1)
-        entry = plan.prepared[key] = (rope, layout, turns)
-    found: Tensor = entry[2]
-    return found
+        entry = plan.prepared[key] = (rope, layout, rope.turns(_positions(layout, rope), softmax_scale))
+    turns: Turns = entry[2]
+    return turns
 
 
 def _positions(layout: Layout, rope: RopeTable) -> Tensor:

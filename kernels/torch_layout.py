@@ -33,7 +33,7 @@ TILE_KEYS = 1024
 TILE_KV = 1 << 20
 # Causality cuts a block of rows along its diagonal; what is computed above it is wasted, so blocks stay
 # short.
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 
 
 class Tile(NamedTuple):

@@ -53,7 +53,11 @@ class Scene:
             f"page_size={self.page_size}, heads={self.num_q_heads}/{self.num_kv_heads}, dim={self.head_dim}"
         )
         rows = list(zip(*(array.tolist() for array in self.rows.arrays()), strict=True))
-        return f"Scene({shape}, tables={self.tables}, rows={rows}, rope={self.rope}, options={self.options})"
+        tables = [[tuple(ref) for ref in table] for table in self.tables]
+        return f"Scene({shape}, tables={tables}, rows={rows}, rope={self.rope}, options={self.options})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print every tensor
 
     def plan(self, **changes: Any) -> Plan:
         """The plan of the scene's tables and rows."""
