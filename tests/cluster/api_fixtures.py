@@ -1,0 +1,91 @@
+"""An API over a `FakeEngineClient`: in this event loop, or behind a real server on 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from mneme.cluster.api_state import ServedModel
+from mneme.cluster.http_api import build_api
+from mneme.cluster.http_config import HttpConfig
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.replicas.tiny_tokenizer import tiny_tokenizer
+
+MODEL = ServedModel(id="tiny", max_context=1024, created=1_700_000_000)
+TOKENIZER = tiny_tokenizer()
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the fox"}]}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "the fox", "max_tokens": 100}
+
+
+@contextlib.asynccontextmanager
+async def api_client(engine: FakeEngineClient, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """HTTP without a network: whole answers only."""
+    app = build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
+        yield client
+
+
+@dataclass
+class Server:
+    url: str
+    port: int
+    engine: FakeEngineClient
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, function: Any) -> Any:
+        """Run a plain function on the server's event loop, where the engine lives."""
+
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def wait_idle(self) -> None:
+        """Until nothing runs in the engine."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(30):
+                await self.engine.idle.wait()
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
+
+
+@contextlib.contextmanager
+def serving(*, config: HttpConfig | None = None, **engine_options: Any) -> Iterator[Server]:
+    """A uvicorn server in a thread."""
+    # asyncio turns Nagle's algorithm off only where the protocol is named: else each answer waits 40 ms.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    started = threading.Event()
+    servers: list[Server] = []
+    stop: list[uvicorn.Server] = []
+
+    async def main() -> None:
+        engine = FakeEngineClient(TOKENIZER, **engine_options)
+        app = build_api(engine, [MODEL], TOKENIZER, config)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
+        servers.append(Server(f"http://127.0.0.1:{port}", port, engine, asyncio.get_running_loop()))
+        stop.append(server)
+        started.set()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    started.wait(30)
+    try:
+        yield servers[0]
+    finally:
+        stop[0].should_exit = True
+        stop[0].force_exit = True
+        thread.join(30)
+        listener.close()

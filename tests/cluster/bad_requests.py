@@ -1,0 +1,373 @@
+"""Malformed requests, as data: what to send, and the status and `param` that must come back.
+
+`BAD_REQUESTS` go through an HTTP client, `RAW_REQUESTS` through a bare socket. Bodies are written for any
+model: `$MODEL` stands for a served model's name, and sizes that depend on it are functions of `Target`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 2**20
+ANY = "*"  # any param will do
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case needs to know about the server."""
+
+    model: str
+    max_context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRequest:
+    name: str
+    body: bytes | dict[str, Any] | list[Any] | str | Callable[[Target], dict[str, Any]] = b""
+    status: int = 400
+    param: str | None = ANY
+    method: str = "POST"
+    path: str = "/v1/chat/completions"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def encoded(self, target: Target) -> bytes:
+        body = self.body(target) if callable(self.body) else self.body
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return raw.replace(b"$MODEL", target.model.encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawRequest:
+    """`sent` goes out as it is; the answer has one of `statuses` (none: the server may just wait)."""
+
+    name: str
+    sent: bytes
+    statuses: frozenset[int] = frozenset()
+    is_ours: bool = False  # the answer comes from our code, not from the HTTP server: it has our error object
+
+    def encoded(self, target: Target) -> bytes:
+        return self.sent.replace(b"$MODEL", target.model.encode())
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": "$MODEL", "messages": MESSAGES, "max_tokens": 4, **changes}
+
+
+def content(value: Any, role: str = "user") -> dict[str, Any]:
+    return chat(messages=[{"role": role, "content": value}])
+
+
+def _chat_json(fields: str) -> bytes:
+    """A body that `json.dumps` would not write."""
+    return b'{"model": "$MODEL", "messages": [{"role": "user", "content": "Hello"}], ' + fields.encode() + b"}"
+
+
+def _nested(depth: int) -> bytes:
+    return _chat_json('"metadata": ' + "[" * depth + "]" * depth)
+
+
+def _case(name: str, param: str | None, **changes: Any) -> BadRequest:
+    return BadRequest(name=name, body=chat(**changes), param=param)
+
+
+def _completion(name: str, param: str | None, status: int = 400, **changes: Any) -> BadRequest:
+    body = {"model": "$MODEL", "prompt": "Hello", "max_tokens": 4, **changes}
+    return BadRequest(name=name, path="/v1/completions", body=body, param=param, status=status)
+
+
+_JSON = [
+    BadRequest(name="empty body", body=b"", param=None),
+    BadRequest(name="not json", body=b"{'model': 1}", param=None),
+    BadRequest(name="cut off json", body=b'{"model": "$MODEL", "messages": [{"ro', param=None),
+    BadRequest(name="trailing garbage", body=_chat_json('"n": 1') + b"}", param=None),
+    BadRequest(name="json array", body=[1, 2], param=None),
+    BadRequest(name="json string", body="hello", param=None),
+    BadRequest(name="json null", body=b"null", param=None),
+    BadRequest(name="not utf-8", body=b'{"model": "\xff\xfe"}', param=None),
+    BadRequest(name="utf-16", body=json.dumps(chat()).encode("utf-16"), param=None),
+    BadRequest(name="byte order mark", body=b"\xef\xbb\xbf" + json.dumps(chat()).encode(), param=None),
+    BadRequest(name="duplicate keys", body=_chat_json('"n": 1, "n": 2'), param="n"),
+    BadRequest(name="NaN", body=_chat_json('"temperature": NaN'), param=None),
+    BadRequest(name="Infinity", body=_chat_json('"temperature": Infinity'), param=None),
+    BadRequest(name="1e999", body=_chat_json('"temperature": 1e999'), param=None),
+    BadRequest(name="integer of 5,000 digits", body=_chat_json('"seed": ' + "9" * 5000), param=None),
+    BadRequest(name="nested 100 deep", body=_nested(100)),
+    BadRequest(name="nested 100,000 deep", body=_nested(100_000)),
+    BadRequest(name="raw NUL in json", body=_chat_json('"user": "\0"'), param=None),
+    BadRequest(name="form body", headers={"content-type": "application/x-www-form-urlencoded"}, body=b"a=b"),
+    BadRequest(name="text body", headers={"content-type": "text/plain"}, body=chat(), param="content-type"),
+    BadRequest(
+        name="gzip bomb",
+        headers={"content-encoding": "gzip"},
+        body=gzip.compress(b" " * (20 * MIB), mtime=0),
+        param="content-encoding",
+    ),
+    BadRequest(name="body of 9 MiB", body=b'"' + b" " * (9 * MIB) + b'"', status=413, param="body"),
+]
+
+_PLACES = [
+    BadRequest(name="unknown path", path="/v1/nowhere", body=chat(), status=404, param=None),
+    BadRequest(name="unknown path, GET", path="/favicon.ico", method="GET", status=404, param=None),
+    BadRequest(name="path traversal", path="/v1/models/..%2f..%2fetc%2fpasswd", method="GET", status=404),
+    BadRequest(name="NUL in path", path="/v1/models/%00", method="GET", status=404),
+    BadRequest(name="chat by GET", method="GET", status=405, param=None),
+    BadRequest(name="chat by DELETE", method="DELETE", status=405, param=None),
+    BadRequest(name="chat by PUT", method="PUT", body=chat(), status=405, param=None),
+    BadRequest(name="chat by OPTIONS", method="OPTIONS", status=405, param=None),
+    BadRequest(name="models by POST", path="/v1/models", body=chat(), status=405, param=None),
+    BadRequest(
+        name="session id of 257 characters",
+        headers={"X-Session-ID": "x" * 257},
+        body=chat(),
+        param="X-Session-ID",
+    ),
+    BadRequest(name="session id with a tab", headers={"X-Session-ID": "a\tb"}, body=chat(), param="X-Session-ID"),
+    BadRequest(name="headers of 40 KB", headers={"X-Padding": "x" * 40_000}, body=chat(), status=413, param="headers"),
+]
+
+_MESSAGES = [
+    BadRequest(name="no messages", body={"model": "$MODEL"}, param="messages"),
+    _case("messages null", "messages", messages=None),
+    _case("messages empty", "messages", messages=[]),
+    _case("messages a string", "messages", messages="Hello"),
+    _case("message a string", "messages[0]", messages=["Hello"]),
+    _case("5,000 messages", "messages", messages=MESSAGES * 5000),
+    _case("unknown role", "messages[0].role", messages=[{"role": "wizard", "content": "Hello"}]),
+    _case("no role", "messages[0].role", messages=[{"content": "Hello"}]),
+    BadRequest(name="content null", body=content(None), param="messages[0].content"),
+    BadRequest(name="content a number", body=content(5), param="messages[0].content"),
+    BadRequest(name="content an object", body=content({"text": "Hello"}), param="messages[0].content"),
+    BadRequest(name="content nested lists", body=content([["Hello"]]), param="messages[0].content[0]"),
+    BadRequest(
+        name="content an image",
+        body=content([{"type": "image_url", "image_url": {"url": "http://x"}}]),
+        param="messages[0].content[0].type",
+    ),
+    BadRequest(name="lone surrogate", body=content("a\ud800b"), param="messages[0].content"),
+    BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1})),
+    BadRequest(name="NUL in content", body=content("a\0b"), param="messages[0].content"),
+    BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
+    BadRequest(name="seven million letters", body=content("x" * 7 * MIB), param="messages"),
+    _case(
+        "assistant with tool calls",
+        "messages[0].tool_calls",
+        messages=[{"role": "assistant", "tool_calls": [{}]}],
+    ),
+    BadRequest(
+        name="chat one token over the context",
+        body=lambda t: content("Hello") | {"max_tokens": t.max_context},
+    ),
+]
+
+_MODEL_AND_SAMPLING = [
+    BadRequest(name="no model", body={"messages": MESSAGES}, param="model"),
+    BadRequest(name="unknown model", body=chat(model="no-such-model"), status=404, param="model"),
+    BadRequest(name="model a path", body=chat(model="../../etc/passwd"), status=404, param="model"),
+    BadRequest(name="model empty", body=chat(model=""), status=404, param="model"),
+    _case("model a number", "model", model=5),
+    _case("max_tokens 0", "max_tokens", max_tokens=0),
+    _case("max_tokens -1", "max_tokens", max_tokens=-1),
+    _case("max_tokens 2^63", "max_tokens", max_tokens=2**63),
+    _case("max_tokens a string", "max_tokens", max_tokens="5"),
+    _case("max_tokens 5.0", "max_tokens", max_tokens=5.0),
+    _case("max_tokens true", "max_tokens", max_tokens=True),
+    _case("max_completion_tokens 0", "max_completion_tokens", max_completion_tokens=0),
+    _case("min_tokens over max_tokens", "min_tokens", min_tokens=5),
+    _case("max_tokens a billion", ANY, max_tokens=10**9),
+    _case("n 0", "n", n=0),
+    _case("n -1", "n", n=-1),
+    _case("n 9", "n", n=9),
+    _case("n a billion", "n", n=10**9),
+    _case("temperature -1", "temperature", temperature=-1),
+    _case("temperature 1e308", "temperature", temperature=1e308),
+    _case("temperature a string", "temperature", temperature="hot"),
+    _case("temperature a list", "temperature", temperature=[1]),
+    _case("top_p 0", "top_p", top_p=0),
+    _case("top_p 2", "top_p", top_p=2),
+    _case("top_k -2", "top_k", top_k=-2),
+    _case("top_k 1.5", "top_k", top_k=1.5),
+    _case("min_p 1.5", "min_p", min_p=1.5),
+    _case("repetition_penalty 0", "repetition_penalty", repetition_penalty=0),
+    _case("presence_penalty 3", "presence_penalty", presence_penalty=3),
+    _case("frequency_penalty -3", "frequency_penalty", frequency_penalty=-3),
+    _case("seed 2^64", "seed", seed=2**64),
+    _case("seed a float", "seed", seed=0.5),
+    _case("five stops", "stop", stop=["a", "b", "c", "d", "e"]),
+    _case("100 stops", "stop", stop=["a"] * 100),
+    _case("stop empty", "stop", stop=[""]),
+    _case("stop of 257 bytes", "stop", stop="é" * 129),
+    _case("stop of 1 MB", "stop", stop="x" * MIB),
+    _case("stop a number", "stop", stop=5),
+    _case("stop_token_ids negative", "stop_token_ids", stop_token_ids=[-1]),
+    _case("stop_token_ids out of range", "stop_token_ids", stop_token_ids=[10**8]),
+    _case("65 stop_token_ids", "stop_token_ids", stop_token_ids=list(range(65))),
+    _case("logit_bias of 1,025", "logit_bias", logit_bias={str(i): 1 for i in range(1025)}),
+    _case("logit_bias of 100,000", "logit_bias", logit_bias={str(i): 1 for i in range(100_000)}),
+    _case("logit_bias 1e9", "logit_bias[5]", logit_bias={"5": 1e9}),
+    _case("logit_bias out of vocabulary", "logit_bias", logit_bias={"100000000": 1}),
+    _case("logit_bias for a word", "logit_bias", logit_bias={"word": 1}),
+    _case("logit_bias a list", "logit_bias", logit_bias=[1]),
+    _case("top_logprobs without logprobs", "top_logprobs", top_logprobs=2),
+    _case("top_logprobs 21", "top_logprobs", logprobs=True, top_logprobs=21),
+    _case("top_logprobs -1", "top_logprobs", logprobs=True, top_logprobs=-1),
+    _case("logprobs a number", "logprobs", logprobs=1),
+    _case("stream a string", "stream", stream="yes"),
+    _case("stream_options without stream", "stream_options", stream_options={"include_usage": True}),
+    _case("stream_options a list", "stream_options", stream=True, stream_options=[]),
+    _case("session_id empty", "session_id", session_id=""),
+    _case("session_id with a newline", "session_id", session_id="a\nb"),
+    _case("session_id of 257", "session_id", session_id="x" * 257),
+    _case("prompt_cache_key a number", "prompt_cache_key", prompt_cache_key=7),
+    _case("cache_salt empty", "cache_salt", cache_salt=""),
+    _case("cache_salt of 1 MB", "cache_salt", cache_salt="x" * MIB),
+    _case("cache_salt an object", "cache_salt", cache_salt={}),
+    _case("tool_choice required", "tool_choice", tools=[{"type": "function"}], tool_choice="required"),
+    _case("tools with a recursive $ref", "tools", tools=[{"function": {"parameters": {"$ref": "#"}}}]),
+    _case("json schema", "response_format", response_format={"type": "json_schema", "json_schema": {}}),
+    _case("catastrophic regex", "guided_regex", guided_regex="(a+)+$"),
+    _case("audio", "modalities", modalities=["text", "audio"]),
+    _case("logits processors", "logits_processors", logits_processors=["os.system"]),
+    _case("own chat template", "chat_template", chat_template="{% for a in range(9) %}{% endfor %}"),
+    _case("template kwargs nested", "chat_template_kwargs.a", chat_template_kwargs={"a": {"b": 1}}),
+    _case("17 template kwargs", "chat_template_kwargs", chat_template_kwargs={f"k{i}": 1 for i in range(17)}),
+]
+
+_PROMPTS = [
+    BadRequest(name="no prompt", path="/v1/completions", body={"model": "$MODEL"}, param="prompt"),
+    _completion("prompt empty", "prompt", prompt=""),
+    _completion("prompt an empty list", "prompt", prompt=[]),
+    _completion("prompt null", "prompt", prompt=None),
+    _completion("prompt an object", "prompt", prompt={}),
+    _completion("one prompt of two empty", "prompt[1]", prompt=["a", ""]),
+    _completion("prompt of mixed types", "prompt[1]", prompt=["a", [1]]),
+    _completion("prompt of ids and text", "prompt[1]", prompt=[1, "a"]),
+    _completion("prompt nested too deep", "prompt[0][0]", prompt=[[[1]]]),
+    _completion("prompt id negative", "prompt", prompt=[-1]),
+    _completion("prompt id out of range", "prompt", prompt=[10**9]),
+    _completion("prompt id 2^70", "prompt", prompt=[2**70]),
+    _completion("prompt id true", "prompt[0]", prompt=[True]),
+    _completion("prompt id a float", "prompt[0]", prompt=[1.0]),
+    _completion("prompt of a million ids", "prompt", prompt=[5] * 10**6),
+    _completion("200 prompts", "prompt", prompt=["a"] * 200),
+    _completion("best_of", "best_of", best_of=3),
+    _completion("suffix", "suffix", suffix="x"),
+    _completion("echo with logprobs", "echo", echo=True, logprobs=1),
+    _completion("logprobs 21", "logprobs", logprobs=21),
+    BadRequest(
+        name="prompt as long as the context",
+        path="/v1/completions",
+        body=lambda t: {"model": t.model, "prompt": [5] * t.max_context, "max_tokens": 1},
+        param="prompt",
+    ),
+    BadRequest(
+        name="prompt and max_tokens one over the context",
+        path="/v1/completions",
+        body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4), "max_tokens": 5},
+    ),
+    BadRequest(name="tokenize nothing", path="/tokenize", body={"model": "$MODEL"}, param="prompt"),
+    BadRequest(name="tokenize empty", path="/tokenize", body={"prompt": ""}, param="prompt"),
+    BadRequest(name="tokenize a number", path="/tokenize", body={"prompt": 5}, param="prompt"),
+    BadRequest(name="tokenize a surrogate", path="/tokenize", body={"prompt": "\ud800"}, param="prompt"),
+    BadRequest(name="detokenize nothing", path="/detokenize", body={}, param="tokens"),
+    BadRequest(name="detokenize a negative id", path="/detokenize", body={"tokens": [-1]}, param="tokens"),
+    BadRequest(name="detokenize a huge id", path="/detokenize", body={"tokens": [10**12]}, param="tokens"),
+    BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
+]
+
+BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_PROMPTS]
+
+
+def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+_CHUNKED = "Transfer-Encoding: chunked\r\n"
+_REFUSED = frozenset({400, 413, 431})
+
+RAW_REQUESTS = [
+    RawRequest(
+        name="stalled body",
+        sent=_post("Content-Length: 100\r\n", b"{"),
+        statuses=frozenset({408}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="stalled chunked body",
+        sent=_post(_CHUNKED, b"1\r\n{\r\n"),
+        statuses=frozenset({408}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="body that never starts",
+        sent=_post("Content-Length: 9\r\n"),
+        statuses=frozenset({408}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="length over the cap",
+        sent=_post("Content-Length: 99999999\r\n"),
+        statuses=frozenset({413}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="chunks over the cap",
+        sent=_post(_CHUNKED, (b"100000\r\n" + b" " * MIB + b"\r\n") * 9),
+        statuses=frozenset({413}),
+        is_ours=True,
+    ),
+    RawRequest(name="garbage for a chunk size", sent=_post(_CHUNKED, b"ZZZ\r\n{}\r\n"), statuses=_REFUSED),
+    RawRequest(name="negative length", sent=_post("Content-Length: -5\r\n"), statuses=_REFUSED),
+    RawRequest(name="length a word", sent=_post("Content-Length: many\r\n"), statuses=_REFUSED),
+    RawRequest(
+        name="length and chunks",
+        sent=_post("Content-Length: 3\r\n" + _CHUNKED, b"0\r\n\r\n"),
+        statuses=_REFUSED,
+    ),
+    RawRequest(
+        name="64 KB header",
+        sent=_post(f"X-Padding: {'x' * 65536}\r\nContent-Length: 0\r\n"),
+        statuses=_REFUSED,
+    ),
+    RawRequest(
+        name="64 KB request line",
+        sent=b"GET /" + b"x" * 65536 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        statuses=frozenset({400, 404, 413, 414, 431}),
+    ),
+    RawRequest(name="not http", sent=b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", statuses=frozenset({400})),
+    RawRequest(name="headers that never end", sent=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: b"),
+    RawRequest(name="nothing at all", sent=b""),
+    RawRequest(name="HEAD", sent=b"HEAD /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", statuses=frozenset({405})),
+    RawRequest(
+        name="HTTP/1.0 with bad json",
+        sent=b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
+        statuses=frozenset({400}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="pipelined bad requests",
+        sent=_post("Content-Length: 1\r\n", b"{") * 3,
+        statuses=frozenset({400}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="dots in the path",
+        sent=b"GET /v1/models/../../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+        statuses=frozenset({400, 404}),
+    ),
+    RawRequest(name="hang up in the body", sent=_post("Content-Length: 100\r\n", b'{"model"')),
+    RawRequest(
+        name="a stream that nobody reads",
+        sent=_post(
+            "Content-Length: 99\r\n",
+            b'{"model":"$MODEL","stream":true,"messages":[{"role":"user","content":"Hello"}]}'.ljust(99),
+        ),
+    ),
+]

@@ -1,0 +1,136 @@
+"""An `EngineClient` in this process: it says one sentence, counts what runs, and fails when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mneme.cluster.engine_client import ReplicaStats
+from mneme.errors import ContextLengthExceeded, MnemeError
+from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.tokenizer import Tokenizer
+
+SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."
+TOTAL_PAGES = 1000
+
+
+@dataclass
+class FakeEngineClient:
+    tokenizer: Tokenizer
+    sentence: str = SENTENCE
+    max_context: int = 1024
+    is_endless: bool = False  # say the sentence again and again, up to max_tokens
+    refusal: MnemeError | None = None  # raised before the first event
+    fail_after: int | None = None  # steps until choice 0 ends with an "error" event
+    end_after: int | None = None  # steps until the events just end
+    gate: asyncio.Event | None = None  # each step waits for it
+    ready: bool = True
+    requests: list[GenerationRequest] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    num_aborted: int = 0
+    num_steps: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
+        self.requests.extend(requests)
+        if self.refusal is not None:
+            raise self.refusal
+        speakers = [_Speaker(self, request) for request in requests]
+        self.running.update(request.request_id for request in requests)
+        self.idle.clear()
+        try:
+            async for event in self._events(speakers):
+                yield event
+        finally:
+            self.num_aborted += sum(not speaker.is_finished for speaker in speakers)
+            self.running.difference_update(request.request_id for request in requests)
+            if not self.running:
+                self.idle.set()
+
+    async def _events(self, speakers: list[_Speaker]) -> AsyncIterator[TokenEvent]:
+        step = 0
+        while any(not speaker.is_finished for speaker in speakers):
+            await (self.gate.wait() if self.gate else asyncio.sleep(0))
+            if step == self.end_after:
+                return
+            if step == self.fail_after:
+                request_id = speakers[0].request.request_id
+                yield TokenEvent(request_id, (), "error", None, None, "the engine failed on purpose")
+                return
+            for speaker in speakers:
+                if not speaker.is_finished:
+                    yield speaker.say()
+            step += 1
+            self.num_steps += 1
+
+    def cached_tokens(self, request: GenerationRequest) -> int:
+        ids = request.prompt_token_ids
+        shared = [_common(ids, other) for salt, other in self._seen if salt == request.salt]
+        self._seen.append((request.salt, ids))
+        return min(max(shared, default=0), len(ids) - 1)
+
+    async def stats(self) -> list[ReplicaStats]:
+        in_use = len(self.running)
+        metrics: dict[str, Any] = {
+            "pages": {"free": TOTAL_PAGES - in_use, "cached": 0, "in_use": in_use, "total": TOTAL_PAGES},
+            "requests": {"running": in_use, "waiting": 0},
+            "tokens": {"prompt": 10, "cached": 4, "generated": 7},
+            "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
+            "steps": self.num_steps,
+            "sessions": 3,
+            "rss_bytes": 1 << 20,
+            "shared_segments": 5,
+            "of_a_later_version": {"x": [1]},
+        }
+        return [ReplicaStats(replica_id=name, model="tiny", metrics=metrics) for name in ("a", "b")]
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+class _Speaker:
+    """One request's answer, a token per step."""
+
+    def __init__(self, client: FakeEngineClient, request: GenerationRequest) -> None:
+        num_prompt, params = len(request.prompt_token_ids), request.sampling
+        room = client.max_context - num_prompt
+        if room < (params.max_tokens or 1):
+            rule = f"prompt and output together have at most {client.max_context} tokens"
+            raise ContextLengthExceeded("max_tokens", params.max_tokens, rule)
+        self.request = request
+        self._ids = client.tokenizer.encode(client.sentence, add_special_tokens=False)
+        self._is_endless = client.is_endless
+        self._limit = room if params.max_tokens is None else params.max_tokens
+        self._text = TextStream(client.tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._usage: PromptUsage | None = PromptUsage(num_prompt, client.cached_tokens(request))
+        self._num_said = 0
+        self.is_finished = False
+
+    def say(self) -> TokenEvent:
+        token_id = self._ids[self._num_said % len(self._ids)]
+        self._num_said += 1
+        self._text.push([token_id])
+        reason = self._finish_reason()
+        self.is_finished = reason is not None
+        usage, self._usage = self._usage, None
+        return TokenEvent(self.request.request_id, (token_id,), reason, self._logprobs(token_id), usage)
+
+    def _finish_reason(self) -> str | None:
+        if self._text.stopped or (not self._is_endless and self._num_said == len(self._ids)):
+            return "stop"
+        return "length" if self._num_said == self._limit else None
+
+    def _logprobs(self, token_id: int) -> tuple[Logprobs, ...] | None:
+        num_top = self.request.sampling.logprobs
+        if num_top is None:
+            return None
+        top = tuple((3 + i, -float(i) if i < 3 else float("-inf")) for i in range(num_top))
+        return (Logprobs(token_id, -0.5, top),)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
