@@ -89,9 +89,7 @@ def attend(
     _check_options(rope, plan, window, alibi_slopes, soft_cap)
     if backend not in _BACKENDS:
         known = backend in get_args(Backend)
-        reason = (
-            "is not built yet; use 'torch'" if known else f"must be one of {', '.join(get_args(Backend))}"
-        )
+        reason = "is not built yet; use 'torch'" if known else f"must be one of {', '.join(get_args(Backend))}"
         raise ValueError(f"backend: {reason} (got {backend!r})")
     return _BACKENDS[backend](
         q,
@@ -118,9 +116,7 @@ def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, slot_position: T
             f"(got {tuple(k_pages.shape)})"
         )
     if v_pages.shape != k_pages.shape:
-        raise ValueError(
-            f"v_pages: must be shaped like k_pages (got {tuple(v_pages.shape)}, {tuple(k_pages.shape)})"
-        )
+        raise ValueError(f"v_pages: must be shaped like k_pages (got {tuple(v_pages.shape)}, {tuple(k_pages.shape)})")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("k_pages, v_pages: must be contiguous")
     num_pages = k_pages.shape[1]
@@ -152,6 +148,4 @@ def _check_options(
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap: must be positive (got {soft_cap})")
     if alibi_slopes is not None and alibi_slopes.shape != (plan.num_q_heads,):
-        raise ValueError(
-            f"alibi_slopes: must have shape ({plan.num_q_heads},) (got {tuple(alibi_slopes.shape)})"
-        )
+        raise ValueError(f"alibi_slopes: must have shape ({plan.num_q_heads},) (got {tuple(alibi_slopes.shape)})")

@@ -29,9 +29,7 @@ def write_kv(
     `slot_position` is for all layers; `mark_written` updates it once per step.
     """
     if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
-        raise ValueError(
-            f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})"
-        )
+        raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
     if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
         raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
     pool = (k_pages.shape[0], -1, k_pages.shape[3])

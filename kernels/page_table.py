@@ -52,9 +52,7 @@ class PageTable:
         shape = (len(self.page_ids),)
         for name, array in (("page_ids", self.page_ids), ("deltas", self.deltas), ("masks", self.masks)):
             if array.shape != shape or array.dtype.kind != "i":
-                raise ValueError(
-                    f"{name}: must be signed integers of shape {shape} (got {array.dtype} {array.shape})"
-                )
+                raise ValueError(f"{name}: must be signed integers of shape {shape} (got {array.dtype} {array.shape})")
 
     def __len__(self) -> int:
         return len(self.page_ids)
@@ -77,9 +75,7 @@ class PageTable:
             signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
             return cls(np.array(page_ids, np.int32), np.array(deltas, np.int32), np.array(signed, np.int64))
         except OverflowError as error:
-            raise ValueError(
-                f"page_tables: a page id, delta or mask does not fit its integer type ({error})"
-            ) from None
+            raise ValueError(f"page_tables: a page id, delta or mask does not fit its integer type ({error})") from None
 
     def append(self, page_ids: npt.ArrayLike, deltas: npt.ArrayLike, masks: npt.ArrayLike) -> PageTable:
         """This table with more references behind it."""
@@ -110,8 +106,7 @@ class QueryRows:
         sequence, position = np.asarray(self.sequence), np.asarray(self.position)
         if sequence.ndim != 1 or sequence.shape != position.shape:
             raise ValueError(
-                "rows: sequence and position must be vectors of one length "
-                f"(got {sequence.shape}, {position.shape})"
+                f"rows: sequence and position must be vectors of one length (got {sequence.shape}, {position.shape})"
             )
         if sequence.size and not (sequence.dtype.kind in "iu" and position.dtype.kind in "iu"):
             raise ValueError(f"rows: must be integers (got {sequence.dtype}, {position.dtype})")

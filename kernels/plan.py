@@ -87,8 +87,7 @@ class Plan:
         """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they
         are."""
         sequences, page_ids, deltas, masks = (
-            np.atleast_1d(array).astype(np.int64)
-            for array in np.broadcast_arrays(sequence, page_id, delta, mask)
+            np.atleast_1d(array).astype(np.int64) for array in np.broadcast_arrays(sequence, page_id, delta, mask)
         )
         if sequences.size and not 0 <= sequences.min() <= sequences.max() < len(self.page_tables):
             raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequences.tolist()})")
@@ -98,9 +97,7 @@ class Plan:
             tables[index] = tables[index].append(page_ids[own], deltas[own], masks[own])
         added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
         check_references(added)
-        is_new = (
-            len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
-        )
+        is_new = len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
         if not is_new or not added.mask.all():
             return self._rebuilt(tables, self.sequence, self.position)
         refs = References(*(np.concatenate(pair) for pair in zip(self.references, added, strict=True)))
@@ -117,9 +114,7 @@ class Plan:
             prepared={},
         )
 
-    def join(
-        self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None
-    ) -> Plan:
+    def join(self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None) -> Plan:
         """A sequence joins as number `at` (default: the last), with rows at these positions.
 
         Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at
@@ -167,7 +162,15 @@ class Plan:
         return self._rebuilt(tables, sequence, position)
 
     def _arranged(self, refs: References, found: Segments, sequence: IntArray) -> Work:
-        return arrange(refs, found, sequence, len(self.page_tables), self.page_size, self.share)
+        return arrange(
+            refs,
+            found,
+            sequence,
+            len(self.page_tables),
+            page_size=self.page_size,
+            kv_width=self.num_kv_heads * self.head_dim,
+            share=self.share,
+        )
 
     def _rebuilt(self, tables: Sequence[PageTable], sequence: IntArray, position: IntArray) -> Plan:
         return build_plan(
@@ -206,6 +209,8 @@ def build_plan(
     sequence, position = _checked_rows(rows)
     refs = unite_repeats(references_of(tables, page_size))
     found = find_segments(refs)
+    kv_width = num_kv_heads * head_dim
+    work = arrange(refs, found, sequence, len(tables), page_size=page_size, kv_width=kv_width, share=share)
     return Plan(
         page_size=page_size,
         num_q_heads=num_q_heads,
@@ -218,7 +223,7 @@ def build_plan(
         num_pages=int(refs.page_id.max(initial=-1)) + 1,
         references=refs,
         segments=found,
-        work=arrange(refs, found, sequence, len(tables), page_size, share),
+        work=work,
     )
 
 
@@ -226,9 +231,7 @@ def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: 
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         raise ValueError(f"page_size: must be a power of two up to {MAX_PAGE_SIZE} (got {page_size})")
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"num_q_heads: must be a multiple of num_kv_heads (got {num_q_heads}, {num_kv_heads})"
-        )
+        raise ValueError(f"num_q_heads: must be a multiple of num_kv_heads (got {num_q_heads}, {num_kv_heads})")
     if head_dim < 1:
         raise ValueError(f"head_dim: must be at least 1 (got {head_dim})")
     if share not in get_args(Share):
@@ -238,7 +241,5 @@ def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: 
 def _checked_rows(rows: QueryRows) -> tuple[IntArray, IntArray]:
     sequence, position = rows.arrays()
     if position.size and not 0 <= position.min() <= position.max() < MAX_ABS_POSITION:
-        raise ValueError(
-            f"rows: position must be in [0, {MAX_ABS_POSITION}) (got {position.min()}..{position.max()})"
-        )
+        raise ValueError(f"rows: position must be in [0, {MAX_ABS_POSITION}) (got {position.min()}..{position.max()})")
     return sequence, position

@@ -77,9 +77,7 @@ def _rotated(query: Tensor, effective: Tensor, rope: RopeTable | None) -> Tensor
     if rope is None:
         return query[:, None].expand(-1, len(effective), -1)
     if effective.max() >= rope.num_positions:
-        raise ValueError(
-            f"rows: a visible pair is {effective.max()} apart, the table ends at {rope.num_positions}"
-        )
+        raise ValueError(f"rows: a visible pair is {effective.max()} apart, the table ends at {rope.num_positions}")
     cos, sin = rope.cos[effective].double(), rope.sin[effective].double()
     half = cos.shape[-1]
     first, second, rest = query[:, None, :half], query[:, None, half : 2 * half], query[:, None, 2 * half :]

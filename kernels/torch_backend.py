@@ -74,9 +74,7 @@ def attend_torch(
 class _Queries:
     """Turned queries, rotated and scaled, float32 [Hkv, U, G, D]."""
 
-    def __init__(
-        self, q: Tensor, plan: Plan, layout: Layout, turns: Turns | None, softmax_scale: float
-    ) -> None:
+    def __init__(self, q: Tensor, plan: Plan, layout: Layout, turns: Turns | None, softmax_scale: float) -> None:
         self._q = q.view(len(q), plan.num_kv_heads, -1, plan.head_dim)
         self._query_row = layout.query_row
         self._turns = turns
@@ -179,9 +177,7 @@ def _add_bias(scores: Tensor, pool: _Pool, block: Block, tile: Tile) -> None:
         per_head[..., tile.bias_start :] += tile.bias
 
 
-def _pool(
-    k_pages: Tensor, v_pages: Tensor, plan: Plan, alibi_slopes: Tensor | None, soft_cap: float | None
-) -> _Pool:
+def _pool(k_pages: Tensor, v_pages: Tensor, plan: Plan, alibi_slopes: Tensor | None, soft_cap: float | None) -> _Pool:
     slots = (plan.num_kv_heads, -1, plan.head_dim)
     num_groups = plan.num_q_heads // plan.num_kv_heads
     if alibi_slopes is not None:
@@ -207,8 +203,7 @@ def _positions(layout: Layout, rope: RopeTable) -> Tensor:
     beyond = layout.seen & (effective >= rope.num_positions)
     if beyond.any():
         raise ValueError(
-            f"rows: a visible pair is {effective[beyond].max()} apart, "
-            f"the rope table ends at {rope.num_positions}"
+            f"rows: a visible pair is {effective[beyond].max()} apart, the rope table ends at {rope.num_positions}"
         )
     return torch.from_numpy(effective.clip(0, rope.num_positions - 1))
 

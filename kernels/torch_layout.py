@@ -113,9 +113,7 @@ class _Builder:
         num_pieces = len(group.page_ids)
         slots = (group.page_ids[:, :, None] * self.plan.page_size + offsets).reshape(num_pieces, -1)
         positions = self.slot_position[slots][:, None]
-        if not (group.masks == group.masks.flat[0]).all() or group.masks.flat[0] != full_mask(
-            self.plan.page_size
-        ):
+        if not (group.masks == group.masks.flat[0]).all() or group.masks.flat[0] != full_mask(self.plan.page_size):
             shown = (group.masks[..., None] >> offsets) & 1 == 1
             positions = np.where(shown.reshape(num_pieces, -1, slots.shape[1]), positions, FREE_SLOT_POSITION)
         return slots, positions
@@ -208,9 +206,7 @@ class _Builder:
 def lay_out(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: bool) -> Layout:
     """Apply the visibility rule to a plan's work; cached by `layout_of`."""
     builder = _Builder(plan, slot_position, window, with_alibi)
-    blocks = tuple(
-        block for group in (*plan.work.shared, *plan.work.private) for block in builder.blocks(group)
-    )
+    blocks = tuple(block for group in (*plan.work.shared, *plan.work.private) for block in builder.blocks(group))
     turned_row = plan.work.turned_row
     row_seen = np.zeros(plan.num_rows, bool)
     row_seen[turned_row[builder.seen]] = True

@@ -23,10 +23,12 @@ Share = Literal["auto", "always", "never"]
 _MAX_BATCHED_ROWS = 8
 # Batched pieces are padded to the longest; buckets of powers of two, and none smaller than this many tokens.
 _SMALLEST_BUCKET_TOKENS = 128
-# worth_sharing: a segment of its own costs about 20 small operations per layer, which is what reading this
-# many tokens of one more sequence costs (measured on one CPU core, 4 KV heads of 64; see tests/kernels and
-# benchmarks).
-_BREAK_EVEN_TOKENS = 128
+# A backend goes over the keys once for about this many rows of one group.
+_ROWS_PER_READING = 64
+# What a segment of its own costs in every layer (20 small operations, a merge), as elements of K that could be read
+# and multiplied instead. Measured on one CPU core with 8 query heads, 4 KV heads of 64: sharing breaks even at 250
+# to 450 saved tokens in float32 and 500 to 900 in bfloat16.
+_BREAK_EVEN_ELEMENTS = 512 * 4 * 64
 
 
 class Group(NamedTuple):
@@ -67,16 +69,14 @@ class _Piece(NamedTuple):
     mask_of_row: IntArray | None
 
 
-def worth_sharing(num_sharers: int, num_rows: int, num_tokens: int) -> bool:
-    """Whether one more pass over a shared segment is cheaper than reading it once for every sharer.
+def worth_sharing(rows_per_sharer: IntArray, num_tokens: int, kv_width: int) -> bool:
+    """Whether a pass of its own over a segment costs less than reading it for every sharer.
 
-    What is saved grows with the readings that fall away; rows of a long prefill are bound by arithmetic, not
-    by
-    reading, so sharing gains them little, but costs them as little.
+    Rows of a long prefill gain nothing: they fill a reading by themselves. `kv_width` is the size of a token's key.
     """
-    if num_rows <= num_sharers * _MAX_BATCHED_ROWS:
-        return (num_sharers - 1) * num_tokens >= _BREAK_EVEN_TOKENS
-    return num_sharers > 1 and num_tokens >= _BREAK_EVEN_TOKENS
+    readings_apart = np.ceil(rows_per_sharer / _ROWS_PER_READING).sum()
+    readings_shared = np.ceil(rows_per_sharer.sum() / _ROWS_PER_READING)
+    return bool((readings_apart - readings_shared) * num_tokens * kv_width >= _BREAK_EVEN_ELEMENTS)
 
 
 def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
@@ -85,9 +85,7 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
     if not len(sequence):
         return _RowSpans(start, count)
     if sequence.min() < 0 or sequence.max() >= num_sequences:
-        raise ValueError(
-            f"rows: sequence must be in [0, {num_sequences}) (got {sequence.min()}..{sequence.max()})"
-        )
+        raise ValueError(f"rows: sequence must be in [0, {num_sequences}) (got {sequence.min()}..{sequence.max()})")
     starts = run_starts(sequence)
     heads = sequence[starts]
     count[heads] = run_lengths(starts, len(sequence))
@@ -98,32 +96,34 @@ def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
 
 
 def arrange(
-    refs: References, found: Segments, sequence: IntArray, num_sequences: int, page_size: int, share: Share
+    refs: References,
+    found: Segments,
+    sequence: IntArray,
+    num_sequences: int,
+    *,
+    page_size: int,
+    kv_width: int,
+    share: Share,
 ) -> Work:
     """Decide for each segment whether it is shared, and lay out all work for the given rows."""
     spans = row_spans(sequence, num_sequences)
     chosen = np.zeros(len(found.segments) + 1, bool)  # the last one is PRIVATE's
     shared = []
     for index, segment in enumerate(found.segments):
-        piece = _shared_piece(segment, spans, page_size, share)
-        if piece is not None:
+        rows = spans.num_rows[segment.sequences]
+        rows = rows[rows > 0]
+        pays = share == "always" or worth_sharing(rows, len(segment.page_ids) * page_size, kv_width)
+        if share != "never" and len(rows) > 1 and pays:
             chosen[index] = True
-            shared.append(piece)
+            shared.append(_shared_piece(segment, spans))
     private = _private_pieces(refs, ~chosen[found.segment_of_ref], spans, page_size)
     return _turn(shared, private)
 
 
-def _shared_piece(segment: Segment, spans: _RowSpans, page_size: int, share: Share) -> _Piece | None:
-    counts = spans.num_rows[segment.sequences]
-    active = np.flatnonzero(counts)
-    if len(active) < 2 or share == "never":
-        return None
-    if share == "auto" and not worth_sharing(
-        len(active), int(counts.sum()), len(segment.page_ids) * page_size
-    ):
-        return None
+def _shared_piece(segment: Segment, spans: _RowSpans) -> _Piece:
+    active = np.flatnonzero(spans.num_rows[segment.sequences])
     active = active[np.argsort(spans.start[segment.sequences[active]], kind="stable")]  # query order
-    counts = counts[active]
+    counts = spans.num_rows[segment.sequences[active]]
     row = _ranges(spans.start[segment.sequences[active]], counts)
     delta = np.repeat(segment.deltas[active], counts)
     masks = segment.masks[active]
