@@ -32,7 +32,7 @@ def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict
     """A copy of `mapping` with `a.b=value` assignments (from `--set`) applied; values are YAML scalars."""
     import yaml
 
-    result: dict[str, Any] = {key: value for key, value in mapping.items()}
+    result: dict[str, Any] = dict(mapping.items())
     for assignment in assignments:
         dotted, equals, text = assignment.partition("=")
         if not equals or not dotted:

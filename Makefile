@@ -1,0 +1,56 @@
+# `make serve` and `make test` need Python (3.11 or newer) and make; they set up the rest in .venv.
+#
+#   PYTHON    the interpreter that .venv is made from
+#   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (README, "CPU or CUDA")
+#   PORT      where `make serve` listens on 127.0.0.1
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PORT ?= 8000
+MODEL ?= mneme-tiny
+REPLICAS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready
+DEV_READY := .venv/.dev-ready
+
+.PHONY: setup setup-dev serve test test-all lint format train clean
+
+setup: $(READY)
+setup-dev: $(DEV_READY)
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt "torch>=2.11"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	touch $@
+
+$(DEV_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+serve: $(READY)
+	exec $(BIN)/mneme serve $(MODEL) --replicas $(REPLICAS) --host 127.0.0.1 --port $(PORT)
+
+test: $(DEV_READY)
+	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(DEV_READY)
+	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p mneme
+
+format: $(DEV_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: $(DEV_READY)
+	$(BIN)/python training/train_tiny.py $(TRAIN_ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,171 @@
+"""Output tokens per second of our engine and of `transformers` `generate`: same weights, same prompts, one run.
+
+    python benchmarks/bench_engine.py [--quick] [--workload W] [--runs 5] [--json FILE]
+
+What bounds it: on one CPU core a decode step reads every weight once (26M of the 31M parameters: 52 MB in bfloat16,
+104 MB in float32), and the prefill is one matrix product of 2 x 26M flops per computed token. Sharing takes the shared
+prefix out of every request's prefill but one.
+
+Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved, medians.
+`generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
+Peers (benchmarks/peers/*.py) run in environments of their own; their figures are merged from the files that they leave
+in benchmarks/results/ (`--peers DIR`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from workloads import WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
+
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.model import Decoder
+from mneme.replicas.model_config import load_model_config
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.runner import Runner
+from mneme.replicas.weights import load_weights
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TARGETS = {"bfloat16": 4.0, "float32": 3.0}  # times `generate`, workload W
+PAGE_SIZE = 32
+
+
+class Ours:
+    """Our engine; `run` starts from an empty cache."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, workload: Workload) -> None:
+        config = load_model_config(directory)
+        weights = load_weights(directory, config, torch.device("cpu"), dtype)
+        tokens = workload.num_shared + workload.num_requests * (workload.num_private + workload.num_new)
+        num_pages = tokens // PAGE_SIZE + 4 * workload.num_requests + 8
+        self._runner = Runner(Decoder(config, weights), num_pages, PAGE_SIZE)
+        self._workload = workload
+
+    def run(self, prompts: list[list[int]]) -> float:
+        """Seconds from the first submission to the last token."""
+        engine = Engine(self._runner, None, EngineConfig())
+        params = SamplingParams(temperature=0, max_tokens=self._workload.num_new, ignore_eos=True)
+        started = time.perf_counter()
+        for index, ids in enumerate(prompts):
+            engine.submit(GenerationRequest(request_id=str(index), prompt_token_ids=tuple(ids), sampling=params))
+        while engine.has_work:
+            engine.step()
+        elapsed = time.perf_counter() - started
+        assert engine.num_tokens["generated"] == self._workload.output_tokens
+        expected_hits = (self._workload.num_requests - 1) * self._workload.num_shared
+        assert engine.num_tokens["cached"] >= expected_hits
+        self._runner.pool.slot_position.fill_(2**30)
+        return elapsed
+
+
+class Transformers:
+    """`generate` of `transformers`, which batches but does not share."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, workload: Workload) -> None:
+        from transformers import LlamaForCausalLM
+
+        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        self._num_new = workload.num_new
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]]) -> float:
+        """Seconds of one `generate` call over the whole batch."""
+        batch = torch.tensor(prompts)
+        mask = torch.ones_like(batch)
+        started = time.perf_counter()
+        out = self._model.generate(
+            batch,
+            attention_mask=mask,
+            max_new_tokens=self._num_new,
+            min_new_tokens=self._num_new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        elapsed = time.perf_counter() - started
+        assert out.shape[1] == batch.shape[1] + self._num_new
+        return elapsed
+
+
+def measure(
+    name: str, workload: Workload, directory: Path, num_runs: int, arms: dict[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """Medians of tokens per second by arm, and the ratio of the medians."""
+    built = {arm: make(directory, DTYPES[name], workload) for arm, make in arms.items()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    for run in range(num_runs + 1):
+        prompts = make_prompts(workload, seed=run)
+        for arm, runner in built.items():
+            elapsed = runner.run(prompts)
+            if run:  # the first is a warm-up
+                seconds[arm].append(elapsed)
+    rates = {arm: workload.output_tokens / statistics.median(values) for arm, values in seconds.items()}
+    return {
+        "tokens_per_s": {arm: round(rate, 1) for arm, rate in rates.items()},
+        "ratio": round(rates["mneme"] / rates["transformers"], 2),
+        "seconds": {arm: [round(value, 3) for value in values] for arm, values in seconds.items()},
+    }
+
+
+def peer_results(directory: Path, workload: str) -> list[dict[str, Any]]:
+    """What `benchmarks/peers/<name>.py --json` wrote, if it was run."""
+    found = [json.loads(path.read_text()) for path in sorted(directory.glob("peer-*.json"))]
+    return [entry for entry in found if entry.get("workload") == workload]
+
+
+def print_table(results: dict[str, Any], peers: list[dict[str, Any]]) -> None:
+    print(f"{'dtype':<10}{'mneme':>10}{'transformers':>14}{'ratio':>8}   output tokens/s, medians")
+    for name, result in results.items():
+        rates = result["tokens_per_s"]
+        print(f"{name:<10}{rates['mneme']:>10.1f}{rates['transformers']:>14.1f}{result['ratio']:>8.2f}")
+    for peer in peers:
+        cold, warm = peer.get("tokens_per_s_cold"), peer.get("tokens_per_s_warm")
+        print(f"peer {peer['name']} {peer['version']}: cold {cold}, warm {warm} (its own run)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, default="W")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two runs of workload W")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
+    parser.add_argument("--peers", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--json", type=Path, help="also write the closing line to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    workload = WORKLOADS["W" if args.quick else args.workload]
+    num_runs = 2 if args.quick else args.runs
+    load_before = load_average()
+    arms: dict[str, Callable[..., Any]] = {"mneme": Ours, "transformers": Transformers}
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = write_random_llama(Path(scratch))
+        results = {name: measure(name, workload, directory, num_runs, arms) for name in args.dtype or list(DTYPES)}
+    peers = peer_results(args.peers, args.workload)
+    print_table(results, peers)
+    checks = [
+        {"name": f"engine_vs_generate_{name}", "value": result["ratio"], "unit": "x", "target": f">={TARGETS[name]}",
+         "ok": result["ratio"] >= TARGETS[name]}
+        for name, result in results.items() if args.workload == "W"
+    ]  # fmt: skip
+    closing = json.dumps(
+        {
+            "benchmark": "engine", "workload": args.workload, "workload_shape": workload._asdict(), "runs": num_runs,
+            "cpu": cpu_name(), "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
+            "results": results, "peers": peers, "checks": checks,
+        }
+    )  # fmt: skip
+    if args.json:
+        args.json.write_text(closing + "\n")
+    print(closing)
+
+
+if __name__ == "__main__":
+    main()
