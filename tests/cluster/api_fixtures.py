@@ -50,10 +50,22 @@ class Server:
 
     def wait_idle(self) -> None:
         """Until nothing runs in the engine."""
+        self._wait(self.engine.idle)
 
+    def wait_busy(self) -> None:
+        """Until something runs in the engine."""
+        self._wait(self.engine.busy)
+
+    def allow_steps(self, count: int) -> None:
+        """Let an engine with a gate do so many steps."""
+        assert self.engine.gate is not None
+        for _ in range(count):
+            self.call(self.engine.gate.release)
+
+    def _wait(self, event: asyncio.Event) -> None:
         async def wait() -> None:
             async with asyncio.timeout(30):
-                await self.engine.idle.wait()
+                await event.wait()
 
         asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
 

@@ -26,13 +26,14 @@ class FakeEngineClient:
     refusal: MnemeError | None = None  # raised before the first event
     fail_after: int | None = None  # steps until choice 0 ends with an "error" event
     end_after: int | None = None  # steps until the events just end
-    gate: asyncio.Event | None = None  # each step waits for it
+    gate: asyncio.Semaphore | None = None  # each step takes one
     ready: bool = True
     requests: list[GenerationRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     num_aborted: int = 0
     num_steps: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    busy: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
@@ -42,6 +43,7 @@ class FakeEngineClient:
         speakers = [_Speaker(self, request) for request in requests]
         self.running.update(request.request_id for request in requests)
         self.idle.clear()
+        self.busy.set()
         try:
             async for event in self._events(speakers):
                 yield event
@@ -50,11 +52,12 @@ class FakeEngineClient:
             self.running.difference_update(request.request_id for request in requests)
             if not self.running:
                 self.idle.set()
+                self.busy.clear()
 
     async def _events(self, speakers: list[_Speaker]) -> AsyncIterator[TokenEvent]:
         step = 0
         while any(not speaker.is_finished for speaker in speakers):
-            await (self.gate.wait() if self.gate else asyncio.sleep(0))
+            await (self.gate.acquire() if self.gate else asyncio.sleep(0))
             if step == self.end_after:
                 return
             if step == self.fail_after:
