@@ -24,10 +24,11 @@ def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
-    matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in api_keys]
-    if not any(matches):
+    given = given.strip()
+    is_known = [hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()) for key in api_keys]
+    if not any(is_known):
         raise Unauthorized("the API key is not known")
-    return _digest("tenant", given.strip())
+    return _digest("tenant", given)
 
 
 def kv_salt(tenant: str, cache_salt: str | None) -> str:
