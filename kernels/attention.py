@@ -86,7 +86,7 @@ def attend(
     farther apart than the rope table reaches.
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)
-    _check_options(rope, plan, window, alibi_slopes, soft_cap)
+    _check_options(q.device, rope, plan, window, alibi_slopes, soft_cap)
     if backend not in _BACKENDS:
         known = backend in get_args(Backend)
         reason = "is not built yet; use 'torch'" if known else f"must be one of {', '.join(get_args(Backend))}"
@@ -135,6 +135,7 @@ def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, slot_position: T
 
 
 def _check_options(
+    device: torch.device,
     rope: RopeTable | None,
     plan: Plan,
     window: int | None,
@@ -143,6 +144,8 @@ def _check_options(
 ) -> None:
     if rope is not None and rope.rotary_dim > plan.head_dim:
         raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {plan.head_dim}")
+    if rope is not None and rope.table.device != device:
+        raise ValueError(f"rope: must be on the device of q, {device} (got {rope.table.device})")
     if window is not None and window < 1:
         raise ValueError(f"window: must be at least 1 (got {window})")
     if soft_cap is not None and soft_cap <= 0:

@@ -23,6 +23,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.work import Group
 
 BoolArray = npt.NDArray[np.bool_]
+PositionArray = npt.NDArray[np.int32]
 
 # Scratch of one tile: at most this many float32 scores (times two, for the probabilities), unless one query
 # row over one tile of keys is more.
@@ -70,7 +71,7 @@ class Layout(NamedTuple):
 
     blocks: tuple[Block, ...]
     query_row: Tensor | None  # int64 [U] of each turned row; None: turned row t is query row t
-    effective: IntArray  # [U] of each turned row
+    effective: PositionArray  # [U] of each turned row
     seen: BoolArray  # [U] whether the turned row sees any key
     unseen_rows: Tensor | None  # int64 query rows that see no key at all
 
@@ -82,9 +83,11 @@ class _Builder:
         self.plan = plan
         self.device = slot_position.device
         self.slot_position = slot_position.cpu().numpy()
-        self.window = window
+        self.window = None if window is None else min(window, FREE_SLOT_POSITION)
         self.with_alibi = with_alibi
-        self.effective = plan.position[plan.work.turned_row] - plan.work.turned_delta
+        # int32 as slot positions are; |effective| < 2 * MAX_ABS_POSITION
+        effective = plan.position[plan.work.turned_row] - plan.work.turned_delta
+        self.effective = effective.astype(np.int32)
         self.seen = np.zeros(len(self.effective), bool)
 
     def blocks(self, group: Group) -> Iterator[Block]:
@@ -107,7 +110,7 @@ class _Builder:
                 pieces = slice(start, start + step)
                 yield from self._pieces(group.turned[pieces], slots[pieces], key_position[pieces])
 
-    def _keys(self, group: Group) -> tuple[IntArray, IntArray]:
+    def _keys(self, group: Group) -> tuple[IntArray, PositionArray]:
         """Slots [n, L] and, where the mask shows them, the positions of their keys [n, m, L]."""
         offsets = np.arange(self.plan.page_size)
         num_pieces = len(group.page_ids)
@@ -118,7 +121,7 @@ class _Builder:
             positions = np.where(shown.reshape(num_pieces, -1, slots.shape[1]), positions, FREE_SLOT_POSITION)
         return slots, positions
 
-    def _visible(self, turned: IntArray, key_position: IntArray) -> BoolArray:
+    def _visible(self, turned: IntArray, key_position: PositionArray) -> BoolArray:
         """The visibility rule for [n, R] rows against [n, 1 or R, L] keys; notes which rows see anything."""
         effective = self.effective[turned][:, :, None]
         visible: BoolArray = key_position <= effective
@@ -127,20 +130,17 @@ class _Builder:
         self.seen[turned] |= visible.any(2)
         return visible
 
-    def _one_piece(self, turned: IntArray, slots: IntArray, key_position: IntArray) -> Iterator[Block]:
+    def _one_piece(self, turned: IntArray, slots: IntArray, key_position: PositionArray) -> Iterator[Block]:
         visible = self._visible(turned, key_position)
         columns = np.flatnonzero(visible.any((0, 1)))
         if not len(columns):
             return
         if len(columns) < slots.shape[1]:
-            slots, key_position, visible = (
-                slots[:, columns],
-                key_position[..., columns],
-                visible[..., columns],
-            )
+            slots, visible = slots[:, columns], visible[..., columns]
+            key_position = key_position[..., columns]
         yield self._block(turned, slots, key_position, visible)
 
-    def _pieces(self, turned: IntArray, slots: IntArray, key_position: IntArray) -> Iterator[Block]:
+    def _pieces(self, turned: IntArray, slots: IntArray, key_position: PositionArray) -> Iterator[Block]:
         visible = self._visible(turned, key_position)
         read = np.logical_or.reduce(visible, axis=1)
         columns = np.flatnonzero(read.any(0))
@@ -156,7 +156,7 @@ class _Builder:
         slots = np.where(read, slots, own[:, None])
         yield self._block(turned, slots[:, trim], key_position[..., trim], visible[..., trim])
 
-    def _block(self, turned: IntArray, slots: IntArray, key_position: IntArray, visible: BoolArray) -> Block:
+    def _block(self, turned: IntArray, slots: IntArray, key_position: PositionArray, visible: BoolArray) -> Block:
         out_rows, repeats = self._out_rows(self.plan.work.turned_row[turned.ravel()])
         effective = None
         if self.with_alibi:
@@ -165,7 +165,7 @@ class _Builder:
         tiles = tuple(self._tile(slots[:, cut], key_position[..., cut], visible[..., cut]) for cut in cuts)
         return Block(len(turned), self._selector(turned.ravel()), out_rows, repeats, effective, tiles)
 
-    def _tile(self, slots: IntArray, key_position: IntArray, visible: BoolArray) -> Tile:
+    def _tile(self, slots: IntArray, key_position: PositionArray, visible: BoolArray) -> Tile:
         bias, start = None, 0
         whole_columns = visible.all((0, 1))
         if not whole_columns.all():
