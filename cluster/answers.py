@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from json.encoder import encode_basestring as _quoted
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from mneme.cluster.choices import Choice, Delta, usage_object
@@ -16,6 +16,7 @@ from mneme.cluster.logprob_format import chat_logprobs, completion_logprobs
 from mneme.replicas.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 class Answer(Protocol):
@@ -135,7 +136,13 @@ class CompletionAnswer(_Named):
 
 
 def _dumped(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _quoted(text: str) -> str:
+    """A JSON string without what Python's `splitlines` takes for the end of a line, as careless clients do."""
+    quoted = encode_basestring(text)
+    return quoted if quoted.isascii() else quoted.translate(_LINE_ENDS)
 
 
 def _quoted_or_null(text: str | None) -> str:

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from mneme.cluster import terminal_chat
+from mneme.cluster.terminal_chat import add_chat_arguments, run_chat
+from tests.cluster.api_fixtures import Server, serving
+from tests.cluster.fake_engine_client import SENTENCE
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_chat_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    typed = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(typed, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(terminal_chat, "input", read, raising=False)
+
+
+def test_a_pipe_is_one_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the\nfox\n"))
+    assert run_chat(parsed("--url", server.url, "--json", "--system", "Be brief.")) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert shown[0] == SENTENCE
+    assert "tokens/s" in shown[1]
+    (figures,) = json.loads(last)["answers"]
+    assert set(figures) == {"ttft_s", "tokens_per_s", "prompt_tokens", "cached_tokens", "completion_tokens"}
+    (request,) = server.engine.requests
+    assert "system\nBe brief." in (request.prompt_text or "")
+    assert "user\nthe\nfox<" in (request.prompt_text or "")
+
+
+def test_turns_share_a_session_until_reset(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_lines(monkeypatch, "a", "b", "/reset", "", "c", "/what", "/exit", "never")
+    assert run_chat(parsed("--url", server.url)) == 0
+    first, second, third = server.engine.requests
+    assert first.session_id == second.session_id != third.session_id
+    assert f"assistant\n{SENTENCE}<|im_end|>\n<|im_start|>user\nb" in (second.prompt_text or "")
+    assert "user\nb" not in (third.prompt_text or "")
+    assert capsys.readouterr().out.count("prompt tokens cached]") == 3
+
+
+def test_a_refused_answer_does_not_end_the_conversation(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_lines(monkeypatch, "x" * 300_000, "b")
+    assert run_chat(parsed("--url", server.url)) == 0
+    assert "[messages: prompt and output together" in capsys.readouterr().out
+    (request,) = server.engine.requests
+    assert (request.prompt_text or "").startswith("<|im_start|>user\nb<|im_end|>")
+
+
+def test_ctrl_c_stops_only_the_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_lines(monkeypatch, "a")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal_chat, "_shower", lambda sink: interrupt)
+    assert run_chat(parsed("--url", server.url)) == 0
+    assert "[stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--url", "http://127.0.0.1:1"), ("--url", "not a url")])
+def test_no_server_is_one_line_and_status_1(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert run_chat(parsed(*arguments)) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_failure_in_mid_answer_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    with serving(fail_after=3) as server:
+        assert run_chat(parsed("--url", server.url)) == 1
+    assert "failed on purpose" in capsys.readouterr().err
