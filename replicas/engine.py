@@ -50,7 +50,7 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._clock = clock
         self._max_waiting = config.max_waiting
         self.forest = PrefixForest(
@@ -176,7 +176,9 @@ class Engine:
         ids = request.prompt_token_ids
         if not ids:
             raise InvalidRequest("prompt", "", "must have at least one token")
-        for name, values in (("prompt", ids), ("logit_bias", tuple(request.sampling.logit_bias))):
+        params = request.sampling
+        listed = (("prompt", ids), ("logit_bias", tuple(params.logit_bias)), ("stop_token_ids", params.stop_token_ids))
+        for name, values in listed:
             if values and not 0 <= min(values) <= max(values) < self._runner.vocab_size:
                 worst = max(values) if min(values) >= 0 else min(values)
                 raise InvalidRequest(name, worst, f"token ids are from 0 to {self._runner.vocab_size - 1}")

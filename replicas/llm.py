@@ -13,9 +13,13 @@ from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
-from mneme.replicas.load import load_engine, model_directory
+from mneme.replicas.load import load_engine
+from mneme.replicas.model_directory import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
+
+# What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
+DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +91,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text, or token ids); one entry of the others per prompt, or one for all.
 
+        Without `sampling_params` an answer has at most 16 tokens.
+
         Raises `InvalidRequest` before anything runs; a request that fails later raises `MnemeError`.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _one_per_prompt("sampling_params", sampling_params or SamplingParams(), len(listed))
+        params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
         sessions = _one_per_prompt("session_ids", session_ids, len(listed))
         jobs = [
             _Job(self.tokenizer, self._requests(prompt, param, session))

@@ -46,6 +46,7 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Draw one token per row.
 

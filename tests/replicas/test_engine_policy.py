@@ -53,8 +53,8 @@ def test_two_prompts_share_to_the_token() -> None:
     events = run(engine)
     assert usage_of(events, "a") == (1040, 0)
     assert usage_of(events, "b") == (1040, 1037)
-    assert tokens_of(events, "a") == continuation(shared + [1, 2, 3], 4, 5)
-    assert tokens_of(events, "b") == continuation(shared + [4, 2, 3], 4, 5)
+    assert tokens_of(events, "a") == continuation([*shared, 1, 2, 3], 4, 5)
+    assert tokens_of(events, "b") == continuation([*shared, 4, 2, 3], 4, 5)
 
 
 def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
@@ -127,6 +127,13 @@ def test_bad_ids_are_refused(ids: list[int], rule: str) -> None:
     with pytest.raises(InvalidRequest, match=rule):
         engine.submit(make_request("a", ids))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {5: 1.0}}, {"stop_token_ids": (5,)}])
+def test_ids_in_parameters_are_checked_against_the_vocabulary(options: dict[str, Any]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="from 0 to 4"):
+        engine.submit(make_request("a", [1], SamplingParams(max_tokens=1, **options)))
 
 
 def test_a_full_queue_is_overloaded() -> None:

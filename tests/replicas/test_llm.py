@@ -1,0 +1,134 @@
+"""The offline API on the embedded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mneme import LLM, SamplingParams
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("mneme-tiny", dtype="float32")
+
+
+def test_text_and_ids_are_completed(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The server", add_special_tokens=True)
+    by_text, by_ids = llm.generate(["The server", ids], GREEDY)
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(ids)
+    assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+    assert len(by_text.outputs[0].token_ids) == 24
+    assert by_text.outputs[0].finish_reason == "length"
+    assert by_text.outputs[0].text == llm.tokenizer.decode(by_text.outputs[0].token_ids, skip_special_tokens=True)
+    assert by_text.metrics.prompt_tokens == len(ids)
+    assert 0 < by_text.metrics.ttft_s <= by_text.metrics.total_s
+
+
+def test_the_second_time_the_prompt_is_cached(llm: LLM) -> None:
+    prompt = "A prompt that nobody else in this module uses: 31415"
+    first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert second.metrics.cached_tokens == second.metrics.prompt_tokens - 1
+    assert first.outputs == second.outputs
+
+
+def test_256_greedy_tokens_are_the_same_with_and_without_sharing() -> None:
+    params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
+    prompts = ["Now Alice. She likes tea. Now Bob.", "Now Alice. She likes tea. Now Carol. He has"]
+    outputs = [
+        [out.outputs[0].token_ids for out in LLM(dtype="float32", config={"share": share}).generate(prompts, params)]
+        for share in ("always", "never")
+    ]
+    assert outputs[0] == outputs[1]
+    assert {len(ids) for ids in outputs[0]} == {256}
+
+
+def test_choices_differ_by_seed_and_index_and_repeat_by_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=12, ignore_eos=True)
+    one, again = (llm.generate(["Once"], params)[0].outputs for _ in range(2))
+    assert one == again
+    assert len({choice.token_ids for choice in one}) == 3
+    other = llm.generate(["Once"], SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True))[0].outputs
+    assert other != one
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    free = llm.generate(["The server"], GREEDY)[0].outputs[0].text
+    stop = free[len(free) // 2 :][:3]
+    assert stop
+    stopped = llm.generate(["The server"], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,)))
+    assert stopped[0].outputs[0].text == free[: free.index(stop)]
+    assert stopped[0].outputs[0].finish_reason == "stop"
+
+
+def test_stop_ids_and_min_tokens(llm: LLM) -> None:
+    free = llm.generate(["The server"], GREEDY)[0].outputs[0].token_ids
+    stop_id = free[3]
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop_token_ids": (stop_id,)}
+    stopped = llm.generate(["The server"], SamplingParams(**params))[0].outputs[0]
+    assert stopped.token_ids == free[: free.index(stop_id) + 1]
+    assert stopped.finish_reason == "stop"
+    longer = llm.generate(["The server"], SamplingParams(**params, min_tokens=10))[0].outputs[0].token_ids
+    assert stop_id not in longer[:10]
+
+
+def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    choice = llm.generate(["The server"], params)[0].outputs[0]
+    assert choice.logprobs is not None
+    assert tuple(entry.token_id for entry in choice.logprobs) == choice.token_ids
+    for entry in choice.logprobs:
+        assert len(entry.top) == 3
+        assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
+
+
+def test_a_second_turn_hits_to_the_token(llm: LLM) -> None:
+    messages: list[dict[str, str]] = [{"role": "user", "content": "Hello, who are you?"}]
+    first = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16), session_id="s")
+    messages += [
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And what can you do?"},
+    ]
+    second = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), session_id="s")
+    known = first.metrics.prompt_tokens + len(first.outputs[0].token_ids)
+    assert second.metrics.cached_tokens >= known - 1
+
+
+def test_a_conversation_in_one_batch_queues(llm: LLM) -> None:
+    outputs = llm.generate(["One two", "One two three"], GREEDY, session_ids=["q", "q"])
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [24, 24]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"model": "/no/such/model"}, CheckpointError),
+        ({"dtype": "int8"}, ConfigError),
+        ({"device": "tpu"}, ConfigError),
+        ({"device": "cuda:99"}, ConfigError),
+        ({"config": {"page_sizes": 16}}, ConfigError),
+        ({"config": {"page_size": 17}}, ConfigError),
+        ({"config": {"num_pages": "many"}}, ConfigError),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        LLM(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(["fine", []], GREEDY)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate([[10**9]], GREEDY)
+    with pytest.raises(InvalidRequest, match="session_ids"):
+        llm.generate(["a", "b"], GREEDY, session_ids=["x"])
+    with pytest.raises(InvalidRequest, match="documents"):
+        llm.chat([{"role": "user", "content": "a"}], documents=["d"])
+    assert llm.stats["pages"]["in_use"] == 0
+    assert llm.stats["requests"] == {"running": 0, "waiting": 0, "suspended_total": 0}
