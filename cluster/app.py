@@ -1,10 +1,11 @@
 """The Serve application: ingress replicas in front of engine replicas.
 
-    mneme.cluster.app:build     the builder for a RayService's serveConfigV2; `args` is the `ClusterConfig` mapping
+`mneme.cluster.app:build` builds it for a RayService's serveConfigV2; `args` is the `ClusterConfig` mapping.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,17 +13,22 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from mneme.cluster.api_state import ServedModel
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.ingress import BuildApi, Ingress
 from mneme.cluster.replica import EngineReplica, LoadEngine
 from mneme.config import parse
+from mneme.replicas.model_config import load_model_config
+from mneme.replicas.model_directory import model_directory
+from mneme.replicas.tokenizer import Tokenizer
 
 APP_NAME = "mneme"
 ENGINE_DEPLOYMENT = "engine"
 INGRESS_DEPLOYMENT = "ingress"
 
-# Admission is the engine's, and each token stream counts as one ongoing request: Serve must never be the limit.
+# Admission is the engine's, and each token stream counts as one ongoing request: Serve must never be the
+# limit.
 _MAX_ONGOING = 100_000
 # Streams are cut off at the ingress when a replica is removed, so draining is short; this is its upper bound.
 _SHUTDOWN_TIMEOUT_S = 20.0
@@ -36,7 +42,7 @@ def build(args: dict[str, Any]) -> Application:
 def build_application(
     config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None
 ) -> Application:
-    """Bind both deployments; the two functions are called in the replicas' processes (tests give their own)."""
+    """Bind both deployments; the two functions run in the replicas' processes (tests give their own)."""
     mapping = config.as_mapping()
     engines = serve.deployment(
         name=ENGINE_DEPLOYMENT,
@@ -74,4 +80,11 @@ def _load_engine(*args: Any, **kwargs: Any) -> Any:
 def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
     from mneme.cluster.http_api import build_api
 
-    return build_api(client)
+    directory = model_directory(config.model)
+    max_context = load_model_config(directory).max_context
+    model = ServedModel(
+        id=config.model_name,
+        max_context=min(max_context, config.engine.max_context or max_context),
+        created=int(time.time()),
+    )
+    return build_api(client, [model], Tokenizer.load(directory), config.http)

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mneme.cluster.http_config import HttpConfig
 from mneme.config import check_range, parse, with_assignments
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.model_directory import EMBEDDED_MODEL
 from mneme.router.score import RouterConfig
 
 MIB = 2**20
@@ -40,7 +42,8 @@ class RayConfig:
 class ClusterConfig:
     """Everything `mneme serve` needs to know."""
 
-    model: str = "mneme-tiny"  # the embedded model's name, or a local Hugging Face directory
+    model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
+    served_name: str | None = None  # what clients call it; None: the model's or the directory's name
     replicas: int = 2
     host: str = "127.0.0.1"
     port: int = 8000
@@ -48,6 +51,7 @@ class ClusterConfig:
     start_timeout_s: float = 600.0
     engine: EngineConfig = field(default_factory=EngineConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     ingress: IngressConfig = field(default_factory=IngressConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
@@ -58,6 +62,11 @@ class ClusterConfig:
         check_range("port", self.port, 1, 65535)
         check_range("gpus_per_replica", self.gpus_per_replica, 0, 64)
         check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
+
+    @property
+    def model_name(self) -> str:
+        """The name in the API."""
+        return self.served_name or Path(self.model).name
 
     def as_mapping(self) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal configuration."""

@@ -1,7 +1,7 @@
 """The environment in which `mneme serve` starts a Ray instance of its own: knobs, free ports, a directory.
 
-Ray Serve reads its knobs from the environment when it is imported, in every process of the cluster, so they are set
-before that and inherited.
+Ray Serve reads its knobs from the environment when it is imported, in every process of the cluster, so they
+are set before that and inherited.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def _serve_knobs() -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one loop per process: a hop less per message
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # what cannot be loaded is reported at once
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
 

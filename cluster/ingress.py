@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.ray_engine_client import RayEngineClient
-from mneme.cluster.ray_private import HandleCalls, own_replica_id, start_router
+from mneme.cluster.ray_private import HandleCalls, keep_to_loopback, own_replica_id, start_router
 from mneme.config import parse
 from mneme.router import replica_set
 
@@ -23,12 +23,13 @@ class Ingress:
     """Built by Serve in each ingress process; Serve asks it for the ASGI application."""
 
     def __init__(self, config: dict[str, Any], engines: DeploymentHandle[Any], build_api: BuildApi) -> None:
+        keep_to_loopback()
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api
         self._loop = asyncio.get_running_loop()
         self._client = RayEngineClient(
             HandleCalls(engines),
-            model=self._config.model,
+            model=self._config.model_name,
             name=own_replica_id(),
             router=self._config.router,
         )

@@ -1,10 +1,11 @@
-"""Leaves nothing behind: ends every process of one cluster and removes its directory, whatever ends the parent.
+"""Leaves nothing behind: whatever ends the parent, ends the rest of its cluster and removes its directory.
 
     python -m mneme.cluster.janitor MARKER DIRECTORY
 
-waits until its standard input closes, which happens when the parent is done with it, and also when the parent is
-killed. Processes of the cluster are told by an environment variable they inherit, never by name. Standard library
-only: it starts in milliseconds and lives as long as the cluster.
+waits until its standard input closes, which happens when the parent is done with it, and also when the parent
+is killed. A process belongs to the cluster if it inherited the marker in its environment, or writes into the
+cluster's directory (Ray's workers overwrite their environment with a process title); names say nothing.
+Standard library only: it starts in milliseconds and lives as long as the cluster.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 MARKER_VARIABLE = "MNEME_CLUSTER"
 _SWEEP_LIMIT_S = 3.0
@@ -42,46 +44,65 @@ class Janitor:
             self._process.wait(limit_s)
 
 
-def marked_processes(marker: str) -> Iterator[int]:
-    """Process ids whose environment carries the marker, this process left out."""
-    needle = f"{MARKER_VARIABLE}={marker}".encode()
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and int(entry) != os.getpid() and needle in _environment(int(entry)):
-            yield int(entry)
+class Cluster(NamedTuple):
+    """What tells a cluster's processes from all others."""
+
+    marker: str
+    directory: str
+
+    def processes(self) -> Iterator[int]:
+        """Ids of its processes, this one left out."""
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal() and int(entry) != os.getpid() and self.owns(int(entry)):
+                yield int(entry)
+
+    def owns(self, pid: int) -> bool:
+        """Whether the process is one of the cluster's."""
+        return self._is_marked(pid) or self._writes_here(pid)
+
+    def _is_marked(self, pid: int) -> bool:
+        needle = f"{MARKER_VARIABLE}={self.marker}".encode()
+        with contextlib.suppress(OSError):  # gone, or another user's
+            return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
+
+    def _writes_here(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith(f"{self.directory}/") and _is_writable(pid, descriptor):
+                    return True
+        return False
 
 
-def sweep(marker: str) -> None:
-    """Kill marked processes until there are none; new ones may be forked while the old ones die."""
+def sweep(cluster: Cluster) -> None:
+    """Kill its processes until there are none; new ones may be forked while the old ones die."""
     deadline = time.monotonic() + _SWEEP_LIMIT_S
     while time.monotonic() < deadline:
-        pids = list(marked_processes(marker))
+        pids = list(cluster.processes())
         if not pids:
             return
         for pid in pids:
-            _kill(pid, marker)
+            _kill(pid, cluster)
         time.sleep(0.02)
 
 
-def _kill(pid: int, marker: str) -> None:
-    try:
+def _kill(pid: int, cluster: Cluster) -> None:
+    with contextlib.suppress(OSError):
         handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        # The id may have been given to another process: what the handle holds is looked at once more.
-        if f"{MARKER_VARIABLE}={marker}".encode() in _environment(pid):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            if cluster.owns(pid):  # the id may have been given to another process before it was opened
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
 
 
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or another user's
-        return []
+def _is_writable(pid: int, descriptor: str) -> bool:
+    """Whether a descriptor is open for writing; who only reads a log (`tail -f`) is not ours."""
+    for line in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text(encoding="ascii").splitlines():
+        if line.startswith("flags:"):
+            return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+    return False
 
 
 def main() -> None:
@@ -90,7 +111,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    sweep(marker)
+    sweep(Cluster(marker, directory))
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -1,9 +1,9 @@
 """Starting and stopping everything that `mneme serve` runs.
 
-    check -> directory, janitor -> ray.init -> serve.run -> /ready answers 200 -> wait -> ray.shutdown -> janitor
+    check -> directory, janitor -> ray.init -> serve.run -> /ready is 200 -> wait -> ray.shutdown -> janitor
 
-The Ray instance is this process's own: its ports, its directory, its token. Whatever ends this process, the janitor
-ends the rest.
+The Ray instance is this process's own: its ports, its directory, its token. Whatever ends this process, the
+janitor ends the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mneme.cluster import environment
+from mneme.cluster import environment, preflight
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.janitor import Janitor
 from mneme.cluster.stop_signals import StopSignals
@@ -56,7 +56,7 @@ class LocalCluster:
 
     def start(self, application: Callable[[], object], on_progress: Progress) -> None:
         """Start Ray and the application (built only once Ray's knobs are set). Raises `StartFailed`."""
-        environment.check_port(self.config)
+        preflight.check(self.config)
         directory = environment.make_directory(self.config)
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
@@ -110,6 +110,7 @@ class LocalCluster:
     def _run(self, application: Callable[[], object]) -> None:
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         http = {"host": self.config.host, "port": self.config.port}
         try:
             serve.start(proxy_location="HeadOnly", http_options=http)
@@ -125,7 +126,7 @@ class LocalCluster:
             time.sleep(_READY_POLL_S)
 
     def _signalled(self, count: int) -> None:
-        """On the signals' thread: the first one asks, the next one does not; while starting there is no asking."""
+        """On the signals' thread: the first one asks, a second one does not, nor does one while starting."""
         if count > 1 or not self._is_up:
             self._stop_now()
         self._stop_requested.set()

@@ -1,10 +1,10 @@
 """`EngineClient` over many replicas: choose, submit, stream, and go on elsewhere when a replica is lost.
 
-A generation that loses its replica is submitted again with `prompt + emitted tokens` as its prompt, `max_tokens` and
-`min_tokens` reduced by what was emitted, and `output_offset` saying how much of the prompt is output. Preserved: the
-tokens already sent; greedy output, token by token; a seeded draw and the penalties, as far as the engine honours
-`output_offset`. Not preserved: a stop string that began in the emitted tokens, and the session's stored text
-(`prompt_text` is dropped, so that no stored prompt can stand in for this one).
+A generation that loses its replica is submitted again with `prompt + emitted tokens` as its prompt,
+`max_tokens` and `min_tokens` reduced by what was emitted, and `output_offset` saying how much of the prompt
+is output; each attempt has a request id of its own. Preserved: the tokens already sent; greedy output, token
+by token (in bfloat16 up to the rounding of another batch shape); seeded draws and penalties, which count from
+`output_offset`. Not preserved: a stop string that began in tokens emitted before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,9 +37,20 @@ class _Choice:
     """One request of a generation, and what the client already has of it."""
 
     request: GenerationRequest
+    attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     usage: PromptUsage | None = None
     is_finished: bool = False
+
+    @property
+    def attempt_id(self) -> str:
+        """The request id at the replica; a turn's choices keep their common stem and their suffix."""
+        request_id = self.request.request_id
+        if not self.attempt:
+            return request_id
+        suffix = f".{self.request.choice_index}"
+        stem = request_id.removesuffix(suffix)
+        return f"{stem}~{self.attempt}{suffix if stem != request_id else ''}"
 
     def take(self, event: TokenEvent) -> TokenEvent:
         """Note an event; what goes on to the client has the usage once, as of the first submit."""
@@ -47,21 +58,22 @@ class _Choice:
         self.is_finished = event.finish_reason is not None
         usage = event.usage if self.usage is None else None
         self.usage = self.usage or event.usage
-        return event if usage is event.usage else event._replace(usage=usage)
+        return event._replace(request_id=self.request.request_id, usage=usage)
 
     def remaining(self) -> GenerationRequest:
         """What is still to be done, as a request of its own."""
-        num_emitted = len(self.emitted)
-        if not num_emitted:
-            return self.request
-        sampling = self.request.sampling
-        left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
+        sampling, num_emitted = self.request.sampling, len(self.emitted)
+        if num_emitted:
+            left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
+            sampling = replace(
+                sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0)
+            )
         return replace(
             self.request,
+            request_id=self.attempt_id,
             prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
-            prompt_text=None,
             output_offset=num_emitted,
-            sampling=replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0)),
+            sampling=sampling,
         )
 
     def is_complete(self) -> bool:
@@ -79,12 +91,16 @@ class _Placement:
     sink: Sink
     choices: dict[str, _Choice]
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
+    async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """Events until each choice has finished; raises `LinkLost`."""
         while not all(choice.is_finished for choice in self.choices.values()):
             item = await self.sink.get()
             if isinstance(item, LinkLost):
                 raise item
+            if (
+                item.finish_reason == "abort"
+            ):  # not by us, who would not listen any more: the replica is stopping
+                raise LinkLost("the replica ended the request")
             self.reservation.started()
             yield self.choices[item.request_id].take(item)
 
@@ -129,8 +145,8 @@ class RayEngineClient:
         self.set_replicas(())
         await asyncio.gather(*self._closing)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
-        """See `EngineClient.generate`; a lost replica is a pause, then an "error" event if nothing takes over."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[TokenEvent, None]:
+        """See `EngineClient`; a lost replica is a pause, and an "error" event if nothing takes over."""
         choices = [_Choice(request) for request in requests]
         num_losses = 0
         while choices:
@@ -150,10 +166,14 @@ class RayEngineClient:
                 return
             except LinkLost as lost:
                 num_losses += 1
-                logger.warning("request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost)
+                logger.warning(
+                    "request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost
+                )
             finally:
                 placement.end()
             choices = [choice for choice in choices if not choice.is_finished]
+            for choice in choices:
+                choice.attempt += 1
             for choice in [choice for choice in choices if choice.is_complete()]:
                 choices.remove(choice)
                 yield TokenEvent(choice.request.request_id, (), "length", None, None)
@@ -168,7 +188,9 @@ class RayEngineClient:
         async with self._stats_lock:
             if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
                 started_at = clock()
-                answers = await asyncio.gather(*(self._ask(r) for r, link in self._links.items() if link.is_open))
+                answers = await asyncio.gather(
+                    *(self._ask(r) for r, link in self._links.items() if link.is_open)
+                )
                 self._stats = started_at, [answer for answer in answers if answer is not None]
             return self._stats[1]
 
@@ -197,6 +219,8 @@ class RayEngineClient:
                 refusal = ReplicaUnavailable(str(lost))
             except Overloaded as overloaded:
                 refusal = overloaded
+            for choice in choices:
+                choice.attempt += 1
 
     def _reserve(
         self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]
@@ -223,7 +247,7 @@ class RayEngineClient:
 
     async def _submit(self, choices: Sequence[_Choice], reservation: Reservation) -> _Placement:
         link = self._links[reservation.replica_id]
-        placement = _Placement(link, reservation, asyncio.Queue(), {c.request.request_id: c for c in choices})
+        placement = _Placement(link, reservation, asyncio.Queue(), {c.attempt_id: c for c in choices})
         try:
             refusals = await link.submit([choice.remaining() for choice in choices], placement.sink)
         except BaseException:  # cancelled too: the request may be on its way
@@ -244,7 +268,9 @@ class RayEngineClient:
     def _link_changed(self, link: ReplicaLink) -> None:
         if link.epoch is not None and link.replica_id in self._links:
             if self._epochs.get(link.replica_id, link.epoch) != link.epoch:
-                self._chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
+                self._chooser.forget_prefixes(
+                    link.replica_id
+                )  # the engine was started anew: it holds nothing
             self._epochs[link.replica_id] = link.epoch
         self._update_candidates()
 

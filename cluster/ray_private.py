@@ -1,7 +1,7 @@
 """Everything of Ray that is not public API, in one place; written for ray 2.60.
 
-Public Ray calls stand where they are used. What is here: a replica's own id, the early start of a handle's router,
-pinned handle calls over Serve's gRPC transport, and a note board in the GCS for load progress.
+Public Ray calls stand where they are used. What is here: a replica's own id, the early start of a handle's
+router, pinned handle calls over Serve's gRPC transport, and a note board in the GCS for load progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 from ray import serve
 from ray._private import services
 from ray.experimental import internal_kv
+from ray.serve._private import replica as serve_replica
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
 from mneme.cluster.replica_calls import StreamItem
 from mneme.errors import MnemeError
@@ -38,8 +40,8 @@ def start_router(handle: DeploymentHandle[Any]) -> None:
 class HandleCalls:
     """`ReplicaCalls` over a Serve handle whose router is `MnemeRequestRouter`.
 
-    Calls go by gRPC: a stream then ends at the replica when the process that reads it dies, which a stream of Ray
-    objects does not.
+    Calls go by gRPC: a stream then ends at the replica when the process that reads it dies, which a stream of
+    Ray objects does not.
     """
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
@@ -80,8 +82,9 @@ class HandleCalls:
 def _outside_requests(method: DeploymentHandle[Any], **arguments: Any) -> Any:
     """Call a method as if no HTTP request were being served.
 
-    Serve gives all calls made while serving one request the same internal id, and its router keeps pending calls by
-    that id: of two calls at once, each pinned elsewhere, one goes astray and the other is never answered.
+    Serve gives all calls made while serving one request the same internal id, and its router keeps pending
+    calls by that id: of two calls at once, each pinned elsewhere, one goes astray and the other is never
+    answered.
     """
     return contextvars.Context().run(method.remote, **arguments)
 
@@ -95,6 +98,16 @@ def loopback_only() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve
+
+
+def keep_to_loopback() -> None:
+    """For a replica's constructor: its gRPC server, started next, binds 127.0.0.1 if all of Ray does."""
+    if get_node_ip_address() != "127.0.0.1":
+        return
+    add_port = serve_replica.add_port_to_grpc_server
+    serve_replica.add_port_to_grpc_server = lambda server, address: add_port(
+        server, address.replace("[::]", "127.0.0.1")
+    )
 
 
 def report_progress(replica_id: str, stage: str, fraction: float) -> None:

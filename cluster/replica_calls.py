@@ -27,7 +27,7 @@ class ReplicaCalls(Protocol):
     """Calls pinned to one replica; any of them raises when the replica is gone."""
 
     def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
-        """The token stream: `StreamOpened`, then what the engine's steps did; ends only by an error or by closing."""
+        """The token stream: `StreamOpened`, then what the engine's steps did; ends when it is closed."""
         ...
 
     async def submit_many(

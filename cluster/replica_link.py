@@ -1,13 +1,15 @@
 """The ingress's end of one replica: one token stream, one submit in flight, one abort in flight.
 
-A link that breaks in any way (error, end, gap in `seq`, another epoch, silence that `stats` does not explain) is
-*lost*: every generation on it is told, and the link opens again as a new subscriber. The replica aborts what an old
-subscriber had running, so nothing runs twice; who was told resubmits with the tokens it already has.
+A link that breaks in any way (error, end, gap in `seq`, another epoch, silence that `stats` does not explain)
+is *lost*: every generation on it is told, and the link opens again as a new subscriber. The replica aborts
+what an old subscriber had running, so nothing runs twice; who was told resubmits with the tokens it already
+has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
@@ -47,7 +49,6 @@ class ReplicaLink:
         *,
         subscriber: str,
         on_change: Callable[[ReplicaLink], None],
-        silence_s: float = SILENCE_S,
     ) -> None:
         self.replica_id = replica_id
         self.epoch: str | None = None  # None while there is no stream
@@ -56,8 +57,7 @@ class ReplicaLink:
         self._openings = itertools.count()
         self._subscriber = ""
         self._on_change = on_change
-        self._silence_s = silence_s
-        self._next_seq: int | None = None
+        self._next_seq = 0  # an engine counts each subscriber's messages from 0
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
         self._submitting: set[str] = set()  # on their way: an abort must not overtake its submit
@@ -85,9 +85,10 @@ class ReplicaLink:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> list[MnemeError | None]:
-        """Send requests with whatever else waits to be sent; their events go to `sink`. Raises `LinkLost`."""
-        while any(request.request_id in self._aborts for request in requests):
-            await asyncio.wait([self._tasks["abort"]])  # an abort on its way would hit the new request
+        """Send requests with whatever else waits to be sent; their events go to `sink`. Raises `LinkLost`.
+
+        Request ids must not have been used on this replica before: an abort may still be on its way.
+        """
         if not self.is_open:
             raise LinkLost(f"no stream to replica {self.replica_id}")
         loop = asyncio.get_running_loop()
@@ -100,7 +101,7 @@ class ReplicaLink:
         return list(await asyncio.gather(*answers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these and forget their events. A task of its own does it: the caller may be cancelled any moment."""
+        """Stop these and forget their events; by a task of its own, as the caller may be cancelled."""
         for request_id in request_ids:
             if self._sinks.pop(request_id, None) is not None:
                 self._aborts[request_id] = None
@@ -130,17 +131,18 @@ class ReplicaLink:
                     for message in item:
                         self._dispatch(message)
         finally:
-            await stream.aclose()
+            with contextlib.suppress(Exception):  # it must not take the place of a cancellation
+                await stream.aclose()
 
     def _opened(self, opened: StreamOpened) -> None:
-        self.epoch, self._next_seq = opened.epoch, None
+        self.epoch, self._next_seq = opened.epoch, 0
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
         self._on_change(self)
 
     def _dispatch(self, message: StepMessage) -> None:
         if message.epoch != self.epoch:
             raise _StreamFault(f"epoch {message.epoch} after {self.epoch}")
-        if self._next_seq is not None and message.seq != self._next_seq:
+        if message.seq != self._next_seq:
             raise _StreamFault(f"seq {message.seq} where {self._next_seq} was due")
         self._next_seq = message.seq + 1
         for event in message.events:
@@ -222,12 +224,12 @@ class ReplicaLink:
 
     def _arm_watchdog(self) -> None:
         if self._watchdog is None and self._sinks:
-            self._watchdog = asyncio.get_running_loop().call_later(self._silence_s, self._watch)
+            self._watchdog = asyncio.get_running_loop().call_later(SILENCE_S, self._watch)
 
     def _watch(self) -> None:
         self._watchdog = None
         silent_s = asyncio.get_running_loop().time() - self._last_message_at
-        if self._sinks and silent_s >= self._silence_s:
+        if self._sinks and silent_s >= SILENCE_S:
             self._spawn("probe", self._probe(self._subscriber, list(self._sinks)))
         self._arm_watchdog()
 
@@ -236,8 +238,8 @@ class ReplicaLink:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 stats = await self._calls.stats(self.replica_id)
-            in_flight = {entry[0] for entry in stats.get("in_flight", ())}
-            missing = [r for r in request_ids if r in self._sinks and r not in in_flight]
+            known = stats["in_flight"] if not stats["requests"]["waiting"] else request_ids
+            missing = [r for r in request_ids if r in self._sinks and r not in known]
         except Exception as error:
             logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)
             missing = request_ids
@@ -245,7 +247,7 @@ class ReplicaLink:
             self._restart_stream(subscriber)
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` unless a task of that name runs (it will see the new work itself); keeps the task alive."""
+        """Run `work` unless a task of that name runs (it sees the new work itself); keeps the task alive."""
         running = self._tasks.get(name)
         if running is not None and not running.done() and running not in self._ending:
             work.close()

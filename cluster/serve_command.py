@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from mneme.cluster.replica import LoadEngine
 
 
-def serve(
-    config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None
-) -> int:
+def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
     """Run until a signal; returns the exit status. Tests pass an engine and an API of their own."""
     started_at = time.monotonic()
     cluster = LocalCluster(config)
@@ -31,7 +29,10 @@ def serve(
     try:
         _with_progress(lambda on_progress: cluster.start(application, on_progress))
         seconds = time.monotonic() - started_at
-        print(f"ready: {cluster.url} model={config.model} replicas={config.replicas} seconds={seconds:.1f}", flush=True)
+        print(
+            f"ready: {cluster.url} model={config.model_name} replicas={config.replicas} seconds={seconds:.1f}",
+            flush=True,
+        )
         cluster.wait()
     except MnemeError as error:
         print(f"mneme serve: {error}", file=sys.stderr)
@@ -44,7 +45,8 @@ def serve(
 def _with_progress(work: Callable[[Progress], None]) -> None:
     """Run `work` behind a progress line on stderr, where there is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

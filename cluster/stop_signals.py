@@ -1,7 +1,8 @@
 """SIGINT and SIGTERM, seen by a thread of their own.
 
-Python runs signal handlers on the main thread between two bytecodes, which is too late when that thread sits in
-Ray's C++. The interpreter's wake-up descriptor is written at once, so a thread that reads it always answers in time.
+Python runs signal handlers on the main thread between two bytecodes, which is too late when that thread sits
+in Ray's C++. The interpreter's wake-up descriptor is written at once, so a thread that reads it always
+answers in time.
 """
 
 from __future__ import annotations

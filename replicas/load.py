@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from mneme.errors import CheckpointError, ConfigError
+from mneme.errors import ConfigError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.model import Decoder
 from mneme.replicas.model_config import DecoderConfig, load_model_config
+from mneme.replicas.model_directory import model_directory
 from mneme.replicas.runner import Runner
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.weights import load_weights
-
-EMBEDDED_MODEL = "mneme-tiny"
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
@@ -31,16 +29,6 @@ Progress = Callable[[str, float], None]  # (what is being done, share done from 
 
 def _silent(_what: str, _share: float) -> None:
     pass
-
-
-def model_directory(model: str) -> Path:
-    """The directory of a model: the embedded one by its name, any other by its path."""
-    if model == EMBEDDED_MODEL:
-        return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        raise CheckpointError(f"{model}: no such model directory (the embedded model is {EMBEDDED_MODEL!r})")
-    return path
 
 
 def load_engine(

@@ -1,7 +1,7 @@
 """One ingress's view of its replicas: selects a replica and reserves its load in one step.
 
-Selecting first and reserving later herds: every request that arrives in between sees the same idle replica. Nothing
-here awaits, so on an event loop a choice is atomic.
+Selecting first and reserving later herds: every request that arrives in between sees the same idle replica.
+Nothing here awaits, so on an event loop a choice is atomic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Load that a chosen replica carries until it is released; `started` and `release` may be called twice."""
+    """Load that a chosen replica carries until its release; `started` and `release` may be called twice."""
 
     replica_id: str
     matched_tokens: int

@@ -1,6 +1,7 @@
 """Which replica holds, or was sent, which prefix: a bounded map from block hash to replicas.
 
-It is a hint, never a promise: a replica may have evicted what the index remembers, and then computes it again.
+It is a hint, never a promise: a replica may have evicted what the index remembers, and then computes it
+again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a request goes: pure functions of what the router knows. Ray-free, torch-free, no clock, no randomness.
+"""Where a request goes: pure functions of what the router knows. No Ray, no torch, no clock, no randomness.
 
     eligible    bounded load: replicas that may take one more request (never none)
     score       the price of one candidate, lower is better; a measured cost model may stand in its place
@@ -27,7 +27,9 @@ class RouterConfig:
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
     load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
     running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = 64  # what it costs a session to leave its home, beyond the KV that is known to be there
+    move_tokens: int = (
+        64  # what it costs a session to leave its home, beyond the KV that is known to be there
+    )
 
     def __post_init__(self) -> None:
         check_range("router.block_tokens", self.block_tokens, 1, 4096)
@@ -78,7 +80,7 @@ def eligible(candidates: Sequence[Candidate], config: RouterConfig) -> list[Cand
 
 
 def prefill_score(config: RouterConfig) -> Score:
-    """The default price: tokens to compute here, tokens queued before them, the running batch, leaving home."""
+    """The default price: tokens to compute, tokens queued before them, the running batch, leaving home."""
 
     def score(candidate: Candidate, request: RoutedRequest) -> float:
         uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
@@ -91,12 +93,18 @@ def prefill_score(config: RouterConfig) -> Score:
 def rank(
     candidates: Sequence[Candidate], request: RoutedRequest, score: Score, config: RouterConfig
 ) -> list[Candidate]:
-    """All candidates, best first: the eligible by score, then the others by load; ties fall by rendezvous order."""
-    preference = {r: i for i, r in enumerate(rendezvous_order(request.affinity_key, [c.replica_id for c in candidates]))}
+    """All candidates, best first: the eligible by score, others by load; ties fall by rendezvous order."""
+    preference = {
+        r: i for i, r in enumerate(rendezvous_order(request.affinity_key, [c.replica_id for c in candidates]))
+    }
     open_ids = {c.replica_id for c in eligible(candidates, config)} if candidates else set()
 
     def price(candidate: Candidate) -> tuple[bool, float, int]:
         is_full = candidate.replica_id not in open_ids
-        return is_full, candidate.running if is_full else score(candidate, request), preference[candidate.replica_id]
+        return (
+            is_full,
+            candidate.running if is_full else score(candidate, request),
+            preference[candidate.replica_id],
+        )
 
     return sorted(candidates, key=price)

@@ -1,12 +1,13 @@
 """The Ray Serve adapter of the router: pins calls to a given replica, and scores those that name none.
 
-A handle call may carry `replica_id=` (the call is for this replica), or `prompt_token_ids=` and `salt=` (score it
-here; the session is the handle's own `session_id`). With neither, Serve's power of two choices decides.
+A handle call may carry `replica_id=` (the call is for this replica), or `prompt_token_ids=` and `salt=`
+(score it here; the session is the handle's own `session_id`). With neither, Serve's power of two choices
+decides.
 
-Rules of the framework that this class keeps: it is called by keyword; it never raises and never returns an empty
-list (either hangs the call for ever), so a call for a replica that is gone goes to any other, and the engine refuses
-what was not meant for it. `on_request_completed` fires for rejected attempts too. FIFOMixin is left out: it would
-hand the chosen replica to the oldest pending call instead.
+Rules of the framework that this class keeps: it is called by keyword; it never raises and never returns an
+empty list (either hangs the call for ever), so a call for a replica that is gone goes to any other, and the
+engine refuses what was not meant for it. `on_request_completed` fires for rejected attempts too. FIFOMixin is
+left out: it would hand the chosen replica to the oldest pending call instead.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class MnemeRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         pending_request.routing_context.should_backoff = True
         try:
             ranks = self._preferred(candidate_replicas, pending_request)
-            return [*ranks, *await self._power_of_two(candidate_replicas, pending_request), candidate_replicas]
+            return [
+                *ranks,
+                *await self._power_of_two(candidate_replicas, pending_request),
+                candidate_replicas,
+            ]
         except Exception:  # raising here would hang this call for ever
             logger.exception("request_id=%s routing failed", pending_request.metadata.request_id)
             return [candidate_replicas]

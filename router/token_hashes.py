@@ -1,7 +1,7 @@
 """Block hashes of token ids: what two prompts share, without sending the prompts.
 
-The hash of block i covers blocks 0..i (a chain), so one equal hash means an equal prefix of that length. Hashes are
-keyed by the tenant's salt and depend on neither PYTHONHASHSEED, process nor machine.
+The hash of block i covers blocks 0..i (a chain), so one equal hash means an equal prefix of that length.
+Hashes are keyed by the tenant's salt and depend on neither PYTHONHASHSEED, process nor machine.
 """
 
 from __future__ import annotations

@@ -43,4 +43,4 @@ async def _lines(client: EngineClient, body: dict[str, Any]) -> AsyncIterator[st
     )
     async with contextlib.aclosing(client.generate([generation])) as events:  # type: ignore[type-var]
         async for event in events:
-            yield json.dumps({"tokens": event.token_ids, "finish": event.finish_reason, "error": event.error}) + "\n"
+            yield (json.dumps({"tokens": event.token_ids, "finish": event.finish_reason, "error": event.error}) + "\n")

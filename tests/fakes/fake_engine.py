@@ -15,7 +15,7 @@ Deliver = Callable[[StepMessage], None]
 
 
 def next_token(context: Sequence[int]) -> int:
-    """A function of the last token and the length, so that a resumed request continues as if never interrupted."""
+    """A function of the last token and the length: a resumed request continues as if never interrupted."""
     return (context[-1] * 31 + len(context) * 7 + 11) % 251
 
 
@@ -39,6 +39,7 @@ class FakeEngineLoop:
         self._context: dict[str, list[int]] = {}
         self._subscribers: dict[str, tuple[Deliver, int]] = {}
         self._seen: set[tuple[int, ...]] = set()
+        self._num_finished = 0
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -78,10 +79,11 @@ class FakeEngineLoop:
                 "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "total": 1000},
                 "requests": {"running": in_use, "waiting": 0},
                 "tokens": {},
+                "finished": self._num_finished,
                 "epoch": self.epoch,
-                "in_flight": [
-                    (r, len(self._context[r]) - len(request.prompt_token_ids)) for r, request in self._running.items()
-                ],
+                "in_flight": {
+                    r: len(self._context[r]) - len(request.prompt_token_ids) for r, request in self._running.items()
+                },
             }
 
     def _admit(self, request: GenerationRequest) -> MnemeError | None:
@@ -128,6 +130,7 @@ class FakeEngineLoop:
         is_done = len(context) - num_prompt >= (request.sampling.max_tokens or 16)
         if is_done:
             self._seen.add(tuple(context))
+            self._num_finished += 1
             self._forget(request_id)
         return TokenEvent(request_id, (token,), "length" if is_done else None, None, usage)
 

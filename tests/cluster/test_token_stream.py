@@ -1,0 +1,268 @@
+"""The ingress's side of the token stream against replicas in this process, with every kind of loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+from direct_calls import DirectCalls
+from fake_engine import expected_tokens
+
+from mneme.cluster import ray_engine_client, replica_link
+from mneme.cluster.ray_engine_client import RayEngineClient
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.router.score import RouterConfig
+
+Scenario = Callable[[DirectCalls, RayEngineClient], Awaitable[None]]
+
+
+def run(scenario: Scenario, *, replicas: tuple[str, ...] = ("a", "b"), step_s: float = 0.001) -> None:
+    async def main() -> None:
+        calls = DirectCalls()
+        for replica_id in replicas:
+            calls.add(replica_id, step_s=step_s)
+        client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig())
+        client.set_replicas(replicas)
+        try:
+            async with asyncio.timeout(20):
+                await scenario(calls, client)
+        finally:
+            await client.close()
+            calls.stop_all()
+
+    asyncio.run(main())
+
+
+def request(request_id: str = "r.0", *, num: int = 20, session_id: str | None = None) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2, 3, len(request_id)),
+        sampling=SamplingParams(temperature=0.0, max_tokens=num, seed=1),
+        session_id=session_id,
+    )
+
+
+async def tokens(client: RayEngineClient, asked: GenerationRequest) -> tuple[list[int], TokenEvent]:
+    """All token ids, and the last event."""
+    ids: list[int] = []
+    async for event in client.generate([asked]):
+        ids.extend(event.token_ids)
+    return ids, event
+
+
+def expected(asked: GenerationRequest) -> list[int]:
+    return expected_tokens(asked.prompt_token_ids, asked.sampling.max_tokens or 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def running(calls: DirectCalls) -> int:
+    return sum(engine.stats()["requests"]["running"] for engine in calls.engines.values())
+
+
+def test_streams_tokens_in_order_with_usage_once() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request()
+        events = [event async for event in client.generate([asked])]
+        assert [i for event in events for i in event.token_ids] == expected(asked)
+        assert [event.usage is not None for event in events] == [True] + [False] * (len(events) - 1)
+        assert [event.finish_reason for event in events][-1] == "length"
+
+    run(scenario)
+
+
+def test_many_at_once_use_both_replicas_and_few_submits() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r{i}.0") for i in range(64)]
+        answers = await asyncio.gather(*(tokens(client, each) for each in asked))
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert len(calls.submit_batches) <= 16  # 64 requests: all but the first few shared a call
+
+    run(scenario)
+
+
+def test_choices_of_one_request_run_on_one_replica() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r.{i}", num=4) for i in range(3)]
+        got: dict[str, list[int]] = {}
+        async for event in client.generate(asked):
+            got.setdefault(event.request_id, []).extend(event.token_ids)
+        assert got == {each.request_id: expected(each) for each in asked}
+        assert calls.submit_batches == [3]
+
+    run(scenario)
+
+
+def test_a_killed_replica_is_a_pause() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r{i}.0", num=60) for i in range(8)]
+        work = asyncio.gather(*(tokens(client, each) for each in asked))
+        await until(lambda: running(calls) == 8)
+        calls.kill("a")
+        client.set_replicas(("b",))
+        answers = await work
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert all(last.finish_reason == "length" for _, last in answers)
+
+    run(scenario, step_s=0.005)
+
+
+def test_the_only_replica_dies_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "WAIT_FOR_REPLICA_S", 0.2)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        work = asyncio.ensure_future(tokens(client, request(num=500)))
+        await until(lambda: running(calls) == 1)
+        calls.kill("a")
+        ids, last = await work
+        assert last.finish_reason == "error"
+        assert last.error
+        assert ids == expected(request(num=500))[: len(ids)]
+        with pytest.raises(ReplicaUnavailable):
+            await tokens(client, request("later.0"))
+        assert not client.is_ready()
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_replacement_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=100)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.kill("a")
+        await asyncio.sleep(0.05)
+        calls.add("c")
+        client.set_replicas(("c",))
+        ids, last = await work
+        assert (ids, last.finish_reason) == (expected(asked), "length")
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_lost_message_is_noticed_and_made_good() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=60)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.drop_next_message("a")
+        ids, _ = await work
+        assert ids == expected(asked)
+        assert running(calls) == 0
+
+    run(scenario, replicas=("a",), step_s=0.003)
+
+
+def test_silence_that_stats_do_not_explain_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "SILENCE_S", 0.05)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=10)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.engines["a"].abort(["r.0"])  # behind the client's back, and no event of it
+        calls.hide_from_stats = True
+        await asyncio.sleep(0.2)
+        calls.hide_from_stats = False
+        ids, _ = await work
+        assert ids == expected(asked)
+
+    run(scenario, replicas=("a",), step_s=0.02)
+
+
+def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "CALL_TIMEOUT_S", 0.05)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(client.is_ready)
+        calls.hang_submits = True
+        work = asyncio.ensure_future(tokens(client, request()))
+        await until(lambda: bool(calls.submit_batches))
+        calls.hang_submits = False
+        ids, _ = await work
+        assert ids == expected(request())
+
+    run(scenario)
+
+
+def test_closing_the_generator_aborts() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for i in range(50):
+            async with contextlib.aclosing(client.generate([request(f"r{i}.0", num=10_000)])) as events:
+                async for _ in events:
+                    break
+        await until(lambda: running(calls) == 0)
+        assert sum(client._chooser.running(r) for r in "ab") == 0
+
+    run(scenario)
+
+
+def test_cancelling_at_any_moment_aborts() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(client.is_ready)
+        for i in range(60):
+            work = asyncio.ensure_future(tokens(client, request(f"r{i}.0", num=10_000)))
+            for _ in range(i):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0 if i % 2 else 0.003)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        await until(lambda: running(calls) == 0)
+        assert sum(client._chooser.running(r) for r in "ab") == 0
+
+    run(scenario)
+
+
+def test_a_refusal_is_raised_and_leaves_nothing() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        bad = GenerationRequest(request_id="x.1", prompt_token_ids=(), sampling=SamplingParams(seed=0))
+        with pytest.raises(InvalidRequest, match="must not be empty"):
+            await tokens(client, bad)
+        with pytest.raises(InvalidRequest):
+            async for _ in client.generate([request("x.0", num=1000), bad]):
+                pass
+        await until(lambda: running(calls) == 0)
+
+    run(scenario)
+
+
+def test_overload_spills_to_the_other_replica_then_is_raised() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        calls.add("small", max_running=0)
+        calls.add("large", max_running=1)
+        client.set_replicas(("small", "large"))
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("first.0", num=10_000)])
+        await anext(first)
+        with pytest.raises(Overloaded):
+            await tokens(client, request("second.0"))
+        await first.aclose()
+
+    run(scenario, replicas=())
+
+
+def test_stats_leave_out_who_does_not_answer() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        assert {s.replica_id for s in await client.stats()} == {"a", "b"}
+        calls.kill("a")
+        await asyncio.sleep(ray_engine_client.STATS_MAX_AGE_S)
+        assert {s.replica_id for s in await client.stats()} == {"b"}
+
+    run(scenario)
+
+
+def test_a_session_stays_where_it_began() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        for turn in range(6):
+            await tokens(client, request(f"turn{turn}.0", session_id="s"))
+        assert sorted(engine.stats()["finished"] for engine in calls.engines.values()) == [0, 6]
+
+    run(scenario)

@@ -1,0 +1,103 @@
+"""`ReplicaCalls` without Ray: replicas in this process, with faults to order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fake_engine import FakeEngineLoop
+
+from mneme.cluster.replica_calls import StreamItem, StreamOpened
+from mneme.cluster.replica_server import ReplicaServer
+from mneme.errors import MnemeError
+from mneme.replicas.request import GenerationRequest, StepMessage
+
+
+class ReplicaDied(Exception):
+    """What a transport raises when the process at its other end is gone."""
+
+
+class DirectCalls:
+    """Replicas by id; each can be killed, made to lose a message, or made to hang."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, FakeEngineLoop] = {}
+        self.submit_batches: list[int] = []
+        self.hang_submits = False
+        self.hide_from_stats = False
+        self._servers: dict[str, ReplicaServer] = {}
+        self._deaths: dict[str, asyncio.Event] = {}
+        self._drop_next: set[str] = set()
+
+    def add(self, replica_id: str, *, step_s: float = 0.001, max_running: int = 128) -> FakeEngineLoop:
+        engine = FakeEngineLoop(step_s=step_s, max_running=max_running)
+        engine.start()
+        self.engines[replica_id] = engine
+        self._servers[replica_id] = ReplicaServer(replica_id, engine)
+        self._deaths[replica_id] = asyncio.Event()
+        return engine
+
+    def kill(self, replica_id: str) -> None:
+        self.engines[replica_id].stop()
+        self._deaths[replica_id].set()
+
+    def drop_next_message(self, replica_id: str) -> None:
+        self._drop_next.add(replica_id)
+
+    def stop_all(self) -> None:
+        for engine in self.engines.values():
+            engine.stop()
+
+    async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
+        death = self._alive(replica_id)
+        stream = self._servers[replica_id].events(replica_id=replica_id, subscriber=subscriber)
+        died = asyncio.ensure_future(death.wait())
+        item: asyncio.Future[StreamItem] | None = None
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(stream))
+                await asyncio.wait({item, died}, return_when=asyncio.FIRST_COMPLETED)
+                if died.done():
+                    raise ReplicaDied(replica_id)
+                yield self._maybe_dropped(replica_id, item.result())
+        finally:
+            died.cancel()
+            if item is not None:
+                item.cancel()
+                await asyncio.gather(item, return_exceptions=True)
+            await stream.aclose()
+
+    async def submit_many(
+        self, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
+    ) -> Sequence[MnemeError | None]:
+        self._alive(replica_id)
+        self.submit_batches.append(len(requests))
+        if self.hang_submits:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it
+        return await self._servers[replica_id].submit_many(
+            replica_id=replica_id, subscriber=subscriber, requests=requests
+        )
+
+    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        self._alive(replica_id)
+        await self._servers[replica_id].abort(replica_id=replica_id, request_ids=request_ids)
+
+    async def stats(self, replica_id: str) -> dict[str, Any]:
+        self._alive(replica_id)
+        stats = await self._servers[replica_id].stats(replica_id=replica_id)
+        return {**stats, "in_flight": {}} if self.hide_from_stats else stats
+
+    def _alive(self, replica_id: str) -> asyncio.Event:
+        death = self._deaths[replica_id]
+        if death.is_set():
+            raise ReplicaDied(replica_id)
+        return death
+
+    def _maybe_dropped(self, replica_id: str, item: StreamItem) -> StreamItem:
+        if isinstance(item, StreamOpened) or replica_id not in self._drop_next:
+            return item
+        self._drop_next.discard(replica_id)
+        messages: tuple[StepMessage, ...] = item[1:]
+        return messages
