@@ -35,8 +35,17 @@ from workloads import MODEL_SHAPE, make_prompts
 
 
 def write_config(directory: str) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-              "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "bos_token_id": 1, "eos_token_id": 2, **MODEL_SHAPE}  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **MODEL_SHAPE,
+    }
     (Path(directory) / "config.json").write_text(json.dumps(config))
 
 
