@@ -71,8 +71,8 @@ class PageTable:
         if not refs:
             return cls.own([])
         page_ids, deltas, masks = zip(*refs, strict=True)
+        signed = [mask - 2**64 if 2**63 <= mask < 2**64 else mask for mask in masks]
         try:
-            signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
             return cls(np.array(page_ids, np.int32), np.array(deltas, np.int32), np.array(signed, np.int64))
         except OverflowError as error:
             raise ValueError(f"page_tables: a page id, delta or mask does not fit its integer type ({error})") from None

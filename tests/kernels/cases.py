@@ -49,9 +49,7 @@ class Scene:
     options: dict[str, Any]
 
     def __repr__(self) -> str:
-        shape = (
-            f"page_size={self.page_size}, heads={self.num_q_heads}/{self.num_kv_heads}, dim={self.head_dim}"
-        )
+        shape = f"page_size={self.page_size}, heads={self.num_q_heads}/{self.num_kv_heads}, dim={self.head_dim}"
         rows = list(zip(*(array.tolist() for array in self.rows.arrays()), strict=True))
         tables = [[tuple(ref) for ref in table] for table in self.tables]
         return f"Scene({shape}, tables={tables}, rows={rows}, rope={self.rope}, options={self.options})"
@@ -143,9 +141,7 @@ def random_rows(rng: np.random.Generator, num_sequences: int, most_rows: int) ->
 
 
 @st.composite
-def scenes(
-    draw: st.DrawFn, dtype: torch.dtype = torch.float32, most_rows: int = 12, plain: bool = False
-) -> Scene:
+def scenes(draw: st.DrawFn, dtype: torch.dtype = torch.float32, most_rows: int = 12, plain: bool = False) -> Scene:
     """Any scene; `plain` ones have no window, bias or cap."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     page_size = draw(st.sampled_from([1, 4, 8, 64]))

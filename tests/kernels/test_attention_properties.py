@@ -83,9 +83,7 @@ def test_edited_plans_equal_fresh_ones(scene: Scene, data: Any) -> None:
             masks = np.arange(1, len(plan.page_tables[index]) + 1) * 5
             plan = plan.restrict(np.arange(0, plan.num_rows, 2), {index: masks})
     fresh = scene.plan(tables=list(plan.page_tables), rows=plan.rows, share=plan.share)
-    q = torch.randn(
-        plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1)
-    )
+    q = torch.randn(plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1))
     wanted = scene.attend(fresh, q, backend="reference")
     assert_close(scene.attend(plan, q), wanted)
     assert_close(scene.attend(fresh, q), wanted)
