@@ -30,9 +30,7 @@ _WORKER = Path(__file__).resolve().with_name("chat_template_worker.py")
 class ChatTemplate:
     """One model's template; workers start at the first render."""
 
-    def __init__(
-        self, source: str, variables: Mapping[str, Any], *, max_render_s: float = MAX_RENDER_S
-    ) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], *, max_render_s: float = MAX_RENDER_S) -> None:
         self._source = source
         self._variables = dict(variables)
         self._max_render_s = max_render_s

@@ -112,7 +112,9 @@ class Scheduler:
     def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk:
         path, ids = sequence.path, sequence.ids
         assert path is not None
-        self._forest.extend(path, ids, len(ids))
+        found = self._forest.extend(path, ids, len(ids))
+        if sequence.num_output == 0 and sequence.num_cached is not None:
+            sequence.num_cached = min(sequence.num_cached + found, sequence.num_prompt - 1)
         start = path.num_tokens
         if start == len(ids):
             return Chunk(sequence, start - 1, start, [])

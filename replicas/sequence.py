@@ -23,7 +23,7 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     submitted_s: float
     path: Path | None = None  # None while it waits
-    num_cached: int | None = None  # prompt tokens found at first admission
+    num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent

@@ -70,9 +70,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
 
 @settings(max_examples=200, deadline=None)
 @given(SPLITTABLE, STOPS, st.randoms(use_true_random=False))
-def test_the_text_does_not_depend_on_how_ids_are_grouped(
-    text: str, stops: list[str], rng: random.Random
-) -> None:
+def test_the_text_does_not_depend_on_how_ids_are_grouped(text: str, stops: list[str], rng: random.Random) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     one_by_one, grouped = TextStream(TOKENIZER, stops), TextStream(TOKENIZER, stops)
     stream_all(one_by_one, ids)

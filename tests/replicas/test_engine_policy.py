@@ -68,6 +68,8 @@ def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
     runner: FakeRunner = engine._runner  # type: ignore[assignment]
     # The prompt once, one row for the logits of each follower, one row for each later token of each.
     assert runner.num_rows == 90 + 3 + 4 * 3
+    assert usage_of(events, "r0") == (90, 0)
+    assert all(usage_of(events, f"r{index}") == (90, 89) for index in (1, 2, 3))
 
 
 def test_identical_decodes_share_their_pages() -> None:

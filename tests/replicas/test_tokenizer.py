@@ -28,9 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     path = tmp_path_factory.mktemp("model")
-    loaded = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_backend(), bos_token="<|bos|>", eos_token="<|im_end|>"
-    )
+    loaded = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), bos_token="<|bos|>", eos_token="<|im_end|>")
     loaded.chat_template = CHATML
     loaded.save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, BOS]}))
@@ -59,9 +57,7 @@ def test_rendered_text_is_encoded_with_its_special_tokens_and_no_other(tokenizer
     assert text == "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode_rendered(text)
     assert [token_id for token_id in ids if token_id < 3] == [IM_START, IM_END, IM_START]
-    longer = tokenizer.render_chat(
-        [*CHAT, {"role": "assistant", "content": "jumps"}], add_generation_prompt=False
-    )
+    longer = tokenizer.render_chat([*CHAT, {"role": "assistant", "content": "jumps"}], add_generation_prompt=False)
     shared = tokenizer.encode_rendered(longer)
     assert shared[: len(tokenizer.encode_rendered(tokenizer.render_chat(CHAT, add_generation_prompt=False)))]
 
@@ -91,9 +87,7 @@ def test_rendering_equals_that_of_transformers(model_dir: Path) -> None:
     ["tokenizer.json", "tokenizer_config.json", "generation_config.json"],
 )
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=repr)
-def test_damaged_files_are_one_clear_error(
-    model_dir: Path, tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_damaged_files_are_one_clear_error(model_dir: Path, tmp_path: Path, name: str, content: bytes) -> None:
     for path in model_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).write_bytes(content[:200_000])
@@ -186,9 +180,7 @@ def test_the_lower_bound_on_tokens_holds(tokenizer: Tokenizer) -> None:
     assert tokenizer.min_num_tokens("x" * 8_000_000) > 1024
 
 
-@pytest.mark.parametrize(
-    "backend", [byte_level_backend(), sentencepiece_backend()], ids=["bpe", "sentencepiece"]
-)
+@pytest.mark.parametrize("backend", [byte_level_backend(), sentencepiece_backend()], ids=["bpe", "sentencepiece"])
 def test_the_bytes_of_tokens_make_up_the_text(backend: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(backend)
     ids = tokenizer.encode("世界🙂é", add_special_tokens=False)

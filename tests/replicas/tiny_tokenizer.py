@@ -42,9 +42,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 def tiny_tokenizer(template: str | None = CHATML, **kwargs: Any) -> Tokenizer:
     """Byte-level BPE; ids 0, 1, 2 are BOS, <|im_start|> and <|im_end|> (the end of a turn)."""
-    return Tokenizer(
-        byte_level_backend(), bos_token_id=BOS, eos_token_ids=(IM_END,), chat_template=template, **kwargs
-    )
+    return Tokenizer(byte_level_backend(), bos_token_id=BOS, eos_token_ids=(IM_END,), chat_template=template, **kwargs)
 
 
 @cache
