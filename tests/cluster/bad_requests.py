@@ -50,7 +50,8 @@ class RawRequest:
     is_ours: bool = False  # the answer comes from our code, not from the HTTP server: it has our error object
 
     def encoded(self, target: Target) -> bytes:
-        return self.sent.replace(b"$MODEL", target.model.encode())
+        sent = self.sent.replace(b"$MODEL", target.model.encode())
+        return sent.replace(b"$LENGTH", b"%d" % len(sent.partition(b"\r\n\r\n")[2]))
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -366,8 +367,8 @@ RAW_REQUESTS = [
     RawRequest(
         name="a stream that nobody reads",
         sent=_post(
-            "Content-Length: 99\r\n",
-            b'{"model":"$MODEL","stream":true,"messages":[{"role":"user","content":"Hello"}]}'.ljust(99),
+            "Content-Length: $LENGTH\r\n",
+            b'{"model":"$MODEL","stream":true,"messages":[{"role":"user","content":"Hello"}]}',
         ),
     ),
 ]
