@@ -19,9 +19,7 @@ from mneme.replicas.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-_SMALL_TEXT_CHARS = (
-    4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
-)
+_SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,9 +68,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._text or self._logprobs) or (
-            self.finish_reason is not None and not self._has_told_end
-        )
+        return bool(self._text or self._logprobs) or (self.finish_reason is not None and not self._has_told_end)
 
     def take(self) -> Delta:
         delta = Delta(self.index, self._text, self._logprobs, self.finish_reason, self._is_first)

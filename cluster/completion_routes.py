@@ -101,9 +101,7 @@ def _take_prompts(
 
 def _echoes(api: ApiState, prompts: Sequence[Prompt], n: int) -> list[str]:
     texts = [
-        api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True)
-        if prompt.text is None
-        else prompt.text
+        api.tokenizer.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
         for prompt in prompts
     ]
     return [text for text in texts for _ in range(n)]

@@ -66,9 +66,7 @@ class Guard:
     async def _fail(
         self, error: MnemeError, scope: MutableMapping[str, Any], receive: Receive, response: _Response
     ) -> None:
-        logger.info(
-            "refused request=%s status=%d code=%s", response.request_id, error.http_status, error.code
-        )
+        logger.info("refused request=%s status=%d code=%s", response.request_id, error.http_status, error.code)
         if response.status is None:
             await error_response(error)(scope, receive, response.send)
 
@@ -80,9 +78,7 @@ class Guard:
             raise RequestTooLarge("headers", size, rule)
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
-    async def _read_body(
-        self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive
-    ) -> bytes:
+    async def _read_body(self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive) -> bytes:
         if scope["method"] not in _BODY_METHODS:
             return b""
         self._check_length(headers.get("content-length"))

@@ -24,9 +24,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     """
     text = _decode(body)
     try:
-        value = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique_keys
-        )
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise InvalidRequest("body", "", f"JSON may be nested {MAX_DEPTH} deep") from None
     except ValueError as error:  # also an integer of thousands of digits
@@ -81,9 +79,7 @@ def _check_tree(root: dict[str, Any]) -> None:
 def _children(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
     """Those that can hold text or more children."""
     if isinstance(value, list):
-        yield from (
-            (f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, str | list | dict)
-        )
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, str | list | dict))
         return
     for key, item in value.items():
         _check_text(f"{path} key", key)

@@ -74,15 +74,11 @@ class MetricsPage:
         return "\n".join(self._lines(await self._client.stats())) + "\n"
 
     def _lines(self, stats: Sequence[ReplicaStats]) -> list[str]:
-        lines = family(
-            "mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()}
-        )
+        lines = family("mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()})
         lines += family("mneme_replicas", "Replicas that answered.", "gauge", {(): len(stats)})
         for spec in _SUMS:
             lines += family(spec.name, spec.description, spec.kind, _summed(spec, [s.metrics for s in stats]))
-        rss: dict[Labels, float] = {
-            (("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats
-        }
+        rss: dict[Labels, float] = {(("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats}
         lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
         lines += family("mneme_http_responses_total", "Answers by status.", "counter", self._responses)
         return lines + self._latencies.lines()

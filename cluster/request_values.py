@@ -22,9 +22,7 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
         _check_prompt("prompt", prompt)
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest(
-            "prompt", brief(prompt), "must be a non-empty string, list of token ids, or list of these"
-        )
+        raise InvalidRequest("prompt", brief(prompt), "must be a non-empty string, list of token ids, or list of these")
     for i, item in enumerate(prompt):
         _check_prompt(f"prompt[{i}]", item)
         if type(item) is not type(prompt[0]):
