@@ -1,0 +1,264 @@
+"""The rules of the segment primitive, one test each, for both backends; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mneme.kernels.attention import (
+    FREE_SLOT_POSITION,
+    PageRef,
+    QueryRows,
+    RopeTable,
+    attend,
+    mark_written,
+    new_slot_position,
+    write_kv,
+)
+from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene
+
+PAGE_SIZE = 4
+ROPE = RopeTable.from_theta(100.0, 8, 64)  # reaches 128
+both_backends = pytest.mark.parametrize("backend", ["reference", "torch"])
+
+
+def positions_of(**first_position_by_page: int) -> Tensor:
+    """Full pages of consecutive positions, `p3=20` for page 3 from 20 on; all others are free."""
+    slot_position = new_slot_position(12 * PAGE_SIZE)
+    for name, first in first_position_by_page.items():
+        start = int(name[1:]) * PAGE_SIZE
+        slot_position[start : start + PAGE_SIZE] = first + torch.arange(PAGE_SIZE, dtype=torch.int32)
+    return slot_position
+
+
+def scene_of(tables: list[list[PageRef]], rows: list[tuple[int, int]], slot_position: Tensor, **changes: Any) -> Scene:
+    sequence, position = zip(*rows, strict=True)
+    options = {"rope": ROPE, "page_size": PAGE_SIZE, "slot_position": slot_position} | changes
+    return make_scene(np.random.default_rng(0), tables, QueryRows(sequence, position), **options)
+
+
+def attend_both_ways(scene: Scene, backend: str) -> tuple[Tensor, Tensor]:
+    """Shared and not shared, checked to be equal."""
+    always = scene.attend(scene.plan(share="always"), backend=backend)
+    assert_close(scene.attend(scene.plan(share="never"), backend=backend), always)
+    return always
+
+
+@both_backends
+def test_a_key_is_visible_from_its_position_on(backend: str) -> None:
+    """With one visible key, out is its value and the mask's other bits hide the rest."""
+    scene = scene_of([[PageRef(3, 5, 0b0100)]], [(0, 26), (0, 27), (0, 60)], positions_of(p3=20))
+    out, lse = attend_both_ways(scene, backend)
+    value = scene.v_pages[:, 3, 2].repeat_interleave(2, 0)
+    assert torch.equal(out[0], torch.zeros(4, 8))
+    assert torch.equal(lse[0], torch.full((4,), -torch.inf))
+    torch.testing.assert_close(out[1:], value.expand(2, -1, -1))
+    assert torch.isfinite(lse[1:]).all()
+
+
+@both_backends
+def test_a_window_hides_keys_by_their_position_in_the_sequence(backend: str) -> None:
+    scene = scene_of(
+        [[PageRef(3, 5, 0b0100)]], [(0, 36), (0, 37)], positions_of(p3=20), options={"softmax_scale": 1.0, "window": 10}
+    )
+    _, lse = attend_both_ways(scene, backend)
+    assert torch.isfinite(lse[0]).all()
+    assert torch.isneginf(lse[1]).all()
+
+
+@both_backends
+def test_free_slots_are_never_read(backend: str) -> None:
+    """Pages are full of NaN behind the last token, all their mask bits set; so is a page that holds nothing."""
+    slot_position = positions_of(p3=0, p4=4)
+    slot_position[4 * PAGE_SIZE + 1 :] = FREE_SLOT_POSITION
+    scene = scene_of([[PageRef(3), PageRef(4), PageRef(5)], [PageRef(3), PageRef(5)]], [(0, 4), (1, 9)], slot_position)
+    assert scene.k_pages[:, 4, 1:].isnan().all()
+    out, lse = attend_both_ways(scene, backend)
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(lse).all()
+
+
+@both_backends
+def test_the_far_future_does_not_reveal_free_slots(backend: str) -> None:
+    scene = scene_of([[PageRef(5, -(2**29) + 1)]], [(0, 2**29 - 1)], positions_of())
+    _, lse = attend_both_ways(scene, backend)
+    assert torch.isneginf(lse).all()
+
+
+@both_backends
+def test_lse_is_the_natural_logarithm(backend: str) -> None:
+    """All scores 0 over 4 keys."""
+    scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
+    _, lse = scene.attend(scene.plan(), q=torch.zeros_like(scene.q), backend=backend)
+    torch.testing.assert_close(lse, torch.full((1, 4), float(np.log(4))))
+
+
+@both_backends
+def test_a_page_twice_with_two_deltas_is_seen_twice(backend: str) -> None:
+    """Equal to two copies of the page, whose keys were rotated to the two places."""
+    twice = scene_of([[PageRef(3, 4), PageRef(3, 30)]], [(0, 60)], positions_of(p3=0, p6=4, p7=30))
+    raw = torch.randn(PAGE_SIZE, 2, 8)
+    for page, first in ((3, 0), (6, 4), (7, 30)):
+        slots = page * PAGE_SIZE + torch.arange(PAGE_SIZE)
+        at = first + torch.arange(PAGE_SIZE)
+        write_kv(raw, raw, slots, at, twice.k_pages, twice.v_pages, ROPE)
+    copies = replace(twice, tables=[[PageRef(6), PageRef(7)]])
+    assert_close(attend_both_ways(twice, backend), attend_both_ways(copies, backend))
+
+
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_at_another_delta_equals_its_keys_rotated_afresh(backend: str, dtype: torch.dtype) -> None:
+    """Two sequences use a document at 11 and 40; fresh pages hold the same keys rotated there."""
+    slot_position = new_slot_position(12 * PAGE_SIZE)
+    raw_k, raw_v = torch.randn(2, 2 * PAGE_SIZE, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tables: list[list[PageRef]] = [[PageRef(1, 11), PageRef(2, 11)], [PageRef(1, 40), PageRef(2, 40)]]
+    scene = scene_of(tables, [(0, 20), (0, 50), (1, 44), (1, 90)], slot_position, dtype=dtype)
+    for first_page, first_position in ((1, 0), (3, 11), (5, 40)):
+        slots = first_page * PAGE_SIZE + torch.arange(2 * PAGE_SIZE)
+        at = first_position + torch.arange(2 * PAGE_SIZE)
+        mark_written(scene.slot_position, slots, at)
+        write_kv(raw_k, raw_v, slots, at, scene.k_pages, scene.v_pages, ROPE)
+    fresh = replace(scene, tables=[[PageRef(3), PageRef(4)], [PageRef(5), PageRef(6)]])
+    out, lse = attend_both_ways(scene, backend)
+    wanted_out, wanted_lse = attend_both_ways(fresh, backend)
+    tolerance = TOLERANCE[dtype].out  # of scores too: the keys of the two were rounded at different angles
+    torch.testing.assert_close(out, wanted_out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, wanted_lse, atol=tolerance, rtol=tolerance)
+
+
+@both_backends
+def test_a_row_before_a_document_is_clamped_and_sees_nothing_of_it(backend: str) -> None:
+    """position - delta is -35 for the first row of the tile, and 140 (too far) for one that sees nothing at all."""
+    scene = scene_of(
+        [[PageRef(3, 40), PageRef(4)], [PageRef(3, 40)]], [(0, 5), (0, 50), (1, 60)], positions_of(p3=0, p4=0)
+    )
+    out, lse = attend_both_ways(scene, backend)
+    alone = replace(scene, tables=[[PageRef(4)], []])
+    wanted = attend_both_ways(alone, backend)
+    torch.testing.assert_close((out[0], lse[0]), (wanted[0][0], wanted[1][0]))
+    beyond = scene_of([[PageRef(5, -90)]], [(0, 50)], positions_of())
+    assert torch.isneginf(attend_both_ways(beyond, backend)[1]).all()
+
+
+@both_backends
+def test_a_visible_pair_out_of_the_table_is_refused(backend: str) -> None:
+    fits = scene_of([[PageRef(3, -60)]], [(0, 67)], positions_of(p3=80))
+    assert torch.isfinite(attend_both_ways(fits, backend)[1]).all()
+    scene = scene_of([[PageRef(3, -60)]], [(0, 68)], positions_of(p3=80))
+    with pytest.raises(ValueError, match=r"^rows: a visible pair .* table ends at 128"):
+        scene.attend(scene.plan(), backend=backend)
+    assert torch.isfinite(attend_both_ways(replace(scene, rope=None), backend)[1]).all()
+
+
+@both_backends
+def test_a_truncation_keeps_scores(backend: str) -> None:
+    """Dropping 40 tokens and lowering delta is moving all later tokens and the row down by 40."""
+    full = scene_of([[PageRef(3), PageRef(4)]], [(0, 53)], positions_of(p3=40, p4=44))
+    cut = replace(full, tables=[[PageRef(3, -40), PageRef(4, -40)]], rows=QueryRows([0], [13]))
+    assert_close(attend_both_ways(cut, backend), attend_both_ways(full, backend))
+
+
+@both_backends
+def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
+    """Selective recompute: the shared page without one bit, and a private slot in the document's frame."""
+    slot_position = positions_of(p3=0)
+    slot_position[8 * PAGE_SIZE] = 2
+    recomputing, sharing = [PageRef(3, 10, 0b1011), PageRef(8, 10)], [PageRef(3, 20)]
+    scene = scene_of([recomputing, sharing], [(0, 30), (1, 40)], slot_position)
+    for pages in (scene.k_pages, scene.v_pages):
+        pages[:, 8, 0] = pages[:, 3, 2]
+    untouched = replace(scene, tables=[[PageRef(3, 10)], sharing])
+    assert_close(attend_both_ways(scene, backend), attend_both_ways(untouched, backend))
+
+
+def test_no_rows_and_no_sequences() -> None:
+    scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
+    for plan in (scene.plan(rows=QueryRows([], [])), scene.plan(tables=[], rows=QueryRows([], []))):
+        out, lse = scene.attend(plan, scene.q[:0])
+        assert out.shape == (0, 4, 8)
+        assert lse.shape == (0, 4)
+
+
+def test_changed_slot_positions_are_noticed() -> None:
+    """The same plan, after a slot was written that it shows."""
+    scene = scene_of([[PageRef(3), PageRef(4)]], [(0, 9)], positions_of(p3=0))
+    plan = scene.plan()
+    before = scene.attend(plan)
+    scene.k_pages[:, 4], scene.v_pages[:, 4] = 1.0, 1.0
+    mark_written(scene.slot_position, torch.tensor([4 * PAGE_SIZE]), torch.tensor([4]))
+    after = scene.attend(plan)
+    assert not torch.equal(before[1], after[1])
+    assert_close(after, scene.attend(plan, backend="reference"))
+
+
+def test_layers_may_differ_in_window_and_rope() -> None:
+    """One plan for all layers of a model whose local layers have a window and a rope of their own."""
+    scene = scene_of([[PageRef(3), PageRef(4)]], [(0, 9)], positions_of(p3=0, p4=4))
+    plan, local = scene.plan(), RopeTable.from_theta(10.0, 4, 64)
+    for _ in range(2):
+        for options in ({"window": 3}, {"window": None}):
+            for rope in (ROPE, local):
+                layer = replace(scene, rope=rope)
+                assert_close(layer.attend(plan, **options), layer.attend(plan, backend="reference", **options))
+
+
+def test_inference_mode_works() -> None:
+    with torch.inference_mode():
+        scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
+        assert_close(scene.attend(scene.plan()), scene.attend(scene.plan(), backend="reference"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", {"q": torch.zeros(2, 4, 8)}),
+        ("q", {"q": torch.zeros(1, 2, 8)}),
+        ("k_pages", {"k_pages": torch.zeros(2, 12, 8, 8)}),
+        ("k_pages", {"k_pages": torch.zeros(2, 12, 8)}),
+        ("v_pages", {"v_pages": torch.zeros(2, 11, 4, 8)}),
+        ("k_pages, v_pages", {"v_pages": torch.zeros(2, 12, 8, 4).transpose(2, 3)}),
+        ("slot_position", {"slot_position": torch.zeros(48, dtype=torch.int64)}),
+        ("slot_position", {"slot_position": torch.zeros(47, dtype=torch.int32)}),
+        ("q, k_pages, v_pages", {"q": torch.zeros(1, 4, 8, dtype=torch.bfloat16)}),
+        ("q, k_pages, v_pages, slot_position", {"slot_position": torch.zeros(48, dtype=torch.int32, device="meta")}),
+        ("rope", {"rope": RopeTable.from_theta(10.0, 16, 8)}),
+        ("rope", {"rope": ROPE.to("meta")}),
+        ("window", {"window": 0}),
+        ("soft_cap", {"soft_cap": 0.0}),
+        ("alibi_slopes", {"alibi_slopes": torch.ones(2)}),
+        ("backend", {"backend": "cuda"}),
+        ("backend", {"backend": "triton"}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(name: str, change: dict[str, Any]) -> None:
+    scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
+    tensors = ("q", "k_pages", "v_pages", "slot_position", "rope")
+    arguments = {tensor: getattr(scene, tensor) for tensor in tensors} | {"softmax_scale": 1.0} | change
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        attend(plan=scene.plan(), **arguments)
+
+
+def test_a_plan_with_pages_that_the_pool_lacks_is_refused() -> None:
+    scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
+    with pytest.raises(ValueError, match=r"^plan: uses page 12"):
+        scene.attend(scene.plan(tables=[[PageRef(12)]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_the_torch_backend_runs_on_any_device(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    tables = [[PageRef(1), PageRef(2), PageRef(7, 30 + i), PageRef(10 + i)] for i in range(4)]
+    scene = make_scene(rng, tables, QueryRows([0, 1, 1, 2, 3], [90] * 5), page_size=8, rope=ROPE, dtype=dtype)
+    wanted = scene.attend(scene.plan(share="always"), backend="reference")
+    names = ("q", "k_pages", "v_pages", "slot_position")
+    on_device = replace(scene, rope=ROPE.to("cuda"), **{name: getattr(scene, name).cuda() for name in names})
+    out, lse = on_device.attend(scene.plan(share="always"))
+    assert_close((out.cpu(), lse.cpu()), wanted)

@@ -1,0 +1,136 @@
+"""Plans: what each edit reuses, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mneme.kernels.page_table import PageRef, PageTable, QueryRows
+from mneme.kernels.plan import Plan, build_plan
+
+SIZES: dict[str, Any] = {"page_size": 4, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+def two_sharers(**changes: Any) -> Plan:
+    """Two sequences on the pages 1 and 2, each with a page of its own; one row each."""
+    tables = [PageTable.own([1, 2, 10]), PageTable.own([1, 2, 11])]
+    return build_plan(tables, QueryRows([0, 1], [9, 9]), **(SIZES | {"share": "always"} | changes))
+
+
+def page_ids(plan: Plan) -> list[list[int]]:
+    return [table.page_ids.tolist() for table in plan.page_tables]
+
+
+def rows(plan: Plan) -> list[tuple[int, int]]:
+    return list(zip(plan.sequence.tolist(), plan.position.tolist(), strict=True))
+
+
+def test_a_decode_step_reuses_all_work() -> None:
+    plan = two_sharers()
+    stepped = plan.with_rows(QueryRows([0, 1], [10, 10]))
+    assert stepped.work is plan.work
+    assert rows(stepped) == [(0, 10), (1, 10)]
+    assert rows(plan) == [(0, 9), (1, 9)]
+
+
+def test_other_rows_reuse_the_segments() -> None:
+    plan = two_sharers()
+    stepped = plan.with_rows(QueryRows([1, 1], [8, 9]))
+    assert stepped.segments is plan.segments
+    assert not stepped.work.shared
+
+
+def test_what_backends_prepared_is_not_carried_over() -> None:
+    plan = two_sharers()
+    plan.prepared["key"] = 1
+    edits = [plan.with_rows(plan.rows), plan.append_page(0, 12), plan.join([], [3]), plan.leave(0)]
+    assert all(not edited.prepared for edited in edits)
+
+
+def test_a_new_page_is_appended_without_looking_for_segments_again() -> None:
+    plan = two_sharers()
+    grown = plan.append_page([1, 0], [13, 12])
+    assert grown.segments.segments is plan.segments.segments
+    assert page_ids(grown) == [[1, 2, 10, 12], [1, 2, 11, 13]]
+    assert page_ids(plan) == [[1, 2, 10], [1, 2, 11]]
+    assert grown.num_pages == 14
+    assert grown.work.private[0].page_ids.tolist() == [[10, 12], [11, 13]]
+
+
+def test_an_appended_page_that_another_table_shows_is_shared() -> None:
+    grown = two_sharers().append_page(0, 11, delta=6, mask=0b0111)
+    assert len(grown.segments.segments) == 2
+    assert grown.page_tables[0].masks.tolist() == [-1, -1, -1, 7]
+    together = two_sharers().append_page([0, 1], 12, delta=[0, 4])
+    assert len(together.segments.segments) == 2
+
+
+def test_a_sequence_joins_at_the_end_or_in_between() -> None:
+    plan = two_sharers()
+    last = plan.join([PageRef(1)], [3, 4])
+    assert rows(last) == [(0, 9), (1, 9), (2, 3), (2, 4)]
+    between = plan.join([PageRef(1)], [3, 4], at=1)
+    assert rows(between) == [(0, 9), (1, 3), (1, 4), (2, 9)]
+    assert page_ids(between) == [[1, 2, 10], [1], [1, 2, 11]]
+    assert sorted(segment.sequences.tolist() for segment in between.segments.segments) == [[0, 1, 2], [0, 2]]
+
+
+def test_a_sequence_leaves_and_later_ones_move_down() -> None:
+    left = two_sharers().join([PageRef(5)], [0]).leave(0)
+    assert page_ids(left) == [[1, 2, 11], [5]]
+    assert rows(left) == [(0, 9), (1, 0)]
+    assert not left.segments.segments
+
+
+def test_deeper_layers_see_fewer_rows_and_other_masks() -> None:
+    plan = build_plan([PageTable.own([1, 2])], QueryRows([0, 0, 0], [5, 6, 7]), **SIZES)
+    fewer = plan.restrict([0, 2])
+    assert rows(fewer) == [(0, 5), (0, 7)]
+    assert fewer.segments is plan.segments
+    masked = plan.restrict(np.array([True, False, True]), {0: [0b0111, -1]})
+    assert rows(masked) == [(0, 5), (0, 7)]
+    assert masked.page_tables[0].masks.tolist() == [7, -1]
+    assert plan.page_tables[0].masks.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"page_size": 3}, "page_size"),
+        ({"page_size": 128}, "page_size"),
+        ({"num_q_heads": 3}, "num_q_heads"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"share": "sometimes"}, "share"),
+    ],
+)
+def test_sizes_that_break_a_rule_are_refused(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        two_sharers(**changes)
+
+
+@pytest.mark.parametrize("position", [-1, 2**29])
+def test_positions_out_of_range_are_refused(position: int) -> None:
+    with pytest.raises(ValueError, match=r"^rows: position"):
+        build_plan([[PageRef(1)]], QueryRows([0], [position]), **SIZES)
+
+
+def test_edits_out_of_range_are_refused() -> None:
+    plan = two_sharers()
+    with pytest.raises(ValueError, match=r"^sequence: "):
+        plan.leave(2)
+    with pytest.raises(ValueError, match=r"^sequence: "):
+        plan.append_page(2, 12)
+    with pytest.raises(ValueError, match=r"^page_tables: "):
+        plan.append_page(0, -1)
+    with pytest.raises(ValueError, match="twice"):
+        plan.append_page(0, 10)
+    with pytest.raises(ValueError, match=r"^at: "):
+        plan.join([], [], at=3)
+    with pytest.raises(ValueError, match=r"^rows: "):
+        plan.restrict([1, 0])
+    with pytest.raises(ValueError, match=r"^masks: "):
+        plan.restrict([0], {2: [1]})
+    with pytest.raises(ValueError, match=r"^masks: "):
+        plan.restrict([0], {0: [1]})
