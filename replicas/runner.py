@@ -7,6 +7,7 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,8 @@ class Runner:
         total = num_pages + _SPARE_PAGES
         shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
         self.pool = KvPool(
-            k_pages=torch.zeros(shape, dtype=decoder.dtype, device=decoder.device),
-            v_pages=torch.zeros(shape, dtype=decoder.dtype, device=decoder.device),
+            k_pages=_zeros(shape, decoder.dtype, decoder.device),
+            v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=torch.full(
                 (total * page_size,), FREE_SLOT_POSITION, dtype=torch.int32, device=decoder.device
             ),
@@ -139,6 +140,13 @@ class Runner:
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU from calloc, so that pages of the pool that were never used take no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _path(chunk: Chunk) -> Path:
