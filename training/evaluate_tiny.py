@@ -49,8 +49,15 @@ def coreference(model: TinyLlama, tokenizer: Tokenizer, num_cases: int) -> dict[
     """Figures by layout."""
     figures = {}
     for num_chunks, num_sentences, scene_share in LAYOUTS:
-        cases = list(px_cases(SEED, num_cases=num_cases, num_chunks=num_chunks, num_sentences=num_sentences,
-                              scene_share=scene_share))
+        cases = list(
+            px_cases(
+                SEED,
+                num_cases=num_cases,
+                num_chunks=num_chunks,
+                num_sentences=num_sentences,
+                scene_share=scene_share,
+            )
+        )
         name = f"{num_chunks}x{num_sentences}" + (f"+scenes{scene_share}" if scene_share else "")
         figures[name] = {
             "num_cases": num_cases,
@@ -61,8 +68,9 @@ def coreference(model: TinyLlama, tokenizer: Tokenizer, num_cases: int) -> dict[
     return figures
 
 
-def text(model: TinyLlama, tokenizer: Tokenizer, documents: list[Document],
-         max_tokens: int) -> dict[str, dict[str, float]]:
+def text(
+    model: TinyLlama, tokenizer: Tokenizer, documents: list[Document], max_tokens: int
+) -> dict[str, dict[str, float]]:
     """Perplexity per token and bits per byte of held-out documents, by source and window."""
     figures = {}
     for source in sorted({document.source for document in documents}):
@@ -78,14 +86,17 @@ def text(model: TinyLlama, tokenizer: Tokenizer, documents: list[Document],
     return figures
 
 
-def late_perplexity(model: TinyLlama, tokenizer: Tokenizer, documents: list[Document],
-                    num_texts: int) -> dict[str, float]:
+def late_perplexity(
+    model: TinyLlama, tokenizer: Tokenizer, documents: list[Document], num_texts: int
+) -> dict[str, float]:
     """Perplexity by position, over documents that fill the context."""
     encoded = [tokenizer.encode(document.text).ids for document in documents if document.held_out]
     full = [ids[:CONTEXT_TOKENS] for ids in encoded if len(ids) >= CONTEXT_TOKENS][:num_texts]
     losses = torch.stack([_losses(model, torch.tensor(ids)) for ids in full]).mean(dim=0)
-    return {f"{start}-{start + 256}": losses[start : start + 256].mean().exp().item()
-            for start in range(0, CONTEXT_TOKENS, 256)}
+    return {
+        f"{start}-{start + 256}": losses[start : start + 256].mean().exp().item()
+        for start in range(0, CONTEXT_TOKENS, 256)
+    }
 
 
 @torch.inference_mode()
@@ -98,10 +109,20 @@ def checks_of(figures: dict[str, dict[str, float]]) -> Checks:
     """The promises of the model card."""
     main = figures[MAIN_LAYOUT]
     return [
-        {"name": "px_full_attention", "value": main["full"], "unit": "accuracy", "target": ">= 0.97",
-         "ok": main["full"] >= 0.97},
-        {"name": "px_full_reuse", "value": main["full_reuse"], "unit": "accuracy", "target": "<= 0.80",
-         "ok": main["full_reuse"] <= 0.80},
+        {
+            "name": "px_full_attention",
+            "value": main["full"],
+            "unit": "accuracy",
+            "target": ">= 0.97",
+            "ok": main["full"] >= 0.97,
+        },
+        {
+            "name": "px_full_reuse",
+            "value": main["full_reuse"],
+            "unit": "accuracy",
+            "target": "<= 0.80",
+            "ok": main["full_reuse"] <= 0.80,
+        },
     ]
 
 

@@ -1,7 +1,8 @@
 """Batches for the tiny model: token rows with a loss weight for each token.
 
-Four streams: `repeat` (random tokens twice; learns to copy, without which the pronoun task stays at its
-guessing plateau), `px` (coreference cases with questions), `lm` (windows of documents), `chat`.
+Streams: `repeat` (random tokens twice, often of few kinds, so that what follows depends on more than one
+token; without this skill the pronoun task stays at its guessing plateau), `px` (coreference cases with
+questions), `lm` (windows of documents), `chat`, and `mixed` (a document, then one of the last two).
 """
 
 import random
@@ -21,7 +22,6 @@ from torch import Tensor
 
 VALUE_WEIGHT = 4.0
 """Of the answer's one decisive token, against 1 for the words around it."""
-REPEAT_TOKENS = 64
 NUM_SPECIAL = 4
 
 
@@ -44,8 +44,10 @@ class Stream:
     """One kind of rows in a training step, and its share in the step's loss."""
 
     kind: str
-    num_rows: int
     num_tokens: int
+    """in the batch, padding included"""
+    row_tokens: int
+    """at most, in one row"""
     share: float = 1.0
 
 
@@ -62,20 +64,33 @@ class RowSource:
         self._word_ids = [self._ids_of(f" {word}")[0] for word in words()]
         self._all_ids = range(NUM_SPECIAL, tokenizer.get_vocab_size())
         self._makers: dict[str, Callable[[int, float], Row]] = {
-            "repeat": self._repeat, "px": self._px, "lm": self._lm, "chat": self._chats, "mixed": self._mixed,
+            "repeat": self._repeat,
+            "px": self._px,
+            "lm": self._lm,
+            "chat": self._chats,
+            "mixed": self._mixed,
         }
 
     def batch(self, stream: Stream, progress: float) -> Batch:
         """One batch of a stream; `progress` 0..1 sets the difficulty: longer cases, more tokens to copy."""
-        rows = [self._makers[stream.kind](stream.num_tokens, progress) for _ in range(stream.num_rows)]
-        num_tokens = min(stream.num_tokens, max(len(row.ids) for row in rows))
-        ids = torch.full((len(rows), num_tokens), self._pad)
-        weights = torch.zeros(len(rows), num_tokens)
+        rows = self._fill(stream, progress)
+        row_tokens = max(len(row.ids) for row in rows)
+        ids = torch.full((len(rows), row_tokens), self._pad)
+        weights = torch.zeros(len(rows), row_tokens)
         for index, row in enumerate(rows):
-            used = min(num_tokens, len(row.ids))
-            ids[index, :used] = torch.tensor(row.ids[:used])
-            weights[index, :used] = torch.tensor(row.weights[:used])
+            ids[index, : len(row.ids)] = torch.tensor(row.ids)
+            weights[index, : len(row.ids)] = torch.tensor(row.weights)
         return Batch(ids, weights)
+
+    def _fill(self, stream: Stream, progress: float) -> list[Row]:
+        """Rows until the batch has its tokens; short rows come in greater number."""
+        rows: list[Row] = []
+        longest = 0
+        while (len(rows) + 1) * longest <= stream.num_tokens:
+            row = self._makers[stream.kind](stream.row_tokens, progress)
+            rows.append(Row(row.ids[: stream.row_tokens], row.weights[: stream.row_tokens]))
+            longest = max(longest, len(rows[-1].ids))
+        return rows
 
     def row_of(self, pieces: list[tuple[str, float]]) -> Row:
         """A row from texts with a weight each; pieces must end where the pre-tokenizer splits anyway."""
@@ -87,9 +102,12 @@ class RowSource:
         return row
 
     def _repeat(self, num_tokens: int, progress: float) -> Row:
-        size = self._rng.randint(REPEAT_TOKENS // 2, REPEAT_TOKENS)
-        pool = self._word_ids if self._rng.random() >= progress else self._all_ids
-        once = self._rng.choices(pool, k=size)
+        rng = self._rng
+        size = rng.randint(8, 24 + round(progress * 72))
+        pool = self._all_ids if rng.random() < progress else self._word_ids
+        if rng.random() < 0.6:
+            pool = rng.sample(pool, rng.randint(5, 16))
+        once = rng.choices(pool, k=size)
         return Row([self._bos, *once, *once], [0.0] * (size + 2) + [1.0] * (size - 1))
 
     def _lm(self, num_tokens: int, progress: float) -> Row:
@@ -104,11 +122,11 @@ class RowSource:
         rng = self._rng
         case = make_case(
             rng,
-            num_chunks=rng.randint(4, 4 + round(12 * progress)),
-            num_sentences=rng.randint(2, 4 + round(2 * progress)),
+            num_chunks=rng.randint(2, 2 + round(14 * progress)),
+            num_sentences=rng.randint(3, 4 + round(2 * progress)),
             scene_share=rng.choice([0.0, 0.0, 0.3 * progress]),
         )
-        return [(sentence, 0.0) for sentence in sentences(rng, case)] + question_pieces(rng, case)
+        return [(sentence, 0.0) for sentence in sentences(case)] + question_pieces(rng, case)
 
     def _chats(self, num_tokens: int, progress: float) -> Row:
         """Conversations one after another, each behind a BOS, until the row is full."""
@@ -128,38 +146,34 @@ class RowSource:
         return Row(text.ids + rest.ids, text.weights + rest.weights)
 
 
-def sentences(rng: random.Random, case: Case) -> list[str]:
-    """The case's sentences with line ends at random places, so that no chunk size is learned."""
-    texts = []
-    at_line_start = True
-    line_share = rng.choice([0.1, 0.25, 0.5])
-    for chunk in case.chunks:
-        for sentence in chunk.strip().split(". "):
-            texts.append(("" if at_line_start else " ") + sentence.rstrip(".") + ".")
-            at_line_start = rng.random() < line_share
-            if at_line_start:
-                texts.append("\n")
-    return texts if at_line_start else [*texts, "\n"]
+def sentences(case: Case) -> list[str]:
+    """The case's sentences, each with its leading space; chunk boundaries are not to be seen."""
+    return [f" {sentence.rstrip('.')}." for chunk in case.chunks for sentence in chunk[1:].split(". ")]
 
 
 def question_pieces(rng: random.Random, case: Case) -> list[tuple[str, float]]:
-    """Up to eight statements to complete or up to four questions, mostly about pronoun facts."""
+    """Up to eight short questions or four long ones, all of one form, mostly about pronoun facts."""
     pronoun = [fact for fact in case.facts if fact.kind != "explicit"]
     explicit = case.of_kind("explicit")
     pool = rng.sample(pronoun, min(6, len(pronoun))) + rng.sample(explicit, min(2, len(explicit)))
     rng.shuffle(pool)
-    if rng.random() < 0.6:
-        return [piece for fact in pool for piece in _statement(fact)]
-    return [piece for fact in pool[:4] for piece in _question(fact)]
+    write = rng.choices([_statement, _reversed, _question], [0.35, 0.35, 0.3])[0]
+    return [piece for fact in pool[: 4 if write is _question else 8] for piece in write(fact)]
 
 
 def _statement(fact: Fact) -> list[tuple[str, float]]:
-    return [(f"{fact.name} {fact.verb}", 0.0), (fact.answer, VALUE_WEIGHT), (".\n", 0.0)]
+    return [("\nSo", 0.0), (f" {fact.name} {fact.verb}", 0.0), (fact.answer, VALUE_WEIGHT), (".", 0.0)]
+
+
+def _reversed(fact: Fact) -> list[tuple[str, float]]:
+    """From value to name: one look-up less than the other way round, so it is learned first."""
+    asked = [("\nWho", 0.0), (f" {fact.verb}", 0.0), (fact.answer, 0.0), ("?", 0.0)]
+    return [*asked, (f" {fact.name}", VALUE_WEIGHT), (".", 0.0)]
 
 
 def _question(fact: Fact) -> list[tuple[str, float]]:
     asked, answered = fact.question.split("\nAnswer:")
-    return [(f"{asked}\nAnswer:", 0.0), (answered, 1.0), (fact.answer, VALUE_WEIGHT), (".\n", 1.0)]
+    return [(f"{asked}\nAnswer:", 0.0), (answered, 1.0), (fact.answer, VALUE_WEIGHT), (".", 1.0)]
 
 
 def chat_pieces(messages: list[Message]) -> list[tuple[str, float]]:

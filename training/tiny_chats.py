@@ -85,8 +85,10 @@ def own_things(rng: random.Random) -> list[Turn]:
     food, colour, animal = rng.choice(FOODS), rng.choice(COLOURS), rng.choice(ANIMALS)
     pairs = [
         ((f"I like {food}.", "I will remember that."), ("What do I like?", f"You like {food}.")),
-        ((f"My favourite colour is {colour}.", "I will remember that."),
-         ("What is my favourite colour?", f"Your favourite colour is {colour}.")),
+        (
+            (f"My favourite colour is {colour}.", "I will remember that."),
+            ("What is my favourite colour?", f"Your favourite colour is {colour}."),
+        ),
         ((f"I have a {animal}.", "I will remember that."), ("What do I have?", f"You have a {animal}.")),
     ]
     chosen = rng.sample(pairs, rng.randint(1, 3))
@@ -109,10 +111,12 @@ def facts(rng: random.Random) -> list[Turn]:
 
 def reading(rng: random.Random) -> list[Turn]:
     """A coreference case as context and questions about it."""
-    case = make_case(rng, num_chunks=rng.randint(2, 8), num_sentences=rng.randint(2, 4), scene_share=0.1)
-    asked = [_question(fact.name, fact.verb, fact.value) for fact in rng.sample(case.facts, min(4, len(case.facts)))]
-    first = ("".join(case.chunks) + asked[0][0], asked[0][1]) if asked else ("Hello", "Hello! How can I help you?")
-    return [first, *asked[1:]]
+    case = make_case(rng, num_chunks=rng.randint(2, 8), num_sentences=rng.randint(3, 4), scene_share=0.1)
+    if not case.facts:
+        return greeting(rng)
+    stated = rng.sample(case.facts, min(4, len(case.facts)))
+    asked = [_question(fact.name, fact.verb, fact.value) for fact in stated]
+    return [("".join(case.chunks) + "\n" + asked[0][0], asked[0][1]), *asked[1:]]
 
 
 def _question(name: str, verb: str, value: str) -> Turn:

@@ -34,8 +34,9 @@ def encode_case(tokenizer: Tokenizer, case: Case, fact: Fact) -> Encoded:
     blocks = [number for number, part in enumerate(parts) for _ in part]
     question = encode_ids(tokenizer, fact.question)
     ids = [token for part in parts for token in part] + question
-    return Encoded(torch.tensor(ids), torch.tensor(blocks + [-1] * len(question)),
-                   encode_ids(tokenizer, fact.answer)[0])
+    return Encoded(
+        torch.tensor(ids), torch.tensor(blocks + [-1] * len(question)), encode_ids(tokenizer, fact.answer)[0]
+    )
 
 
 def reuse_mask(block: Tensor) -> Tensor:
@@ -46,8 +47,9 @@ def reuse_mask(block: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def coreference_accuracy(model: TinyLlama, tokenizer: Tokenizer, cases: Iterable[tuple[Case, Fact]], *,
-                         reuse: bool) -> float:
+def coreference_accuracy(
+    model: TinyLlama, tokenizer: Tokenizer, cases: Iterable[tuple[Case, Fact]], *, reuse: bool
+) -> float:
     """Share of questions whose answer token is the most likely one; `reuse` encodes chunks independently."""
     hits = []
     for case, fact in cases:
@@ -58,8 +60,9 @@ def coreference_accuracy(model: TinyLlama, tokenizer: Tokenizer, cases: Iterable
 
 
 @torch.inference_mode()
-def document_nats(model: TinyLlama, tokenizer: Tokenizer, texts: Iterable[str], *, window: int,
-                  max_tokens: int) -> tuple[float, int, int]:
+def document_nats(
+    model: TinyLlama, tokenizer: Tokenizer, texts: Iterable[str], *, window: int, max_tokens: int
+) -> tuple[float, int, int]:
     """Summed nats, predicted tokens and UTF-8 bytes over windows that start at a document's beginning."""
     nats, num_tokens, num_bytes = 0.0, 0, 0
     for text in texts:

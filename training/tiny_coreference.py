@@ -37,7 +37,7 @@ class Fact:
     @property
     def question(self) -> str:
         """Ends right before the single answer token."""
-        return f"Question: What does {self.name} {BASE_FORM[self.verb]}?\nAnswer: {self.name} {self.verb}"
+        return f"\nQuestion: What does {self.name} {BASE_FORM[self.verb]}?\nAnswer: {self.name} {self.verb}"
 
     @property
     def answer(self) -> str:
@@ -107,21 +107,22 @@ def scene(rng: random.Random) -> str:
 
 
 def make_case(rng: random.Random, *, num_chunks: int, num_sentences: int, scene_share: float = 0.0) -> Case:
-    """A case of `num_chunks` chunks of `num_sentences` sentences each; every chunk ends its last line."""
+    """A case of `num_chunks` chunks of `num_sentences` sentences each. Every sentence begins with
+    its space: chunks side by side are running text, and a word is the same token wherever it stands."""
     names, pronoun = rng.choice([(WOMEN, "She"), (MEN, "He")])
     shuffled = {verb: rng.sample(values, len(values)) for verb, values in VALUES_BY_VERB.items()}
     free = {name: rng.sample(list(shuffled), len(shuffled)) for name in names}
     story = _Story(rng, pronoun, free, shuffled)
     chunks = []
     for chunk in range(num_chunks):
-        lines = [scene(rng) if rng.random() < scene_share else story.sentence(chunk)
-                 for _ in range(num_sentences)]
-        chunks.append(" ".join(lines) + "\n")
+        lines = [scene(rng) if rng.random() < scene_share else story.sentence(chunk) for _ in range(num_sentences)]
+        chunks.append("".join(f" {line}" for line in lines))
     return Case(chunks=chunks, facts=story.facts)
 
 
-def px_cases(seed: int, *, num_cases: int, num_chunks: int, num_sentences: int,
-             scene_share: float = 0.0) -> Iterator[tuple[Case, Fact]]:
+def px_cases(
+    seed: int, *, num_cases: int, num_chunks: int, num_sentences: int, scene_share: float = 0.0
+) -> Iterator[tuple[Case, Fact]]:
     """One px question for each of `num_cases` independent cases."""
     rng = random.Random(seed)
     for _ in range(num_cases):

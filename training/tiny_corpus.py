@@ -77,7 +77,7 @@ class _ManualPage(HTMLParser):
 def tidy(text: str) -> str:
     """Plain ASCII-leaning text with single spaces in prose and at most one empty line."""
     text = html.unescape(text).replace("\xa0", " ").replace("“", '"').replace("”", '"')
-    text = text.replace("’", "'").replace("—", "-").expandtabs(4)
+    text = text.replace("\u2019", "'").replace("—", "-").expandtabs(4)
     lines = [re.sub(r"(?<=\S) +", " ", line).rstrip() for line in text.split("\n")]
     lines = [line[1:] if re.match(r" \S", line) else line for line in lines]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
@@ -113,8 +113,11 @@ def docstrings(path: Path) -> str:
     except (SyntaxError, UnicodeDecodeError):
         return ""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in ast.walk(tree)
-             if isinstance(node, owners)]
+    found = [
+        (getattr(node, "name", path.stem), ast.get_docstring(node))
+        for node in ast.walk(tree)
+        if isinstance(node, owners)
+    ]
     return "\n\n".join(f"{name}: {text}" for name, text in found if text)
 
 

@@ -17,9 +17,15 @@ def export(model: TinyLlama, tokenizer: Tokenizer, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     bos, eos, pad = (tokenizer.token_to_id(token) for token in (BOS, IM_END, PAD))
     _write(folder / "config.json", model.config.as_hf(bos=bos, eos=eos, pad=pad))
-    _write(folder / "generation_config.json", {
-        "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, "do_sample": False,
-    })
+    _write(
+        folder / "generation_config.json",
+        {
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "do_sample": False,
+        },
+    )
     save_tokenizer(tokenizer, folder)
 
 

@@ -126,7 +126,7 @@ class Backbone(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Decoder with tied embeddings; `hidden` gives final states, `logits` maps chosen ones to the vocabulary."""
+    """Decoder with tied embeddings; `hidden` gives final states, `logits` maps them to the vocabulary."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -147,9 +147,10 @@ class TinyLlama(nn.Module):
 
     def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """ids int64 [batch, tokens]; mask bool [tokens, tokens], True where a query sees a key."""
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         x = self.model.embed_tokens(ids)
-        cos, sin = (t.to(torch.bfloat16) for t in (cos, sin)) if torch.is_autocast_enabled("cpu") else (cos, sin)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        if torch.is_autocast_enabled("cpu"):
+            cos, sin = cos.bfloat16(), sin.bfloat16()
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
         return self.model.norm(x)

@@ -4,7 +4,8 @@
 
 Phases share a wall-clock budget: copying, coreference, everything mixed, everything mixed in long rows.
 The seed fixes the initial weights and the data; the number of steps depends on the machine. `--quick`
-proves in under 90 seconds that the script works; its model is of no use.
+proves in under 90 seconds that the script works; its model is of no use. A run that was stopped goes on after
+its last whole phase when it is started again with the same `--out`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tiny_batches import Batch, RowSource, Stream, document_tokens
 from tiny_checks import coreference_accuracy, document_nats
 from tiny_coreference import px_cases
 from tiny_corpus import Document, collect
-from tiny_export import export
+from tiny_export import export, load
 from tiny_host import cpu_name
 from tiny_model import TinyConfig, TinyLlama
 from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
@@ -31,6 +32,8 @@ from torch import Tensor
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "replicas" / "mneme_tiny"
+RECORD = "unfinished_run.json"
+"""In the folder of the model files between two phases; a run that finds it goes on after that phase."""
 LOG_EVERY = 20
 CHECK_EVERY = 100
 
@@ -45,26 +48,57 @@ class Phase:
     streams: tuple[Stream, ...]
     lr: tuple[float, float]
     """at the start and at the end; linear between"""
-    difficulty: tuple[float, float] = (1.0, 1.0)
-    stop_below: float | None = None
-    """Training loss at which the phase is over early."""
+    difficulty: float = 0.0
+    ramp_steps: int = 0
+    """Steps with a loss under `ramp_below` that raise the difficulty to 1."""
+    ramp_below: float = 0.0
+    until: float = 0.0
+    """Loss of the first stream, at full ramp, under which the phase is over early."""
 
 
 PHASES = (
-    Phase(name="copy", share=0.06, lr=(3e-3, 3e-3), difficulty=(0.0, 0.0), stop_below=0.5,
-          streams=(Stream(kind="repeat", num_rows=32, num_tokens=129),)),
-    Phase(name="coreference", share=0.24, lr=(3e-3, 3e-3), difficulty=(0.0, 1.0),
-          streams=(Stream(kind="px", num_rows=20, num_tokens=400),
-                   Stream(kind="lm", num_rows=2, num_tokens=512, share=0.3))),
-    Phase(name="mixed", share=0.48, lr=(3e-3, 1.5e-3),
-          streams=(Stream(kind="lm", num_rows=6, num_tokens=512),
-                   Stream(kind="px", num_rows=4, num_tokens=512, share=0.5),
-                   Stream(kind="chat", num_rows=3, num_tokens=512, share=0.5))),
-    Phase(name="long", share=0.22, lr=(1.5e-3, 5e-5),
-          streams=(Stream(kind="lm", num_rows=1, num_tokens=CONTEXT_TOKENS),
-                   Stream(kind="mixed", num_rows=1, num_tokens=CONTEXT_TOKENS, share=0.3),
-                   Stream(kind="px", num_rows=4, num_tokens=600, share=0.5),
-                   Stream(kind="chat", num_rows=2, num_tokens=512, share=0.5))),
+    Phase(
+        name="copy",
+        share=0.09,
+        lr=(3e-3, 3e-3),
+        until=0.6,
+        streams=(Stream(kind="repeat", num_tokens=4096, row_tokens=64),),
+    ),
+    Phase(
+        name="coreference",
+        share=0.25,
+        lr=(3e-3, 3e-3),
+        ramp_steps=120,
+        ramp_below=0.5,
+        until=0.1,
+        streams=(
+            Stream(kind="px", num_tokens=4096, row_tokens=640),
+            Stream(kind="repeat", num_tokens=256, row_tokens=128, share=0.2),
+        ),
+    ),
+    Phase(
+        name="mixed",
+        share=0.44,
+        lr=(3e-3, 1.5e-3),
+        difficulty=1.0,
+        streams=(
+            Stream(kind="lm", num_tokens=3072, row_tokens=512),
+            Stream(kind="px", num_tokens=1536, row_tokens=640, share=0.5),
+            Stream(kind="chat", num_tokens=1536, row_tokens=384, share=0.5),
+        ),
+    ),
+    Phase(
+        name="long",
+        share=0.22,
+        lr=(1.5e-3, 5e-5),
+        difficulty=1.0,
+        streams=(
+            Stream(kind="lm", num_tokens=CONTEXT_TOKENS, row_tokens=CONTEXT_TOKENS),
+            Stream(kind="mixed", num_tokens=CONTEXT_TOKENS, row_tokens=CONTEXT_TOKENS, share=0.3),
+            Stream(kind="px", num_tokens=2048, row_tokens=640, share=0.5),
+            Stream(kind="chat", num_tokens=1024, row_tokens=512, share=0.5),
+        ),
+    ),
 )
 
 
@@ -105,19 +139,34 @@ def optimizers_of(model: TinyLlama) -> list[torch.optim.Optimizer]:
 class Trainer:
     """Runs the phases one after another on one model."""
 
-    def __init__(self, model: TinyLlama, rows: RowSource, budget_s: float, check: Check) -> None:
+    def __init__(
+        self, model: TinyLlama, rows: RowSource, budget_s: float, check: Check, out: Path, progress: Progress
+    ) -> None:
         self.model, self.rows, self.budget_s, self.check = model, rows, budget_s, check
+        self.out, self.progress = out, progress
         self.optimizers = optimizers_of(model)
-        self.progress = Progress()
-        self.started = time.monotonic()
+        self.started = time.monotonic() - progress.wall_s
 
     def run(self, phases: tuple[Phase, ...]) -> None:
         for phase in phases:
-            for share in self._shares_until(self.budget_s * phase.share):
-                loss = self._step(phase, share)
-                if phase.stop_below is not None and loss < phase.stop_below:
-                    break
+            if phase.name in self.progress.steps_by_phase:
+                continue
+            self._run_phase(phase)
             print(json.dumps({"end of": phase.name} | self.check(self.model)), flush=True)
+            self._record()
+
+    def _record(self) -> None:
+        """Leave what a later run needs to go on after this phase."""
+        (self.out / RECORD).write_text(json.dumps(asdict(self.progress), indent=2) + "\n")
+
+    def _run_phase(self, phase: Phase) -> None:
+        difficulty = phase.difficulty
+        for share in self._shares_until(self.budget_s * phase.share):
+            loss = self._step(phase, share, difficulty)
+            if phase.ramp_steps and loss < phase.ramp_below:
+                difficulty = min(1.0, difficulty + 1 / phase.ramp_steps)
+            if loss < phase.until and (difficulty == 1.0 or not phase.ramp_steps):
+                return
 
     def _shares_until(self, phase_s: float) -> Iterator[float]:
         """0..1: the part of the phase's time that has passed, before each step."""
@@ -125,10 +174,9 @@ class Trainer:
         while (passed := time.monotonic() - started) < phase_s:
             yield passed / phase_s
 
-    def _step(self, phase: Phase, share: float) -> float:
+    def _step(self, phase: Phase, share: float, difficulty: float) -> float:
         step = sum(self.progress.steps_by_phase.values())
         self._set_lr(phase, share, step)
-        difficulty = phase.difficulty[0] + share * (phase.difficulty[1] - phase.difficulty[0])
         losses = {stream.kind: self._backward(stream, difficulty) for stream in phase.streams}
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -136,7 +184,7 @@ class Trainer:
             optimizer.zero_grad()
         self.progress.steps_by_phase[phase.name] = self.progress.steps_by_phase.get(phase.name, 0) + 1
         self.progress.wall_s = time.monotonic() - self.started
-        self._log(phase, step, losses)
+        self._log(phase, step, losses | {"difficulty": difficulty})
         return losses[phase.streams[0].kind]
 
     def _set_lr(self, phase: Phase, share: float, step: int) -> None:
@@ -152,11 +200,15 @@ class Trainer:
         self.progress.num_tokens += batch.ids.numel()
         return loss.item()
 
-    def _log(self, phase: Phase, step: int, losses: dict[str, float]) -> None:
+    def _log(self, phase: Phase, step: int, figures: dict[str, float]) -> None:
         if step % LOG_EVERY:
             return
-        line = {"phase": phase.name, "step": step, "s": round(self.progress.wall_s),
-                "tokens": self.progress.num_tokens} | {kind: round(loss, 3) for kind, loss in losses.items()}
+        line = {
+            "phase": phase.name,
+            "step": step,
+            "s": round(self.progress.wall_s),
+            "tokens": self.progress.num_tokens,
+        } | {name: round(value, 3) for name, value in figures.items()}
         print(json.dumps(line), flush=True)
         if step % CHECK_EVERY == 0 and phase.name != "copy":
             print(json.dumps({"step": step} | self.check(self.model)), flush=True)
@@ -179,18 +231,26 @@ def checker(tokenizer: Tokenizer, held_out: list[str], folder: Path, seed: int) 
 
 
 def train(documents: list[Document], out: Path, budget_s: float, seed: int) -> None:
-    """Tokenizer, then all phases, then the finished folder and the run's record."""
+    """Tokenizer, then all phases that `out` has not seen, then the finished folder and the run's record."""
     texts = [document.text for document in documents if not document.held_out]
     held_out = [document.text for document in documents if document.held_out]
-    tokenizer = train_tokenizer(texts + task_texts(seed))
     torch.manual_seed(seed)
-    model = TinyLlama(TinyConfig(vocab_size=tokenizer.get_vocab_size()))
-    rows = RowSource(tokenizer, document_tokens(tokenizer, texts), seed)
-    trainer = Trainer(model, rows, budget_s, checker(tokenizer, held_out[::7], out, seed))
+    tokenizer = shipped_tokenizer(out) or train_tokenizer(texts + task_texts(seed))
+    model, progress = TinyLlama(TinyConfig(vocab_size=tokenizer.get_vocab_size())), Progress()
+    if (out / RECORD).exists():
+        model, progress = load(out)[0], Progress(**json.loads((out / RECORD).read_text()))
+    rows = RowSource(tokenizer, document_tokens(tokenizer, texts), seed + len(progress.steps_by_phase))
+    trainer = Trainer(model, rows, budget_s, checker(tokenizer, held_out[::7], out, seed), out, progress)
     trainer.run(PHASES)
-    export(model, tokenizer, out)
-    record = asdict(trainer.progress) | run_facts(model, documents, seed)
+    (out / RECORD).unlink()
+    record = asdict(progress) | run_facts(model, documents, seed)
     (out / "training_run.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def shipped_tokenizer(out: Path) -> Tokenizer | None:
+    """The tokenizer that is already in the folder: once published, token ids do not change."""
+    path = out / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
 def run_facts(model: TinyLlama, documents: list[Document], seed: int) -> dict[str, object]:
