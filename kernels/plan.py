@@ -98,7 +98,7 @@ class Plan:
         added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
         check_references(added)
         is_new = len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
-        if not is_new or not added.mask.all():
+        if not is_new:
             return self._rebuilt(tables, self.sequence, self.position)
         refs = References(*(np.concatenate(pair) for pair in zip(self.references, added, strict=True)))
         alone = np.full(len(page_ids), PRIVATE)
