@@ -66,7 +66,7 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
 
 
 async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
-    body: bytes = request.state.body
+    body: bytes = request.state.body.take()
     return await api.off_loop(len(body), lambda: parse_json_object(body))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
+from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, RequestTimeout
 
 _TRANSIENT = {408, 429}  # 4xx that may go well when tried again
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -28,6 +28,8 @@ def error_response(error: MnemeError) -> Response:
     headers = {}
     if isinstance(error, Overloaded | ReplicaUnavailable):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"  # the rest of the body may never come
     return _response(error.http_status, error_object(error), headers)
 
 

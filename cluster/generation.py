@@ -16,8 +16,8 @@ from typing import Any
 
 from mneme.cluster.choices import Choice, Delta
 from mneme.cluster.engine_client import EngineClient
-from mneme.cluster.guard import ClientGone, Receive
 from mneme.cluster.latency import RequestLatency
+from mneme.cluster.request_body import ClientGone, Receive
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.request import TokenEvent
 

@@ -20,11 +20,12 @@ from mneme.cluster.api_state import ApiState, ServedModel
 from mneme.cluster.completion_routes import chat_completions, completions
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import http_exception_response
-from mneme.cluster.guard import Guard, Receive, Send
+from mneme.cluster.guard import Guard, Send
 from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.latency import Clock, Latencies
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.prometheus import CONTENT_TYPE
+from mneme.cluster.request_body import Receive
 from mneme.cluster.token_routes import detokenize, tokenize
 from mneme.replicas.tokenizer import Tokenizer
 

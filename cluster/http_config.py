@@ -14,6 +14,7 @@ class HttpConfig:
 
     api_keys: tuple[str, ...] = ()  # empty: everyone may call, and all share one tenant
     max_body_bytes: int = 8 * 2**20
+    max_held_body_bytes: int = 256 * 2**20  # of all requests whose bodies are being read
     max_header_bytes: int = 32 * 2**10
     body_timeout_s: float = 60.0  # from the headers to the last byte of the body
     body_idle_timeout_s: float = 10.0  # between two pieces of it
@@ -21,6 +22,7 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)
+        check_range("http.max_held_body_bytes", self.max_held_body_bytes, self.max_body_bytes, 2**40)
         check_range("http.max_header_bytes", self.max_header_bytes, 1024, 2**20)
         for name in ("body_timeout_s", "body_idle_timeout_s", "client_stall_timeout_s"):
             check_range(f"http.{name}", getattr(self, name), 0.01, 86_400)

@@ -16,9 +16,10 @@ from mneme.cluster.choices import Choice, Delta, usage_object
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import error_object
 from mneme.cluster.generation import Generation
-from mneme.cluster.guard import ClientGone, Receive, Send
+from mneme.cluster.guard import Send
 from mneme.cluster.latency import RequestLatency
 from mneme.cluster.protocol import StreamOptions
+from mneme.cluster.request_body import ClientGone, Receive
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ async def detokenize(api: ApiState, request: Request) -> JSONResponse:
 
 
 async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
-    body: bytes = request.state.body
+    body: bytes = request.state.body.take()
     return await api.off_loop(len(body), lambda: parse_json_object(body))
 
 

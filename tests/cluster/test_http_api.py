@@ -332,3 +332,28 @@ def test_a_template_that_never_ends_is_one_refused_request() -> None:
     tokenizer.close()
     assert [response.status_code for response in responses] == [400, 200, 400, 200]
     assert responses[0].json()["error"]["param"] == "messages"
+
+
+def test_bodies_that_are_being_read_share_a_budget() -> None:
+    async def run() -> list[int]:
+        release = asyncio.Event()
+
+        async def slow() -> Any:
+            yield b" " * 900
+            await release.wait()
+            yield b"{}"
+
+        async with api_client(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+            headers = {"content-type": "application/json"}
+            first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
+            statuses = []
+            while 429 not in statuses:  # until the slow body has begun to arrive
+                await asyncio.sleep(0)
+                statuses.append((await client.post("/tokenize", json={"prompt": "x" * 500})).status_code)
+            release.set()
+            await first
+            statuses.append((await client.post("/tokenize", json={"prompt": "x" * 500})).status_code)
+            return statuses
+
+    statuses = asyncio.run(run())
+    assert statuses[-2:] == [429, 200]
