@@ -40,11 +40,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        response = _Response(send, secrets.token_hex(16))
+        response = _Response(send, secrets.token_hex(16), _given_id(scope))
         try:
             await self._serve(scope, receive, response)
         except (ClientGone, OSError):
-            logger.info("client gone request=%s", response.request_id)
+            logger.info("client gone request=%s given_id=%s", response.request_id, response.given_id)
         except MnemeError as error:
             await self._fail(error, scope, receive, response)
         except Exception:  # the edge of the process
@@ -68,7 +68,13 @@ class Guard:
             body.take()
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
-        logger.info("refused request=%s status=%d code=%s", response.request_id, error.http_status, error.code)
+        logger.info(
+            "refused request=%s given_id=%s status=%d code=%s",
+            response.request_id,
+            response.given_id,
+            error.http_status,
+            error.code,
+        )
         if response.status is None:
             await error_response(error)(scope, receive, response.send)
 
@@ -82,15 +88,27 @@ class Guard:
 
 
 class _Response:
-    """Adds the request id to the response's headers and remembers its status."""
+    """Adds the request id to the response's headers and remembers its status.
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    A request that comes with an `x-request-id` has it from a proxy that sends it back itself, as Ray Serve's does.
+    It is never the engine's id: a client may use one twice.
+    """
+
+    def __init__(self, send: Send, request_id: str, given_id: str | None) -> None:
         self._send = send
         self.request_id = request_id
+        self.given_id = given_id
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self.given_id is None:
+                header = (b"x-request-id", self.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), header]
         await self._send(message)
+
+
+def _given_id(scope: Scope) -> str | None:
+    given = next((value for name, value in scope["headers"] if name.lower() == b"x-request-id"), None)
+    return None if given is None else given[:128].decode("ascii", "backslashreplace")

@@ -71,6 +71,8 @@ class SamplingBody(Body):
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
         """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""
+        if self.stop and self.skip_special_tokens is False:
+            raise InvalidRequest("stop", "stop strings", "must be absent when skip_special_tokens is false")
         plain = ("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         names = (*plain, "presence_penalty", "frequency_penalty", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -206,6 +206,7 @@ _MODEL_AND_SAMPLING = [
     _case("stop of 257 bytes", "stop", stop="é" * 129),
     _case("stop of 1 MB", "stop", stop="x" * MIB),
     _case("stop a number", "stop", stop=5),
+    _case("stop with special tokens shown", "stop", stop="a", skip_special_tokens=False),
     _case("stop_token_ids negative", "stop_token_ids", stop_token_ids=[-1]),
     _case("stop_token_ids out of range", "stop_token_ids", stop_token_ids=[10**8]),
     _case("65 stop_token_ids", "stop_token_ids", stop_token_ids=list(range(65))),

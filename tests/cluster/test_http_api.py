@@ -307,6 +307,14 @@ def test_every_answer_has_a_request_id() -> None:
     assert len({response.headers["x-request-id"] for response in responses}) == 4
 
 
+def test_the_id_that_a_proxy_gave_is_left_to_the_proxy() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    for _ in range(2):
+        response = post("/v1/chat/completions", CHAT, engine=engine, headers={"X-Request-ID": "twice"})
+        assert "x-request-id" not in response.headers
+    assert len({request.request_id for request in engine.requests}) == 2
+
+
 def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "mneme")
     chat(messages=[{"role": "user", "content": "xyzzy"}])
