@@ -33,6 +33,8 @@ _MAX_ONGOING = 100_000
 # Streams are cut off at the ingress when a replica is removed, so draining is short; this is its upper bound.
 _SHUTDOWN_TIMEOUT_S = 20.0
 
+_LOGGING = {"enable_access_log": False}  # it would note every call on a replica
+
 
 def build(args: dict[str, Any]) -> Application:
     """The application of a RayService; raises `ConfigError` for a bad mapping."""
@@ -52,6 +54,7 @@ def build_application(
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=_router_config(config),
         ray_actor_options={"num_cpus": 0, "num_gpus": config.gpus_per_replica},
+        logging_config=_LOGGING,
     )(EngineReplica).bind(mapping, load_engine or _load_engine)
     ingress = serve.deployment(
         name=INGRESS_DEPLOYMENT,
@@ -60,6 +63,7 @@ def build_application(
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": 0},
+        logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
     return ingress.bind(mapping, engines, build_api or _build_api)
 

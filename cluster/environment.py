@@ -19,7 +19,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.janitor import MARKER_VARIABLE
 from mneme.errors import ConfigError
 
-_LONGEST_BASE = 24  # Ray puts unix sockets of up to 80 more characters there; the kernel allows 107 in all
+_LONGEST_BASE = 16  # HAProxy's socket gets 90 more characters there; the kernel allows 107 in all
 _INGRESS_PORTS = range(20_000, 30_000)  # under Linux' ephemeral ports
 _PORTS_PER_CLUSTER = 64
 
@@ -48,12 +48,11 @@ def check_port(config: ClusterConfig) -> None:
 
 def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
     """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
-    haproxy = directory / "haproxy"
-    haproxy.mkdir(exist_ok=True)
     stats_port, metrics_port = _free_ports(2)
     first_port = _free_port_block()
     return {
         MARKER_VARIABLE: marker,
+        "TMPDIR": str(directory),  # of everything that libraries write on the side
         "RAY_TMPDIR": str(directory),
         "RAY_AUTH_MODE": "token",  # other users of this machine cannot reach into the instance
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -61,11 +60,11 @@ def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica that reserves no GPU may still use one
         **_serve_knobs(),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),  # HAProxy binds these two on all interfaces
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),

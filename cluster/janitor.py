@@ -51,9 +51,10 @@ class Cluster(NamedTuple):
     directory: str
 
     def processes(self) -> Iterator[int]:
-        """Ids of its processes, this one left out."""
+        """Ids of its processes, but for this one and a parent that still lives: it ends by itself."""
+        spared = (os.getpid(), os.getppid())
         for entry in os.listdir("/proc"):
-            if entry.isdecimal() and int(entry) != os.getpid() and self.owns(int(entry)):
+            if entry.isdecimal() and int(entry) not in spared and self.owns(int(entry)):
                 yield int(entry)
 
     def owns(self, pid: int) -> bool:

@@ -65,9 +65,7 @@ class _Choice:
         sampling, num_emitted = self.request.sampling, len(self.emitted)
         if num_emitted:
             left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
-            sampling = replace(
-                sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0)
-            )
+            sampling = replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0))
         return replace(
             self.request,
             request_id=self.attempt_id,
@@ -97,9 +95,7 @@ class _Placement:
             item = await self.sink.get()
             if isinstance(item, LinkLost):
                 raise item
-            if (
-                item.finish_reason == "abort"
-            ):  # not by us, who would not listen any more: the replica is stopping
+            if item.finish_reason == "abort":  # not by us, who would not listen any more: the replica is stopping
                 raise LinkLost("the replica ended the request")
             self.reservation.started()
             yield self.choices[item.request_id].take(item)
@@ -166,9 +162,7 @@ class RayEngineClient:
                 return
             except LinkLost as lost:
                 num_losses += 1
-                logger.warning(
-                    "request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost
-                )
+                logger.warning("request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost)
             finally:
                 placement.end()
             choices = [choice for choice in choices if not choice.is_finished]
@@ -188,9 +182,7 @@ class RayEngineClient:
         async with self._stats_lock:
             if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
                 started_at = clock()
-                answers = await asyncio.gather(
-                    *(self._ask(r) for r, link in self._links.items() if link.is_open)
-                )
+                answers = await asyncio.gather(*(self._ask(r) for r, link in self._links.items() if link.is_open))
                 self._stats = started_at, [answer for answer in answers if answer is not None]
             return self._stats[1]
 
@@ -222,9 +214,7 @@ class RayEngineClient:
             for choice in choices:
                 choice.attempt += 1
 
-    def _reserve(
-        self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]
-    ) -> Reservation | None:
+    def _reserve(self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]) -> Reservation | None:
         return self._chooser.select_and_reserve(
             request.prompt_token_ids,
             salt=request.salt,
@@ -268,9 +258,7 @@ class RayEngineClient:
     def _link_changed(self, link: ReplicaLink) -> None:
         if link.epoch is not None and link.replica_id in self._links:
             if self._epochs.get(link.replica_id, link.epoch) != link.epoch:
-                self._chooser.forget_prefixes(
-                    link.replica_id
-                )  # the engine was started anew: it holds nothing
+                self._chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
             self._epochs[link.replica_id] = link.epoch
         self._update_candidates()
 

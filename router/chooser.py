@@ -107,9 +107,7 @@ class ReplicaChooser:
         if not replica_ids:
             return []
         key = f"s{session_id}" if session_id else f"r{next(self._unique)}"
-        request = RoutedRequest(
-            prompt_tokens=len(token_ids), affinity_key=key, has_session=session_id is not None
-        )
+        request = RoutedRequest(prompt_tokens=len(token_ids), affinity_key=key, has_session=session_id is not None)
         candidates = self._candidates(replica_ids, token_ids, salt, key)
         assert self.score is not None
         return rank(candidates, request, self.score, self.config)
@@ -119,9 +117,7 @@ class ReplicaChooser:
         if replica_id in self._loads:
             self._index.record(self._hashes(token_ids, salt), replica_id)
 
-    def _candidates(
-        self, replica_ids: list[str], token_ids: Sequence[int], salt: str, key: str
-    ) -> list[Candidate]:
+    def _candidates(self, replica_ids: list[str], token_ids: Sequence[int], salt: str, key: str) -> list[Candidate]:
         matched = self._index.matched_blocks(self._hashes(token_ids, salt))
         home = rendezvous_order(key, replica_ids)[0]
         return [
@@ -135,9 +131,7 @@ class ReplicaChooser:
             for r in replica_ids
         ]
 
-    def _reserve(
-        self, chosen: Candidate, token_ids: Sequence[int], salt: str, num_choices: int
-    ) -> Reservation:
+    def _reserve(self, chosen: Candidate, token_ids: Sequence[int], salt: str, num_choices: int) -> Reservation:
         load = self._loads[chosen.replica_id]
         uncached = max(len(token_ids) - chosen.matched_tokens, 0)
         load.running += num_choices

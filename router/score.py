@@ -27,9 +27,7 @@ class RouterConfig:
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
     load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
     running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = (
-        64  # what it costs a session to leave its home, beyond the KV that is known to be there
-    )
+    move_tokens: int = 64  # what it costs a session to leave its home, beyond the KV that is known to be there
 
     def __post_init__(self) -> None:
         check_range("router.block_tokens", self.block_tokens, 1, 4096)

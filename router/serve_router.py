@@ -75,9 +75,7 @@ class MnemeRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         if reservation is not None:
             reservation.release()
 
-    def _preferred(
-        self, candidates: list[RunningReplica], pending: PendingRequest
-    ) -> list[list[RunningReplica]]:
+    def _preferred(self, candidates: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
         pinned = pending.kwargs.get("replica_id")
         if pinned is not None:
             return [[r] for r in candidates if r.replica_id.unique_id == pinned]

@@ -24,9 +24,7 @@ def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int 
     hashes = []
     parent = b""
     for start in range(0, len(packed), stride):
-        parent = hashlib.blake2b(
-            parent + packed[start : start + stride], digest_size=_HASH_BYTES, key=key
-        ).digest()
+        parent = hashlib.blake2b(parent + packed[start : start + stride], digest_size=_HASH_BYTES, key=key).digest()
         hashes.append(int.from_bytes(parent, "little"))
     return hashes
 

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
-from direct_calls import DirectCalls
-from fake_engine import expected_tokens
 
 from mneme.cluster import ray_engine_client, replica_link
 from mneme.cluster.ray_engine_client import RayEngineClient
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
+from tests.fakes.direct_calls import DirectCalls
+from tests.fakes.fake_engine import expected_tokens
 
 Scenario = Callable[[DirectCalls, RayEngineClient], Awaitable[None]]
 

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from fake_engine import FakeEngineLoop
-
 from mneme.cluster.replica_calls import StreamItem, StreamOpened
 from mneme.cluster.replica_server import ReplicaServer
 from mneme.errors import MnemeError
 from mneme.replicas.request import GenerationRequest, StepMessage
+from tests.fakes.fake_engine import FakeEngineLoop
 
 
 class ReplicaDied(Exception):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from fake_api import build_fake_api
-from fake_engine import load_fake_engine
-
 from mneme.cluster.config import load_config
 from mneme.cluster.serve_command import serve
+from tests.fakes.fake_api import build_fake_api
+from tests.fakes.fake_engine import load_fake_engine
 
 if __name__ == "__main__":
     sys.exit(serve(load_config(None, sys.argv[1:]), load_engine=load_fake_engine, build_api=build_fake_api))

@@ -1,0 +1,32 @@
+"""One server for all end-to-end tests, on a free port; it must stop within 5 s and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.server_process import SERVE, STOP_LIMIT_S, ServerProcess, free_port
+
+# A pool that is soon touched as a whole, so that a flat memory means that nothing leaks.
+SMALL_POOL = ("--set", f"engine.kv_cache_bytes={48 * 2**20}")
+
+
+@pytest.fixture(scope="session")
+def server_process() -> Iterator[ServerProcess]:
+    process = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "2", "--port", str(free_port()), *SMALL_POOL])
+    try:
+        process.await_ready()
+        yield process
+        seconds = process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert seconds <= STOP_LIMIT_S
+        assert process.left_behind() == []
+    finally:
+        process.discard()
+
+
+@pytest.fixture(scope="session")
+def server(server_process: ServerProcess) -> str:
+    """The base URL."""
+    return server_process.await_ready()

@@ -1,0 +1,142 @@
+"""`mneme serve` as a process of its own: started, waited for, stopped, and checked to have left nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+START_LIMIT_S = 180.0
+STOP_LIMIT_S = 5.0
+REPOSITORY = Path(__file__).parents[2]
+SERVE = (sys.executable, "-m", "mneme.cluster.cli", "serve")
+SERVE_FAKE = (sys.executable, "-m", "tests.fakes.serve_fake")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """One server; `marker` is an environment variable that all of its processes were started with."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))  # short: Ray's sockets lie in there
+        self.marker = f"MNEME_TEST_RUN={self.temp_dir.name}"
+        name, value = self.marker.split("=")
+        environment = {**os.environ, name: value, "TMPDIR": str(self.temp_dir), "RAY_AUTH_MODE": "token"}
+        environment["PYTHONPATH"] = str(REPOSITORY)  # the fakes, by name, in every process
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._has_spoken = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), daemon=True)
+            for stream in (self.process.stdout, self.process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def await_ready(self) -> str:
+        """The base URL, once the server says that it is ready."""
+        deadline = time.monotonic() + START_LIMIT_S
+        with self._has_spoken:
+            while (ready := self._ready_line()) is None:
+                left_s = deadline - time.monotonic()
+                assert self.process.poll() is None, f"the server ended: {self.lines}"
+                assert left_s > 0, f"not ready after {START_LIMIT_S:g} s: {self.lines}"
+                self._has_spoken.wait(min(left_s, 1.0))
+        return ready.split()[1]
+
+    def ready_seconds(self) -> float:
+        match = re.search(r"seconds=([\d.]+)", self._ready_line() or "")
+        assert match is not None
+        return float(match[1])
+
+    def stop(self, number: int = signal.SIGINT, *, whole_group: bool = False) -> float:
+        """Send a signal, to the process alone or as a terminal does; returns how long it took to end."""
+        started_at = time.monotonic()
+        if whole_group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        self.process.wait(30)
+        return time.monotonic() - started_at
+
+    def left_behind(self) -> list[str]:
+        """Processes of this server that still run, and files it left."""
+        processes = [f"{pid}: {command}" for pid, command in self.processes().items()]
+        return processes + [str(path) for path in self.temp_dir.iterdir()]
+
+    def await_nothing_left(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while left := self.left_behind():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by pid of everything that inherited this server's environment or writes to its directory."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != os.getpid() and self._is_mine(entry):
+                found[int(entry.name)] = _read(entry / "cmdline").replace("\0", " ").strip()
+        return found
+
+    def discard(self) -> None:
+        """Whatever happened before: end the processes, remove the directory."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(10)
+        for reader in self._readers:
+            reader.join(5)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        subprocess.run(["rm", "-rf", str(self.temp_dir)], check=True)
+
+    def _is_mine(self, entry: Path) -> bool:
+        if self.marker in _read(entry / "environ").split("\0"):
+            return "<defunct>" not in _read(entry / "cmdline")
+        try:
+            return any(
+                os.readlink(descriptor).startswith(f"{self.temp_dir}/") for descriptor in (entry / "fd").iterdir()
+            )
+        except OSError:
+            return False
+
+    def _ready_line(self) -> str | None:
+        return next((line for line in self.lines if line.startswith("ready:")), None)
+
+    def _read(self, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            with self._has_spoken:
+                self.lines.append(line.rstrip("\n"))
+                self._has_spoken.notify_all()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,199 @@
+"""The cluster as its users meet it: the `openai` client against `mneme serve mneme-tiny --replicas 2`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.e2e.metrics import await_idle, read_metrics
+from tests.e2e.server_process import ServerProcess
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "mneme-tiny"
+PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, _strict_response_validation=True) as client:
+        yield client
+
+
+def ask(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(client: OpenAI, prompt: str, num: int) -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ask(prompt), max_tokens=num, temperature=0, extra_body={"ignore_eos": True}
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_streamed_chat(client: OpenAI) -> None:
+    with client.chat.completions.create(
+        model=MODEL,
+        messages=ask("Hello, who are you?"),
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        chunks = list(stream)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens <= 24
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] in ("stop", "length")
+
+
+def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI) -> None:
+    headers = {"X-Session-ID": f"turns-{time.monotonic_ns()}"}
+    messages = ask(PROMPT)
+    first = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_headers=headers
+    )
+    answer = first.choices[0].message.content or ""
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+    second = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, temperature=0, extra_headers=headers
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
+
+
+def test_sixteen_streams_at_once_use_both_replicas(server: str, server_process: ServerProcess) -> None:
+    async def one(client: AsyncOpenAI, i: int) -> int:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=ask(f"{i}: {PROMPT}"), max_tokens=48, stream=True, extra_body={"ignore_eos": True}
+        )
+        num_chunks = 0
+        async for chunk in stream:
+            num_chunks += bool(chunk.choices and chunk.choices[0].delta.content)
+        return num_chunks
+
+    async def all_of_them() -> list[int]:
+        async with AsyncOpenAI(base_url=f"{server}/v1", api_key="none", _strict_response_validation=True) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(16)))
+
+    finished = 'mneme_finished_requests_total{reason="length"}'
+    before, busy_before = await_idle(server), cpu_seconds(server_process)
+    assert all(num_chunks > 1 for num_chunks in asyncio.run(all_of_them()))
+    after, busy_after = await_idle(server), cpu_seconds(server_process)
+    assert after[finished] - before[finished] == 16
+    assert len(busy_after) == 2
+    assert all(busy_after[pid] - busy_before[pid] > 0.1 for pid in busy_after)
+
+
+def test_a_client_that_leaves_frees_its_request(server: str) -> None:
+    leave_at_first_token(server, 5)
+    metrics = await_idle(server)
+    pages = {state: metrics[f'mneme_pages{{state="{state}"}}'] for state in ("free", "cached", "in_use", "total")}
+    assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"]
+
+
+@pytest.mark.parametrize("num_cycles", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess, num_cycles: int) -> None:
+    leave_at_first_token(server, 60)  # what is allocated once, the page pool too, is allocated now
+    await_idle(server)
+    before = footprint(server_process)
+    leave_at_first_token(server, num_cycles)
+    await_idle(server)
+    after = footprint(server_process)
+    for pid, (descriptors, rss_mb) in after.items():
+        descriptors_before, rss_before_mb = before[pid]
+        assert descriptors <= descriptors_before + 8, server_process.processes()[pid]
+        assert rss_mb <= rss_before_mb + 24, server_process.processes()[pid]
+
+
+def test_a_killed_replica_is_a_pause_for_its_streams(
+    server: str, server_process: ServerProcess, client: OpenAI
+) -> None:
+    prompts = [f"{i}. {PROMPT}" for i in range(6)]
+    expected = [greedy(client, prompt, 300) for prompt in prompts]
+    victim = min(cpu_seconds(server_process))
+    texts: list[str] = [""] * len(prompts)
+    halfway = threading.Barrier(len(prompts) + 1, timeout=60)
+
+    def stream(i: int) -> None:
+        with client.chat.completions.create(
+            model=MODEL,
+            messages=ask(prompts[i]),
+            max_tokens=300,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ) as chunks:
+            for n, chunk in enumerate(chunks):
+                if n == 5:
+                    halfway.wait()
+                texts[i] += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+
+    threads = [threading.Thread(target=stream, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    halfway.wait()
+    os.kill(victim, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert texts == expected
+    await_replicas(server, 2)
+
+
+def leave_at_first_token(server: str, num_cycles: int) -> None:
+    with httpx.Client(base_url=server, timeout=30) as client:
+        for _ in range(num_cycles):
+            body = {
+                "model": MODEL,
+                "prompt": PROMPT,
+                "max_tokens": 1000,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                next(response.iter_lines())
+
+
+def footprint(process: ServerProcess) -> dict[int, tuple[int, float]]:
+    """(open descriptors, resident MiB) of each Serve replica's process."""
+    result = {}
+    for pid in replica_pids(process, "ray::ServeReplica"):
+        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
+            rss_mb = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        result[pid] = (len(os.listdir(f"/proc/{pid}/fd")), rss_mb)
+    return result
+
+
+def cpu_seconds(process: ServerProcess) -> dict[int, float]:
+    """CPU time of each engine replica so far, by pid."""
+    result = {}
+    for pid in replica_pids(process, "ray::ServeReplica:mneme:engine"):
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            user, system = stat.read().rpartition(")")[2].split()[11:13]
+        result[pid] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return result
+
+
+def replica_pids(process: ServerProcess, title: str) -> list[int]:
+    return [pid for pid, command in process.processes().items() if command.startswith(title)]
+
+
+def await_replicas(server: str, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while read_metrics(server)["mneme_replicas"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
