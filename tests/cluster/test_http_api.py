@@ -315,6 +315,11 @@ def test_the_id_that_a_proxy_gave_is_left_to_the_proxy() -> None:
     assert len({request.request_id for request in engine.requests}) == 2
 
 
+def test_long_headers_are_refused_before_the_body_is_read() -> None:
+    response = post("/v1/chat/completions", CHAT, headers={"X-Padding": "x" * 40_000})
+    assert (response.status_code, response.json()["error"]["param"]) == (413, "headers")
+
+
 def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "mneme")
     chat(messages=[{"role": "user", "content": "xyzzy"}])
