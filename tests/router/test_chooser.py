@@ -1,0 +1,175 @@
+"""Where requests go: bounded load, little movement, the same choice everywhere, no herd."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.router.chooser import ReplicaChooser, Reservation
+from mneme.router.score import (
+    Candidate,
+    RoutedRequest,
+    RouterConfig,
+    eligible,
+    load_bound,
+    prefill_score,
+    rank,
+    rendezvous_order,
+)
+
+REPLICAS = [f"replica-{i}" for i in range(8)]
+CONFIG = RouterConfig()
+SESSIONS = [f"session-{i}" for i in range(400)]
+
+
+def chooser(*replicas: str, config: RouterConfig = CONFIG) -> ReplicaChooser:
+    made = ReplicaChooser(config)
+    made.set_replicas(replicas)
+    return made
+
+
+def choose(router: ReplicaChooser, tokens: list[int], session: str | None = None) -> Reservation:
+    reservation = router.select_and_reserve(tokens, session_id=session)
+    assert reservation is not None
+    return reservation
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.floats(1.0, 3.0), st.integers(0, 8))
+def test_some_replica_is_always_eligible(loads: list[int], factor: float, slack: int) -> None:
+    config = RouterConfig(load_factor=factor, load_slack=slack)
+    assert eligible([Candidate(replica_id=str(i), running=n) for i, n in enumerate(loads)], config)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 8), st.integers(0, 4))
+def test_no_replica_ever_exceeds_the_bound(seed: int, num_replicas: int, slack: int) -> None:
+    rng = random.Random(seed)
+    config = RouterConfig(load_slack=slack)
+    router = chooser(*REPLICAS[:num_replicas], config=config)
+    held: list[Reservation] = []
+    for _ in range(200):
+        if held and rng.random() < 0.4:
+            held.pop(rng.randrange(len(held))).release()
+            continue
+        total = sum(router.running(r) for r in REPLICAS)
+        session = rng.choice(["hot", "hot", "hot", None])  # most of the traffic wants one replica
+        reservation = choose(router, [1] * 500, session)
+        held.append(reservation)
+        assert router.running(reservation.replica_id) <= load_bound(total, num_replicas, config)
+    for reservation in held:
+        reservation.release()
+        reservation.release()
+    assert all(router.running(r) == 0 for r in REPLICAS)
+
+
+def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
+    before = {s: rendezvous_order(s, REPLICAS)[0] for s in SESSIONS}
+    without = {s: rendezvous_order(s, REPLICAS[1:])[0] for s in SESSIONS}
+    assert all(without[s] == before[s] for s in SESSIONS if before[s] != REPLICAS[0])
+    shares = Counter(before.values())
+    assert max(shares.values()) < 2 * len(SESSIONS) / len(REPLICAS)
+
+
+def test_the_order_of_replicas_does_not_matter() -> None:
+    for session in SESSIONS[:50]:
+        assert rendezvous_order(session, REPLICAS) == rendezvous_order(session, REPLICAS[::-1])
+
+
+def test_two_ingresses_send_a_new_session_to_the_same_home() -> None:
+    for session in SESSIONS[:50]:
+        first, second = chooser(*REPLICAS), chooser(*REPLICAS[::-1])
+        assert choose(first, [1], session).replica_id == choose(second, [1], session).replica_id
+
+
+def test_a_session_stays_until_its_replica_is_too_busy() -> None:
+    router = chooser("a", "b")
+    home = choose(router, list(range(1000)), "s")
+    home.release()
+    for turn in range(5):
+        again = choose(router, list(range(1000 + turn)), "s")
+        assert again.replica_id == home.replica_id
+        assert again.matched_tokens == 960
+        again.release()
+    crowd = [choose(router, list(range(1000)), "s") for _ in range(40)]
+    spread = Counter(r.replica_id for r in crowd)
+    assert spread[home.replica_id] > 20  # it keeps the larger share...
+    assert len(spread) == 2  # ...and the rest goes where there is room
+
+
+def test_a_shared_prefix_draws_requests_without_a_session() -> None:
+    router = chooser(*REPLICAS)
+    system_prompt = list(range(2048))
+    first = choose(router, system_prompt)
+    first.started()
+    assert choose(router, [*system_prompt, 7, 8, 9]).replica_id == first.replica_id
+    assert choose(router, [*system_prompt[:-100], 7]).matched_tokens == 1920
+
+
+def test_a_prefix_of_another_tenant_draws_nothing() -> None:
+    router = chooser("a", "b")
+    reservation = router.select_and_reserve(list(range(640)), salt="tenant")
+    assert reservation is not None
+    assert {c.matched_tokens for c in router.ranked(list(range(640)), salt="other")} == {0}
+
+
+def test_a_burst_does_not_herd() -> None:
+    router = chooser(*REPLICAS)
+    burst = [choose(router, [i] * 300) for i in range(80)]  # nothing finishes in between
+    assert set(Counter(r.replica_id for r in burst).values()) == {10}
+
+
+def test_long_prompts_count_for_more_than_their_number() -> None:
+    router = chooser("a", "b")
+    long = choose(router, [1] * 10_000)
+    short = [choose(router, [i] * 200) for i in range(2, 5)]
+    assert {r.replica_id for r in short} == {"a", "b"} - {long.replica_id}
+    long.started()  # its prompt is computed: only its decode counts now
+    assert choose(router, [9] * 200).replica_id == long.replica_id
+
+
+def test_a_dead_replica_is_not_chosen_and_takes_its_load_along() -> None:
+    router = chooser("a", "b")
+    reservation = choose(router, list(range(640)))
+    dead = reservation.replica_id
+    alive = ({"a", "b"} - {dead}).pop()
+    router.set_replicas([alive])
+    assert choose(router, list(range(640))).replica_id == alive
+    router.set_replicas(["a", "b"])
+    reservation.release()  # of its former life
+    assert router.running(dead) == 0
+    candidates = {c.replica_id: c for c in router.ranked(list(range(640)))}
+    assert candidates[dead].matched_tokens == 0
+
+
+def test_no_candidate_gives_none() -> None:
+    assert chooser().select_and_reserve([1]) is None
+    assert chooser("a").select_and_reserve([1], exclude=["a"]) is None
+
+
+def test_another_score_takes_the_place_of_the_default() -> None:
+    def dislike_a(candidate: Candidate, request: RoutedRequest) -> float:
+        return float(candidate.replica_id == "a")
+
+    router = ReplicaChooser(CONFIG, score=dislike_a)
+    router.set_replicas(["a", "b"])
+    assert [choose(router, [1]).replica_id for _ in range(4)] == ["b"] * 4
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 30))
+def test_the_score_grows_with_work_and_falls_with_matches(prompt: int, matched: int, running: int) -> None:
+    score = prefill_score(CONFIG)
+    request = RoutedRequest(prompt_tokens=prompt, affinity_key="k", has_session=True)
+    here = Candidate(replica_id="a", matched_tokens=matched, running=running)
+    assert score(here, request) >= 0
+    busier = Candidate(replica_id="a", matched_tokens=matched, running=running + 1)
+    assert score(busier, request) > score(here, request)
+    at_home = Candidate(replica_id="a", matched_tokens=matched, running=running, is_home=True)
+    assert score(at_home, request) < score(here, request)
+
+
+def test_rank_lists_the_full_ones_last() -> None:
+    candidates = [Candidate(replica_id="full", running=100, matched_tokens=10**6), Candidate(replica_id="free")]
+    request = RoutedRequest(prompt_tokens=10**6, affinity_key="k", has_session=False)
+    assert [c.replica_id for c in rank(candidates, request, prefill_score(CONFIG), CONFIG)] == ["free", "full"]

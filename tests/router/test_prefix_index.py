@@ -1,0 +1,49 @@
+"""The prefix index: longest match, bounded, and no ghosts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.router.prefix_index import PrefixIndex
+
+CHAINS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=30)
+
+
+def hashes(path: list[int]) -> list[int]:
+    """A chain's hashes: each stands for the whole path up to it."""
+    return [hash(tuple(path[: i + 1])) for i in range(len(path))]
+
+
+@given(CHAINS, st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_matches_the_longest_chain_of_each_replica(chains: list[list[int]], asked: list[int]) -> None:
+    index = PrefixIndex()
+    expected: dict[str, int] = {}
+    for i, chain in enumerate(chains):
+        replica = f"r{i % 3}"
+        index.record(hashes(chain), replica)
+        common = next((k for k, (x, y) in enumerate(zip(chain, asked, strict=False)) if x != y), None)
+        length = min(len(chain), len(asked)) if common is None else common
+        if length:
+            expected[replica] = max(expected.get(replica, 0), length)
+    assert index.matched_blocks(hashes(asked)) == expected
+
+
+@given(CHAINS, st.integers(1, 20))
+def test_stays_bounded_and_loses_tails_first(chains: list[list[int]], bound: int) -> None:
+    index = PrefixIndex(max_blocks=bound)
+    for chain in chains:
+        index.record(hashes(chain), "r")
+        assert len(index) <= bound
+        assert index.matched_blocks(hashes(chain)) == {"r": min(len(chain), bound)}
+
+
+def test_a_dead_replica_leaves_no_trace() -> None:
+    index = PrefixIndex()
+    index.record([1, 2, 3], "dead")
+    index.record([1, 2], "alive")
+    index.forget("dead")
+    assert index.matched_blocks([1, 2, 3]) == {"alive": 2}
+    assert len(index) == 2
+    index.retain(())
+    assert len(index) == 0
