@@ -1,12 +1,13 @@
 """Attention over segments with deltas and masks: the public face of `mneme.kernels`.
 
-A key that was rotated once at position p serves a sequence that wants it at p + delta, because the query is
-rotated by `m - delta` instead of m. So keys are never rotated twice, never copied to be moved and never
-stored un-rotated, and pages at different positions of different sequences are read once for all of them.
-Rotating queries was published by LazyAttention (arXiv 2606.04302) and Hogwild! inference (arXiv 2504.06261);
-reading shared pages once, chunk-first, with a delta per query row, is this project's.
+A key that was rotated once at position p serves a sequence that wants it at p + delta, because the query is rotated
+by `m - delta` instead of m. So keys are never rotated twice, never copied to be moved and never stored un-rotated,
+and pages at different positions of different sequences are read once for all of them. Rotating queries was published
+by LazyAttention (arXiv 2606.04302) and Hogwild! inference (arXiv 2504.06261); reading shared pages once, chunk-first,
+with a delta per query row, is this project's.
 
-    plan = build_plan(tables, QueryRows(sequence, position), page_size=32, ...)     # once per step
+    mark_written(slot_position, slots, positions)                                   # once per step, for all layers
+    plan = build_plan(tables, QueryRows(sequence, position), page_size=32, ...)
     for layer in layers:
         write_kv(k, v, slots, positions, k_pages[layer], v_pages[layer], rope)
         out, lse = attend(q, k_pages[layer], v_pages[layer], slot_position, rope, plan, softmax_scale=scale)
@@ -65,8 +66,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query row of `plan` over what its sequence's page table shows it.
 
-    The key in slot s, under a reference with delta d, is visible to a row at position m iff its mask bit is
-    set,
+    The key in slot s, under a reference with delta d, is visible to a row at position m iff its mask bit is set,
     `slot_position[s] + d <= m` and, with a window, `slot_position[s] + d > m - window`.
 
     q              [T, num_q_heads, head_dim]  un-rotated, in the order of the plan's rows
@@ -79,10 +79,8 @@ def attend(
     alibi_slopes   [num_q_heads]  slope * (key position - row position) is added to a score
     soft_cap       scores become soft_cap * tanh(score / soft_cap)
 
-    Returns out, like q, and lse, float32 [T, num_q_heads], the natural logarithm. A row that sees nothing
-    gives 0 and
-    -inf. Raises ValueError, naming the argument, for shapes that do not fit the plan and for a visible pair
-    that is
+    Returns out, like q, and lse, float32 [T, num_q_heads], the natural logarithm. A row that sees nothing gives 0 and
+    -inf. Raises ValueError, naming the argument, for shapes that do not fit the plan and for a visible pair that is
     farther apart than the rope table reaches.
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)

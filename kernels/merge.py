@@ -1,7 +1,7 @@
 """Merging partial attention by log-sum-exp: relay fusion (RelayAttention 3.3) for any number of parts.
 
-A part is `(out, lse)`: the softmax-weighted values over some keys and the natural logarithm of the sum of
-their exponentiated scores. A part that saw no key has lse -inf (or any finite `lse <= UNSEEN_LSE`) and weighs
+A part is `(out, lse)`: the softmax-weighted values over some keys and the natural logarithm of the sum of their
+exponentiated scores. A part that saw no key has lse -inf (in a backend: UNSEEN_SCORE or thereabouts) and weighs
 nothing.
 """
 
@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Scores of invisible pairs inside a backend. Finite, so that a row that sees nothing in one part makes no
-# NaN; so low that adding any real score leaves it unchanged in float32 and its weight against any real part
-# is exactly 0.
+# Scores of invisible pairs inside a backend. Finite, so that a row that sees nothing in one part makes no NaN; so low
+# that adding any real score leaves it unchanged in float32 and its weight against any real part is exactly 0.
 UNSEEN_SCORE = -1e30
-UNSEEN_LSE = -1e29
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
 """Page tables: what a sequence sees, as integer arrays.
 
-A reference `(page_id, delta, mask)` says: the tokens of this page whose mask bit is set stand in the sequence
-`delta` positions behind the place at which their keys were rotated. Python objects per page would cost more
-than a forward pass of a small model, so tables are arrays; `PageRef` is for tests and for callers that hold
-few pages.
+A reference `(page_id, delta, mask)` says: the tokens of this page whose mask bit is set stand in the sequence `delta`
+positions behind the place at which their keys were rotated. Python objects per page would cost more than a forward
+pass of a small model, so tables are arrays; `PageRef` is for tests and for callers that hold few pages.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-# The position of a slot that holds no key: above every query position, hence invisible whatever the masks
-# say.
+# The position of a slot that holds no key: above every query position, hence invisible whatever the masks say.
 FREE_SLOT_POSITION = 2**30
 # Positions and deltas stay under this, so that no difference of two reaches FREE_SLOT_POSITION.
 MAX_ABS_POSITION = 2**29

@@ -1,8 +1,8 @@
 """The plan of a step: built on the CPU from page tables and query rows, reused by all layers (Pensieve 6.4).
 
 A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
-`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` keeps segments when
-the page is new to all tables; `join`, `leave` and `restrict` with masks look for segments anew.
+`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` keeps segments when the
+page is new to all tables; `join`, `leave` and `restrict` with masks look for segments anew.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from mneme.kernels.work import Share, Work, arrange
 class Plan:
     """What `attend` needs to know of a step; see `build_plan`.
 
-    A plan belongs to one step: `slot_position` must not change between the first and the last layer that use
-    it.
-    `with_rows` starts the next step.
+    A plan belongs to one step: `slot_position` must not change between the first and the last layer that use it (a
+    change is noticed, unless it is an inference tensor). `with_rows` starts the next step.
     """
 
     page_size: int
@@ -117,8 +116,7 @@ class Plan:
     def join(self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None) -> Plan:
         """A sequence joins as number `at` (default: the last), with rows at these positions.
 
-        Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at
-        the end
+        Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at the end
         when that one has none.
         """
         index = len(self.page_tables) if at is None else at
@@ -196,12 +194,10 @@ def build_plan(
 ) -> Plan:
     """Find the segments of these tables and lay out the step's work.
 
-    Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are
-    then one
+    Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are then one
     slice of q, which is faster; any order is correct. `share` decides per segment by cost, or overrides that.
 
-    Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one
-    sequence shows
+    Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one sequence shows
     twice with one delta.
     """
     _check_sizes(page_size, num_q_heads, num_kv_heads, head_dim, share)

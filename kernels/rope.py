@@ -1,9 +1,8 @@
 """Rotary position embedding: tables whose frequencies never change with the length, and the rotation itself.
 
-Style: half-split. Dimension i turns with dimension i + rotary_dim / 2; dimensions from rotary_dim on stay as
-they are. `<R(m) q, R(n) k> = <R(m - d) q, R(n - d) k>` holds for such tables only, so variants whose
-frequencies depend on the length (dynamic NTK, LongRoPE) must be refused by the caller that reads the model's
-configuration.
+Style: half-split. Dimension i turns with dimension i + rotary_dim / 2; dimensions from rotary_dim on stay as they
+are. `<R(m) q, R(n) k> = <R(m - d) q, R(n - d) k>` holds for such tables only, so variants whose frequencies depend on
+the length (dynamic NTK, LongRoPE) must be refused by the caller that reads the model's configuration.
 """
 
 from __future__ import annotations

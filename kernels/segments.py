@@ -2,8 +2,9 @@
 
 The sequences need not be told apart by a tree: a page's signature is the set of its sharers, a sharer being
 `(sequence, delta)`, so a sequence that uses a page twice with two deltas shares it with itself. Pages of one
-signature are one segment. Masks may differ between sharers; they are kept per (sharer, page). All work is on
-whole arrays; the only Python loop is over segments.
+signature are one segment. Masks may differ between sharers and are kept per (sharer, page); pages on whose masks all
+agree are segments of their own, because a tile of such pages needs no mask. All work is on whole arrays; the only
+Python loop is over segments.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def find_segments(refs: References) -> Segments:
     runs = _shared_runs(refs.page_id, sharer, len(sharer_key))
     if not len(runs.start):
         return Segments((), segment_of_ref)
-    segment_of_run = _group_equal_runs(runs)
+    segment_of_run = _group_equal_runs(runs) * 2 + _masks_agree(refs.mask, runs)
     by_segment = np.lexsort((runs.ref[runs.start], segment_of_run))  # table order within a segment
     bounds = run_starts(segment_of_run[by_segment])
     segments: list[Segment] = []
@@ -144,6 +145,12 @@ def _group_equal_runs(runs: _Runs) -> IntArray:
     if collides.any():  # a run that only looks like its leader's stands alone
         group = np.where(collides, len(leader) + np.arange(len(group)), group)
     return group
+
+
+def _masks_agree(mask: IntArray, runs: _Runs) -> npt.NDArray[np.bool_]:
+    """For each run, whether all its references carry one mask."""
+    agrees = mask[runs.ref] == np.repeat(mask[runs.ref[runs.start]], runs.length)
+    return np.logical_and.reduceat(agrees, runs.start)
 
 
 def _scrambled(values: IntArray) -> npt.NDArray[np.uint64]:

@@ -1,15 +1,14 @@
 """The segment primitive in plain torch: the CPU backend, and the fallback on any device.
 
-Phase one reads every shared segment once for all its query rows, as one batched product over the KV heads;
-phase two does the private pages; partial results merge by log-sum-exp as they come (ChunkAttention 3.2,
-RelayAttention 3.3). Queries are rotated, never keys: row by row to `position - delta`, so that one read of a
-page serves sequences that use it at different positions. Rotating queries was published before, in
-LazyAttention (arXiv 2606.04302) and Hogwild! inference (arXiv 2504.06261), where shared keys are still read
-once per sequence.
+Phase one reads every shared segment once for all its query rows, as one batched product over the KV heads; phase two
+does the private pages; partial results merge by log-sum-exp as they come (ChunkAttention 3.2, RelayAttention 3.3).
+Queries are rotated, never keys: row by row to `position - delta`, so that one read of a page serves sequences that
+use it at different positions. Rotating queries was published before, in LazyAttention (arXiv 2606.04302) and Hogwild!
+inference (arXiv 2504.06261), where shared keys are still read once per sequence.
 
-Scores are products of float32: keys of 16 bits are widened, tile by tile, because torch on CPU would round a
-product of bfloat16 to bfloat16, which costs ten times the error of the whole (measured; at scores of standard
-deviation 3). Probabilities are rounded to the values' type once, as every fused kernel does.
+Scores are products of float32: keys of 16 bits are widened, tile by tile, because torch on CPU would round a product
+of bfloat16 to bfloat16, which costs ten times the error of the whole (measured; at scores of standard deviation 3).
+Probabilities are rounded to the values' type once, as every fused kernel does.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ def attend_torch(
 ) -> tuple[Tensor, Tensor]:
     """See `mneme.kernels.attention.attend`.
 
-    Scratch beside the outputs in float32: TILE_SCORES scores and as many probabilities, one tile of keys and
-    values,
-    the rotated queries (of one block, when all are over 16 MiB), and in the plan 4 bytes per (row, key) pair
-    of tiles
+    Scratch beside the outputs in float32: TILE_SCORES scores and as many probabilities, one tile of keys and values,
+    the rotated queries (of one block, when all are over 16 MiB), and in the plan 4 bytes per (row, key) pair of tiles
     that causality or masks cut.
     """
     layout = layout_of(plan, slot_position, window, alibi_slopes is not None)
@@ -155,6 +152,8 @@ def _block_attention(queries: Tensor, pool: _Pool, block: Block) -> tuple[Tensor
 def _tile_attention(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
     """queries [Hkv * n, R * G, D] over one tile of keys: out [.., R * G, D], lse [.., R * G], float32."""
     keys, values = _select(pool.keys, 1, tile.slots), _select(pool.values, 1, tile.slots)
+    if tile.is_mixed and not (_is_finite(keys) and _is_finite(values)):
+        return _row_by_row(queries, pool, block, tile)
     if block.num_pieces > 1:
         by_piece = (len(queries), tile.num_keys, queries.shape[-1])
         keys, values = keys.reshape(by_piece), values.reshape(by_piece)
@@ -167,6 +166,34 @@ def _tile_attention(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> t
     # exp(max - lse) is the largest probability, so the row's lse needs no pass of its own over exponentials.
     lse = scores.amax(-1) - probabilities.amax(-1).log()
     return torch.bmm(probabilities.to(values.dtype), values).float(), lse
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.sum(dtype=torch.float32).isfinite())
+
+
+def _row_by_row(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Each row over the keys that it sees and no others.
+
+    Rows of several sequences go through a mixed tile, and one sequence may have broken numbers in tokens that the masks
+    of the others hide. A weight of 0 would not keep those out (0 x NaN is NaN).
+    """
+    assert tile.bias is not None  # a mixed tile hides something
+    slots = tile.slots
+    if isinstance(slots, slice):
+        slots = torch.arange(slots.start, slots.stop, device=queries.device)
+    parts = []
+    for row, (rows, bias) in enumerate(zip(torch.split(queries, pool.num_groups, 1), tile.bias[0, :, 0], strict=True)):
+        seen = torch.cat((bias.new_ones(tile.bias_start, dtype=torch.bool), bias == 0)).nonzero().flatten()
+        if not len(seen):
+            parts.append((torch.zeros_like(rows), rows.new_full(rows.shape[:2], UNSEEN_SCORE)))
+            continue
+        position = None if tile.key_position is None else tile.key_position[:, row : row + 1, :, seen]
+        effective = None if block.effective is None else block.effective[:, row : row + 1]
+        alone = Tile(slots[seen], len(seen), None, 0, position, is_mixed=False)
+        parts.append(_tile_attention(rows, pool, block._replace(effective=effective), alone))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
 def _add_bias(scores: Tensor, pool: _Pool, block: Block, tile: Tile) -> None:

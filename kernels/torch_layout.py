@@ -1,10 +1,10 @@
 """What the torch backend derives from a plan once per step and reads in every layer.
 
-A group of work becomes blocks of query rows, a block becomes tiles of keys. The visibility rule is applied
-here, on whole blocks: keys that no row of a block sees are left out, so that no free slot is ever read (its K
-and V may be NaN); tiles that all rows see completely carry no mask at all; a tile that causality cuts carries
-one for its cut columns. Query positions are *effective*: `position - delta`, the position in the frame in
-which the keys were rotated.
+A group of work becomes blocks of query rows, a block becomes tiles of keys. The visibility rule is applied here, on
+whole blocks: keys that no row of a block sees are left out, so that no free slot is ever read (its K and V may be
+NaN); tiles that all rows see completely carry no mask at all; a tile that causality cuts carries one for its cut
+columns. Query positions are *effective*: `position - delta`, the position in the frame in which the keys were
+rotated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from mneme.kernels.work import Group
 BoolArray = npt.NDArray[np.bool_]
 PositionArray = npt.NDArray[np.int32]
 
-# Scratch of one tile: at most this many float32 scores (times two, for the probabilities), unless one query
-# row over one tile of keys is more.
+# Scratch of one tile: at most this many float32 scores (times two, for the probabilities), unless one query row over
+# one tile of keys is more.
 TILE_SCORES = 1 << 20
 TILE_KEYS = 1024
-# Pieces are batched up to this many elements of gathered keys (and as many of values), unless one piece is
-# more.
+# Pieces are batched up to this many elements of gathered keys (and as many of values), unless one piece is more.
 TILE_KV = 1 << 20
-# Causality cuts a block of rows along its diagonal; what is computed above it is wasted, so blocks stay
-# short.
+# Causality cuts a block of rows along its diagonal; what is computed above it is wasted, so blocks stay short.
 BLOCK_ROWS = 64
 
 
@@ -45,6 +43,7 @@ class Tile(NamedTuple):
     bias: Tensor | None  # float32 [n, R, 1, L - bias_start]: 0 or UNSEEN_SCORE; None: all pairs are visible
     bias_start: int  # columns before this one are visible to every row
     key_position: Tensor | None  # float32 [n, 1 or R, 1, L]; for ALiBi only
+    is_mixed: bool  # some row's mask hides a key that another row's mask shows
 
 
 class Repeats(NamedTuple):
@@ -172,7 +171,8 @@ class _Builder:
             start = int(whole_columns.argmin())
             bias = self._float(np.where(visible[:, :, None, start:], np.float32(0), np.float32(UNSEEN_SCORE)))
         positions = self._float(key_position[:, :, None]) if self.with_alibi else None
-        return Tile(self._selector(slots.ravel()), slots.shape[1], bias, start, positions)
+        is_mixed = key_position.shape[1] > 1 and bool((key_position == FREE_SLOT_POSITION).any())
+        return Tile(self._selector(slots.ravel()), slots.shape[1], bias, start, positions, is_mixed)
 
     def _out_rows(self, rows: IntArray) -> tuple[slice | Tensor, Repeats | None]:
         if (rows[1:] > rows[:-1]).all():
@@ -223,9 +223,10 @@ def lay_out(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: b
 
 def layout_of(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: bool) -> Layout:
     """The layout for this state of `slot_position`, built by the first layer that asks for it."""
-    key = ("layout", id(slot_position), window, with_alibi)
+    key = ("layout", slot_position.data_ptr(), window, with_alibi)
+    # Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
     version = None if slot_position.is_inference() else slot_position._version
-    # The entry keeps `slot_position` alive, so that its id is not reused.
+    # The entry keeps `slot_position` alive, so that its address is not reused.
     entry = plan.prepared.get(key)
     if entry is None or entry[1] != version:
         entry = plan.prepared[key] = (

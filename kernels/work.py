@@ -1,9 +1,9 @@
 """From segments and query rows to work: which keys are read once for which query rows.
 
-A backend sees groups. A group is `n` equal-shaped pieces of work: each piece has the same number of query
-rows and (up to padding) of pages. Shared segments come first, one group each (phase one); private pages
-follow (phase two), those of short rows batched by size. A *turned row* is a query row with one delta: the
-same query, rotated to `position - delta`.
+A backend sees groups. A group is `n` equal-shaped pieces of work: each piece has the same number of query rows and
+(up to padding) of pages. Shared segments come first, one group each (phase one); private pages follow (phase two),
+those of short rows batched by size. A *turned row* is a query row with one delta: the same query, rotated to
+`position - delta`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ _SMALLEST_BUCKET_TOKENS = 128
 # A backend goes over the keys once for about this many rows of one group.
 _ROWS_PER_READING = 64
 # What a segment of its own costs in every layer (20 small operations, a merge), as elements of K that could be read
-# and multiplied instead. Measured on one CPU core with 8 query heads, 4 KV heads of 64: sharing breaks even at 250
-# to 450 saved tokens in float32 and 500 to 900 in bfloat16.
+# and multiplied instead. Measured on one CPU core with 8 query heads, 4 KV heads of 64: sharing breaks even at 250 to
+# 450 saved tokens in float32 and 500 to 900 in bfloat16.
 _BREAK_EVEN_ELEMENTS = 512 * 4 * 64
 
 
 class Group(NamedTuple):
     """`n` pieces of work of one shape.
 
-    A piece reads the pages `page_ids[i]` for the turned rows `turned[i]`. Row r of the piece sees offset o of
-    page p iff
-    bit o of `masks[i, mask_of_row[r], p]` is set and the visibility rule holds. Padding pages have mask 0.
+    A piece reads the pages `page_ids[i]` for the turned rows `turned[i]`. Row r of the piece sees offset o of page p
+    iff bit o of `masks[i, mask_of_row[r], p]` is set and the visibility rule holds. Padding pages have mask 0.
     """
 
     turned: IntArray  # [n, R] indices of turned rows

@@ -179,6 +179,23 @@ def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
     assert_close(attend_both_ways(scene, backend), attend_both_ways(untouched, backend))
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}])
+@pytest.mark.parametrize("share", ["always", "never"])
+def test_broken_numbers_of_one_sequence_do_not_reach_another(share: str, options: dict[str, Any]) -> None:
+    """Sequence 0 goes on in the shared page, sequence 1 masks that tail and goes on elsewhere."""
+    scene = scene_of(
+        [[PageRef(3), PageRef(4)], [PageRef(3), PageRef(4, 0, 0b0001), PageRef(5, 0, 0b1110)], [PageRef(4, 0, 0b1000)]],
+        [(0, 7), (1, 4), (1, 7), (2, 6)],
+        positions_of(p3=0, p4=4, p5=4),
+    )
+    scene.v_pages[:, 4, 2] = torch.inf
+    scene.k_pages[:, 4, 1] = torch.nan
+    out, lse = scene.attend(scene.plan(share=share), **options)
+    assert out[0].isnan().all()
+    wanted = scene.attend(scene.plan(), backend="reference", **options)
+    assert_close((out[1:], lse[1:]), (wanted[0][1:], wanted[1][1:]))
+
+
 def test_no_rows_and_no_sequences() -> None:
     scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
     for plan in (scene.plan(rows=QueryRows([], [])), scene.plan(tables=[], rows=QueryRows([], []))):

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.kernels import torch_backend, torch_layout, work
-from mneme.kernels.attention import PageTable, QueryRows
-from tests.kernels.cases import Scene, assert_close, scenes
+from mneme.kernels.attention import (
+    PageRef,
+    PageTable,
+    QueryRows,
+    RopeTable,
+    build_plan,
+    mark_written,
+    new_slot_position,
+)
+from tests.kernels.cases import Scene, assert_close, make_scene, scenes
 
 bounded = settings(deadline=None, max_examples=120)
 
@@ -47,6 +55,55 @@ def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) ->
         patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
         patch.setattr(work, "_SMALLEST_BUCKET_TOKENS", 1)
         assert_close(scene.attend(scene.plan(share=share)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_shared", "num_private", "num_rows"),
+    [(24, 8, 8, 1), (2, 40, 5, 80)],
+    ids=["decode", "prefill"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes_equal_the_reference(
+    num_sequences: int, num_shared: int, num_private: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    """More pieces, keys and rows than one tile holds, with the sizes as they are; 64 dimensions, pages of 32."""
+    first_private = num_shared * 32
+    length = first_private + num_private * 32 - 5
+    slot_position = new_slot_position((num_shared + num_sequences * num_private) * 32)
+    slot_position[:first_private] = torch.arange(first_private, dtype=torch.int32)
+    tables = []
+    for own in np.random.default_rng(1).permutation(num_sequences * num_private).reshape(num_sequences, -1):
+        pages = own + num_shared
+        slots = (torch.from_numpy(pages)[:, None] * 32 + torch.arange(32)).flatten()[: length - first_private]
+        mark_written(slot_position, slots, torch.arange(first_private, length))
+        tables.append([PageRef(int(page)) for page in (*range(num_shared), *pages)])
+    rows = QueryRows(
+        np.repeat(np.arange(num_sequences), num_rows), np.tile(np.arange(length - num_rows, length), num_sequences)
+    )
+    rope = RopeTable.from_theta(10_000.0, 64, 2048)
+    sizes: dict[str, Any] = {"page_size": 32, "head_dim": 64, "num_kv_heads": 4, "slot_position": slot_position}
+    scene = make_scene(np.random.default_rng(0), tables, rows, rope=rope, dtype=dtype, **sizes)
+    wanted = scene.attend(scene.plan(), backend="reference")
+    for share in ("always", "never"):
+        assert_close(scene.attend(scene.plan(share=share)), wanted)
+
+
+def test_tiles_stay_within_their_scratch() -> None:
+    """A long prefill, and decodes over long private contexts; causality leaves out what no row of a block sees."""
+    slot_position = torch.arange(64 * 256, dtype=torch.int32)
+    sizes: dict[str, Any] = {"page_size": 64, "num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    prefill = build_plan([PageTable.own(range(64))], QueryRows(np.zeros(1024, int), np.arange(3072, 4096)), **sizes)
+    tables = [PageTable.own(range(i * 64, (i + 1) * 64)) for i in range(4)]
+    decode = build_plan(tables, QueryRows(np.arange(4), np.full(4, 20_000)), **sizes)
+    for plan in (prefill, decode):
+        layout = torch_layout.lay_out(plan, slot_position, None, False)
+        for block in layout.blocks:
+            rows = block.turned.stop - block.turned.start if isinstance(block.turned, slice) else len(block.turned)
+            for tile in block.tiles:
+                assert rows * tile.num_keys * plan.num_q_heads <= torch_layout.TILE_SCORES
+                assert block.num_pieces * tile.num_keys * 4 * 64 <= torch_layout.TILE_KV
+    first = torch_layout.lay_out(prefill, slot_position, None, False).blocks[0]
+    assert sum(tile.num_keys for tile in first.tiles) == 3072 + torch_layout.BLOCK_ROWS
 
 
 @given(scene=scenes(), data=st.data())

@@ -51,8 +51,11 @@ def test_another_delta_within_the_run_splits_it() -> None:
 
 
 def test_masks_are_kept_for_each_sharer_and_page() -> None:
-    (segment,) = segments_of(pages(7, 8), [PageRef(7), PageRef(8, 0, 0b0011)]).segments
-    assert segment.masks.tolist() == [[15, 15], [15, 3]]
+    """Pages on whose masks the sharers agree are a segment of their own."""
+    differing, equal = segments_of(pages(7, 8, 9), [PageRef(7), PageRef(8, 0, 3), PageRef(9, 0, 5)]).segments
+    assert differing.page_ids.tolist() == [8, 9]
+    assert differing.masks.tolist() == [[15, 15], [3, 5]]
+    assert equal.page_ids.tolist() == [7]
 
 
 def test_pages_keep_the_order_of_the_table() -> None:
@@ -97,7 +100,11 @@ def test_segments_are_the_pages_with_equal_sharers(seed: int, masked: bool, cons
         assert all(sharers_by_page[page] == wanted for page in segment.page_ids.tolist())
         check_masks(refs, segment)
     if not constant_hash:  # collisions may split a segment, never join two
-        groups = {frozenset(sharers) for sharers in sharers_by_page.values() if len(sharers) > 1}
+        groups = {
+            (frozenset(sharers), len({int(mask) for mask in refs.mask[refs.page_id == page]}) == 1)
+            for page, sharers in sharers_by_page.items()
+            if len(sharers) > 1
+        }
         assert len(found.segments) == len(groups)
 
 
