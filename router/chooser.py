@@ -91,8 +91,17 @@ class ReplicaChooser:
         exclude: Collection[str] = (),
     ) -> Reservation | None:
         """Choose the cheapest replica and reserve it; None when there is no candidate."""
-        ranked = self.ranked(token_ids, salt=salt, session_id=session_id, exclude=exclude)
-        return self._reserve(ranked[0], token_ids, salt, num_choices) if ranked else None
+        hashes = self._hashes(token_ids, salt)
+        ranked = self._rank(len(token_ids), hashes, session_id, exclude)
+        if not ranked:
+            return None
+        chosen = ranked[0]
+        load = self._loads[chosen.replica_id]
+        uncached = max(len(token_ids) - chosen.matched_tokens, 0)
+        load.running += num_choices
+        load.queued_tokens += uncached
+        self._index.record(hashes, chosen.replica_id)
+        return Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
 
     def ranked(
         self,
@@ -103,22 +112,26 @@ class ReplicaChooser:
         exclude: Collection[str] = (),
     ) -> list[Candidate]:
         """Every candidate, cheapest first, without reserving."""
-        replica_ids = [r for r in self._loads if r not in exclude]
-        if not replica_ids:
-            return []
-        key = f"s{session_id}" if session_id else f"r{next(self._unique)}"
-        request = RoutedRequest(prompt_tokens=len(token_ids), affinity_key=key, has_session=session_id is not None)
-        candidates = self._candidates(replica_ids, token_ids, salt, key)
-        assert self.score is not None
-        return rank(candidates, request, self.score, self.config)
+        return self._rank(len(token_ids), self._hashes(token_ids, salt), session_id, exclude)
 
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
         if replica_id in self._loads:
             self._index.record(self._hashes(token_ids, salt), replica_id)
 
-    def _candidates(self, replica_ids: list[str], token_ids: Sequence[int], salt: str, key: str) -> list[Candidate]:
-        matched = self._index.matched_blocks(self._hashes(token_ids, salt))
+    def _rank(
+        self, num_tokens: int, hashes: Sequence[int], session_id: str | None, exclude: Collection[str]
+    ) -> list[Candidate]:
+        replica_ids = [r for r in self._loads if r not in exclude]
+        if not replica_ids:
+            return []
+        key = f"s{session_id}" if session_id else f"r{next(self._unique)}"
+        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_session=session_id is not None)
+        assert self.score is not None
+        return rank(self._candidates(replica_ids, hashes, key), request, self.score, self.config)
+
+    def _candidates(self, replica_ids: Sequence[str], hashes: Sequence[int], key: str) -> list[Candidate]:
+        matched = self._index.matched_blocks(hashes)
         home = rendezvous_order(key, replica_ids)[0]
         return [
             Candidate(
@@ -130,14 +143,6 @@ class ReplicaChooser:
             )
             for r in replica_ids
         ]
-
-    def _reserve(self, chosen: Candidate, token_ids: Sequence[int], salt: str, num_choices: int) -> Reservation:
-        load = self._loads[chosen.replica_id]
-        uncached = max(len(token_ids) - chosen.matched_tokens, 0)
-        load.running += num_choices
-        load.queued_tokens += uncached
-        self.record(token_ids, chosen.replica_id, salt=salt)
-        return Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
 
     def _hashes(self, token_ids: Sequence[int], salt: str) -> list[int]:
         return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)
