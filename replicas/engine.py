@@ -74,6 +74,11 @@ class Engine:
         return self.scheduler.has_work or bool(self._outbox)
 
     @property
+    def is_full(self) -> bool:
+        """Whether `submit` would answer `Overloaded`."""
+        return len(self.scheduler.waiting) + self.sessions.num_queued >= self._max_waiting
+
+    @property
     def running_ids(self) -> dict[str, int]:
         """Output tokens so far, by request id, of every request that has begun."""
         return {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
@@ -83,7 +88,7 @@ class Engine:
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
         """
-        if len(self.scheduler.waiting) + self.sessions.num_queued >= self._max_waiting:
+        if self.is_full:
             raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
         if request.request_id in self._sequence_by_id:
             raise InvalidRequest("request_id", request.request_id, "is already running")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +94,7 @@ class LLM:
 
         Without `sampling_params` an answer has at most 16 tokens.
 
-        Raises `InvalidRequest` before anything runs; a request that fails later raises `MnemeError`.
+        Raises `InvalidRequest` or another `MnemeError`; nothing of the call runs on then.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
@@ -149,11 +150,11 @@ class LLM:
 
     def _run(self, jobs: list[_Job]) -> None:
         job_by_id = {request.request_id: job for job in jobs for request in job.requests}
+        unsent = deque(request for job in jobs for request in job.requests)
         try:
-            for job in jobs:
-                for request in job.requests:
-                    self._engine.submit(request)
-            while self._engine.has_work:
+            while unsent or self._engine.has_work:
+                while unsent and not self._engine.is_full:
+                    self._engine.submit(unsent.popleft())
                 for event in self._engine.step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)

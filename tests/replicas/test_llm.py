@@ -98,6 +98,12 @@ def test_a_second_turn_hits_to_the_token(llm: LLM) -> None:
     assert second.metrics.cached_tokens >= known - 1
 
 
+def test_more_prompts_than_the_queue_holds() -> None:
+    llm = LLM(config={"max_waiting": 4, "max_running": 2, "dtype": "float32"})
+    outputs = llm.generate([f"Prompt {index}" for index in range(30)], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [2] * 30
+
+
 def test_a_conversation_in_one_batch_queues(llm: LLM) -> None:
     outputs = llm.generate(["One two", "One two three"], GREEDY, session_ids=["q", "q"])
     assert [len(out.outputs[0].token_ids) for out in outputs] == [24, 24]
