@@ -17,6 +17,7 @@ import tokenizers
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.chat_template import MAX_RENDER_S, ChatTemplate
 
+_GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _NORMALIZER_SHRINKAGE = 4  # NFC and its like may make a text this many times shorter before it is tokenized
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies write a single byte
 
@@ -144,10 +145,14 @@ def _state_of(decoder: Any) -> bytes:
 
 
 def _load_with_transformers(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer  # slow to import, and only needed to load
-
+    # Imported here: slow, and only needed to load. AutoTokenizer would also bring torch's compiler along, so a
+    # checkpoint that itself names the generic class, which is what AutoTokenizer would choose, gets it directly.
+    if _read_json(model_dir / "tokenizer_config.json").get("tokenizer_class") in _GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast as Loader
+    else:
+        from transformers import AutoTokenizer as Loader
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        return Loader.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged or hostile file makes it raise
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{model_dir}: the tokenizer cannot be loaded: {reason[:200]}") from error
