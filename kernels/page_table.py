@@ -85,7 +85,7 @@ class PageTable:
 
     def with_masks(self, masks: npt.ArrayLike) -> PageTable:
         """The same pages under other masks."""
-        return PageTable(self.page_ids, self.deltas, np.asarray(masks, np.int64))
+        return PageTable(self.page_ids, self.deltas, signed_integers("masks", masks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +109,14 @@ class QueryRows:
         if sequence.size and not (sequence.dtype.kind in "iu" and position.dtype.kind in "iu"):
             raise ValueError(f"rows: must be integers (got {sequence.dtype}, {position.dtype})")
         return sequence.astype(np.int64), position.astype(np.int64)
+
+
+def signed_integers(name: str, values: npt.ArrayLike) -> IntArray:
+    """int64 from integers of any kind; unsigned 64-bit masks keep their bits, anything else is refused."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":  # signed and unsigned 64-bit values in one list become floats
+        raise ValueError(f"{name}: must be integers of one kind (got {array.dtype})")
+    return array.astype(np.int64)
 
 
 class References(NamedTuple):
@@ -147,7 +155,9 @@ def references_of(page_tables: Sequence[PageTable], page_size: int) -> Reference
 
 def check_references(refs: References) -> None:
     """Refuse page ids and deltas out of range."""
-    if refs.page_id.size and refs.page_id.min() < 0:
-        raise ValueError(f"page_tables: page ids must not be negative (got {refs.page_id.min()})")
+    if refs.page_id.size and not 0 <= refs.page_id.min() <= refs.page_id.max() < 2**31:
+        raise ValueError(
+            f"page_tables: page ids must be in [0, 2**31) (got {refs.page_id.min()}..{refs.page_id.max()})"
+        )
     if refs.delta.size and max(refs.delta.max(), -refs.delta.min()) >= MAX_ABS_POSITION:
         raise ValueError(f"page_tables: deltas must lie within +-{MAX_ABS_POSITION}")

@@ -26,6 +26,7 @@ from mneme.kernels.page_table import (
     check_references,
     full_mask,
     references_of,
+    signed_integers,
 )
 from mneme.kernels.segments import PRIVATE, Segments, find_segments, unite_repeats
 from mneme.kernels.work import Share, Work, arrange
@@ -85,17 +86,17 @@ class Plan:
     ) -> Plan:
         """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they
         are."""
-        sequences, page_ids, deltas, masks = (
-            np.atleast_1d(array).astype(np.int64) for array in np.broadcast_arrays(sequence, page_id, delta, mask)
-        )
+        names = ("sequence", "page_id", "delta", "mask")
+        values = map(signed_integers, names, (sequence, page_id, delta, mask))
+        sequences, page_ids, deltas, masks = np.broadcast_arrays(*(np.atleast_1d(value) for value in values))
         if sequences.size and not 0 <= sequences.min() <= sequences.max() < len(self.page_tables):
             raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequences.tolist()})")
+        added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
+        check_references(added)
         tables = list(self.page_tables)
         for index in np.unique(sequences):
             own = sequences == index
             tables[index] = tables[index].append(page_ids[own], deltas[own], masks[own])
-        added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
-        check_references(added)
         is_new = len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
         if not is_new:
             return self._rebuilt(tables, self.sequence, self.position)
@@ -122,7 +123,7 @@ class Plan:
         index = len(self.page_tables) if at is None else at
         if not 0 <= index <= len(self.page_tables):
             raise ValueError(f"at: must be in [0, {len(self.page_tables)}] (got {at})")
-        new = np.atleast_1d(np.asarray(positions, np.int64))
+        new = np.atleast_1d(signed_integers("positions", positions))
         tables = [*self.page_tables[:index], PageTable.from_refs(page_table), *self.page_tables[index:]]
         later = np.flatnonzero(self.sequence == index)
         row = int(later[0]) if len(later) else len(self.sequence)

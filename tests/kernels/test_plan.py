@@ -124,8 +124,12 @@ def test_edits_out_of_range_are_refused() -> None:
         plan.append_page(2, 12)
     with pytest.raises(ValueError, match=r"^page_tables: "):
         plan.append_page(0, -1)
+    with pytest.raises(ValueError, match=r"^page_tables: "):
+        plan.append_page(0, 2**31)
     with pytest.raises(ValueError, match="twice"):
         plan.append_page(0, 10)
+    with pytest.raises(ValueError, match=r"^mask: "):
+        plan.append_page([0, 1], [12, 13], mask=[-1, 2**63])
     with pytest.raises(ValueError, match=r"^at: "):
         plan.join([], [], at=3)
     with pytest.raises(ValueError, match=r"^rows: "):
@@ -134,3 +138,5 @@ def test_edits_out_of_range_are_refused() -> None:
         plan.restrict([0], {2: [1]})
     with pytest.raises(ValueError, match=r"^masks: "):
         plan.restrict([0], {0: [1]})
+    with pytest.raises(ValueError, match=r"^masks: "):
+        plan.restrict([0], {0: [-1, 2**63, 0]})
