@@ -59,6 +59,7 @@ def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica that reserves no GPU may still use one
+        **_quiet_knobs(),
         **_serve_knobs(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "a.sock"),
@@ -76,6 +77,18 @@ def apply(variables: Mapping[str, str]) -> None:
     """Set the variables in this process; they are inherited by all that it starts."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(variables)
+
+
+def _quiet_knobs() -> dict[str, str]:
+    """Ray's periodic work, which an idle cluster pays for; nothing here reads its metrics or task events."""
+    return {
+        "RAY_enable_metrics_collection": "0",
+        "RAY_task_events_report_interval_ms": "0",
+        "RAY_event_stats": "0",
+        "RAY_raylet_report_resources_period_milliseconds": "1000",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
+    }
 
 
 def _serve_knobs() -> dict[str, str]:

@@ -89,10 +89,10 @@ class LocalCluster:
     def _start_ray(self, directory: Path) -> None:
         import ray
 
-        from mneme.cluster.ray_private import loopback_only
+        from mneme.cluster.ray_private import single_node
 
         try:
-            with loopback_only():
+            with single_node():
                 ray.init(
                     address="local",
                     num_cpus=1,  # the deployments reserve none; Ray starts one idle worker per CPU
