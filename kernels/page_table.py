@@ -134,8 +134,7 @@ def full_mask(page_size: int) -> int:
 
 
 def references_of(page_tables: Sequence[PageTable], page_size: int) -> References:
-    """Concatenate tables; references that show nothing are left out, a (slot, delta) shown twice is
-    refused."""
+    """Concatenate tables; references that show nothing are left out, a (slot, delta) shown twice is refused."""
     if not page_tables:
         empty = np.zeros(0, np.int64)
         return References(empty, empty, empty, empty)

@@ -84,8 +84,7 @@ class Plan:
         delta: npt.ArrayLike = 0,
         mask: npt.ArrayLike = ALL_VISIBLE,
     ) -> Plan:
-        """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they
-        are."""
+        """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they are."""
         names = ("sequence", "page_id", "delta", "mask")
         values = map(signed_integers, names, (sequence, page_id, delta, mask))
         sequences, page_ids, deltas, masks = np.broadcast_arrays(*(np.atleast_1d(value) for value in values))

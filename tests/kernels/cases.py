@@ -89,8 +89,7 @@ def assert_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> N
 def random_tables(
     rng: np.random.Generator, page_size: int, num_sequences: int, *, num_documents: int, masked: bool
 ) -> list[list[PageRef]]:
-    """Cut prefixes, documents at several deltas (also twice in one table), pages of their own; masks if
-    asked."""
+    """Cut prefixes, documents at several deltas (also twice in one table), pages of their own; masks if asked."""
     prefix = list(range(1, 1 + int(rng.integers(0, 5))))
     documents = [[6 + 2 * i, 7 + 2 * i][: int(rng.integers(1, 3))] for i in range(num_documents)]
     free_page = 6 + 2 * num_documents
@@ -118,8 +117,7 @@ def _mask(rng: np.random.Generator, page_size: int) -> int:
 
 
 def fill_pool(rng: np.random.Generator, slot_position: Tensor, page_size: int) -> None:
-    """Pages of tokens that follow each other from any position; some pages are partly filled, some with
-    holes."""
+    """Pages of tokens that follow each other from any position; some pages are partly filled, some with holes."""
     for page in range(NUM_PAGES):
         filled = int(rng.choice([page_size, page_size, rng.integers(page_size + 1)]))
         start = page * page_size
