@@ -13,8 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mneme.kernels.attention import Plan, QueryRows, build_plan
-from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray, PageTable
+from mneme.kernels.attention import (
+    PageTable,
+    Plan,
+    QueryRows,
+    build_plan,
+    mark_free,
+    mark_written,
+    new_slot_position,
+)
+from mneme.kernels.page_table import IntArray
 from mneme.replicas.forest import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.sequence import Chunk
@@ -50,18 +58,14 @@ class Runner:
         self.pool = KvPool(
             k_pages=_zeros(shape, decoder.dtype, decoder.device),
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
-            slot_position=torch.full(
-                (total * page_size,), FREE_SLOT_POSITION, dtype=torch.int32, device=decoder.device
-            ),
+            slot_position=new_slot_position(total * page_size, decoder.device),
         )
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
     def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
-        if fresh_pages:
-            pages = torch.tensor(fresh_pages, device=self._decoder.device)
-            self.pool.slot_position.view(-1, self.page_size)[pages] = FREE_SLOT_POSITION
+        self._hide(fresh_pages)
         if not chunks:
             return None
         ordered = self._in_plan_order(chunks)
@@ -75,7 +79,8 @@ class Runner:
             sampled_rows=self._tensor(_sampled_rows(chunks, ordered)),
             plan=self._step_plan(ordered, positions),
         )
-        self._mark_written(slots, positions)
+        written = slots != _SPARE_SLOT
+        mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
         self.num_shared_segments += len(inputs.plan.work.shared)
         return inputs
 
@@ -84,6 +89,11 @@ class Runner:
         if inputs is None:
             return torch.empty(0, self.vocab_size)
         return self._decoder.forward(inputs, self.pool)
+
+    def _hide(self, page_ids: list[int]) -> None:
+        """Nothing of what the pages held may be seen by their next owner."""
+        slots = np.array(page_ids, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
+        mark_free(self.pool.slot_position, self._tensor(slots.ravel()))
 
     def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
         """The kept plan's order if it holds the same sequences, else depth-first through the forest."""
@@ -133,10 +143,6 @@ class Runner:
             return np.full(chunk.num_rows, _SPARE_SLOT)
         firsts = [page_id * self.page_size + offset for page_id, offset, _ in chunk.runs]
         return np.concatenate([np.arange(f, f + run[2]) for f, run in zip(firsts, chunk.runs, strict=True)])
-
-    def _mark_written(self, slots: IntArray, positions: IntArray) -> None:
-        written = slots != _SPARE_SLOT
-        self.pool.slot_position[self._tensor(slots[written])] = self._tensor(positions[written].astype(np.int32))
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
