@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, RequestTimeout
+from mneme.errors import InvalidRequest, MnemeError, RequestTimeout, TryAgainLater
 
 _TRANSIENT = {408, 429}  # 4xx that may go well when tried again
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -26,7 +26,7 @@ def error_object(error: MnemeError) -> dict[str, Any]:
 def error_response(error: MnemeError) -> Response:
     """The answer to a request that failed before its first byte was sent."""
     headers = {}
-    if isinstance(error, Overloaded | ReplicaUnavailable):
+    if isinstance(error, TryAgainLater):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # the rest of the body may never come

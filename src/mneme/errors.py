@@ -7,8 +7,9 @@
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
     |- Unauthorized                401
-    |- Overloaded                  429  queues are full; carries retry_after_s
-    |- ReplicaUnavailable          503  no replica can answer; carries retry_after_s
+    |- TryAgainLater                    carries retry_after_s
+    |  |- Overloaded               429  queues are full
+    |  `- ReplicaUnavailable       503  no replica can answer
     |- ConfigError                 exit status 2: an option is unknown or out of range
     `- CheckpointError             exit status 2: a checkpoint is missing, damaged, hostile or unsupported
 
@@ -91,28 +92,27 @@ class Unauthorized(MnemeError):
     code = "invalid_api_key"
 
 
-class Overloaded(MnemeError):
-    """A queue is full; the client may try again after `retry_after_s`."""
+class TryAgainLater(MnemeError):
+    """It may work after `retry_after_s`; the root of what is not the request's fault."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(TryAgainLater):
+    """A queue is full."""
 
     http_status = 429
     type = "rate_limit_error"
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
-
-class ReplicaUnavailable(MnemeError):
-    """No replica can answer now; the client may try again after `retry_after_s`."""
+class ReplicaUnavailable(TryAgainLater):
+    """No replica can answer now."""
 
     http_status = 503
-    type = "server_error"
     code = "replica_unavailable"
-
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class ConfigError(MnemeError):
