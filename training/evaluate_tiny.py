@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from tiny_checks import chat_accuracy, coreference_accuracy, document_nats
+from tiny_checks import chat_accuracy, coreference_accuracy, document_nats, unigram_perplexity
 from tiny_coreference import Case, Fact, px_cases
 from tiny_corpus import Document, collect
 from tiny_export import load
@@ -74,13 +74,17 @@ def text(
     """Perplexity per token and bits per byte of held-out documents, by source and window."""
     figures = {}
     for source in sorted({document.source for document in documents}):
-        texts = [document.text for document in documents if document.source == source and document.held_out]
+        own = [document for document in documents if document.source == source]
+        texts = [document.text for document in own if document.held_out]
+        known = [document.text for document in own if not document.held_out]
+        guess = unigram_perplexity(tokenizer, known, texts)
         for window in WINDOWS:
             nats, num_tokens, num_bytes = document_nats(model, tokenizer, texts, window=window, max_tokens=max_tokens)
             figures[f"{source}/{window}"] = {
                 "perplexity": math.exp(nats / num_tokens),
                 "bits_per_byte": nats / math.log(2) / num_bytes,
                 "num_tokens": num_tokens,
+                "guess_by_frequency": guess,
             }
             print(source, window, figures[f"{source}/{window}"], file=sys.stderr, flush=True)
     return figures
@@ -131,6 +135,7 @@ def evaluate(folder: Path, work: Path, *, quick: bool) -> dict[str, object]:
     started = time.monotonic()
     model, tokenizer = load(folder)
     documents = collect(work, manual=not quick)
+    num_chats = 5 if quick else 60
     figures = coreference(model, tokenizer, 64 if quick else 400)
     return {
         "benchmark": "mneme-tiny quality",
@@ -141,9 +146,10 @@ def evaluate(folder: Path, work: Path, *, quick: bool) -> dict[str, object]:
         "load_average": os.getloadavg()[0],
         "bound": "matrix products of the CPU, one sequence at a time, float32",
         "coreference": figures,
-        "text": text(model, tokenizer, documents, 4_000 if quick else 60_000),
+        "text": text(model, tokenizer, documents, 4_000 if quick else 40_000),
         "perplexity_by_position": late_perplexity(model, tokenizer, documents, 2 if quick else 24),
-        "chat": chat_accuracy(model, tokenizer, seed=SEED, num_chats=5 if quick else 100),
+        "num_chats": num_chats,
+        "chat": chat_accuracy(model, tokenizer, seed=SEED, num_chats=num_chats),
         "wall_s": round(time.monotonic() - started, 1),
         "checks": checks_of(figures),
     }

@@ -157,18 +157,12 @@ def question_pieces(rng: random.Random, case: Case) -> list[tuple[str, float]]:
     explicit = case.of_kind("explicit")
     pool = rng.sample(pronoun, min(6, len(pronoun))) + rng.sample(explicit, min(2, len(explicit)))
     rng.shuffle(pool)
-    write = rng.choices([_statement, _reversed, _question], [0.35, 0.35, 0.3])[0]
+    write = rng.choice([_statement, _question])
     return [piece for fact in pool[: 4 if write is _question else 8] for piece in write(fact)]
 
 
 def _statement(fact: Fact) -> list[tuple[str, float]]:
     return [("\nSo", 0.0), (f" {fact.name} {fact.verb}", 0.0), (fact.answer, VALUE_WEIGHT), (".", 0.0)]
-
-
-def _reversed(fact: Fact) -> list[tuple[str, float]]:
-    """From value to name: one look-up less than the other way round, so it is learned first."""
-    asked = [("\nWho", 0.0), (f" {fact.verb}", 0.0), (fact.answer, 0.0), ("?", 0.0)]
-    return [*asked, (f" {fact.name}", VALUE_WEIGHT), (".", 0.0)]
 
 
 def _question(fact: Fact) -> list[tuple[str, float]]:

@@ -1,6 +1,7 @@
 """Measures of a tiny model: the coreference task under two ways of encoding, document loss, chat answers."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -87,12 +88,31 @@ def answer_of(model: TinyLlama, tokenizer: Tokenizer, messages: list[Message], *
     return tokenizer.decode(ids[start:], skip_special_tokens=False)
 
 
-def chat_accuracy(model: TinyLlama, tokenizer: Tokenizer, *, seed: int, num_chats: int) -> dict[str, float]:
-    """Share of conversations by skill whose last answer is exact, <|im_end|> included."""
-    accuracy_by_skill = {}
+def chat_accuracy(model: TinyLlama, tokenizer: Tokenizer, *, seed: int, num_chats: int) -> dict[str, dict[str, float]]:
+    """By skill: share of conversations whose last answer is exact, <|im_end|> included, and of the best guess.
+
+    The guess is the most frequent answer of the same conversations, given to all of them.
+    """
+    figures_by_skill = {}
     for skill, make in SKILLS.items():
         rng = random.Random(f"{seed}/{skill}")
         chats = [messages_of(make(rng)) for _ in range(num_chats)]
-        hits = [answer_of(model, tokenizer, chat[:-1]) == chat[-1]["content"] + IM_END for chat in chats]
-        accuracy_by_skill[skill] = sum(hits) / num_chats
-    return accuracy_by_skill
+        wanted = [chat[-1]["content"] for chat in chats]
+        hits = [
+            answer_of(model, tokenizer, chat[:-1]) == answer + IM_END
+            for chat, answer in zip(chats, wanted, strict=True)
+        ]
+        figures_by_skill[skill] = {
+            "exact": sum(hits) / num_chats,
+            "guess": Counter(wanted).most_common(1)[0][1] / num_chats,
+        }
+    return figures_by_skill
+
+
+def unigram_perplexity(tokenizer: Tokenizer, known: Iterable[str], asked: Iterable[str]) -> float:
+    """Of a reader who knows how often each token occurs in `known`, and nothing else (add-one smoothing)."""
+    counts = torch.ones(tokenizer.get_vocab_size(), dtype=torch.float64)
+    for text in known:
+        counts += torch.bincount(torch.tensor(encode_ids(tokenizer, text)), minlength=len(counts))
+    ids = torch.tensor([token for text in asked for token in encode_ids(tokenizer, text)])
+    return (-(counts / counts.sum()).log()[ids].mean()).exp().item()
