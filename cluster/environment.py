@@ -48,7 +48,7 @@ def check_port(config: ClusterConfig) -> None:
 
 def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
     """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
-    stats_port, metrics_port = _free_ports(2)
+    stats_port, metrics_port, fallback_port, fallback_grpc_port = _free_ports(4)
     first_port = _free_port_block()
     return {
         MARKER_VARIABLE: marker,
@@ -68,6 +68,8 @@ def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),  # HAProxy binds these two on all interfaces
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + _PORTS_PER_CLUSTER),
     }
@@ -85,7 +87,12 @@ def _quiet_knobs() -> dict[str, str]:
         "RAY_enable_metrics_collection": "0",
         "RAY_task_events_report_interval_ms": "0",
         "RAY_event_stats": "0",
+        "RAY_event_stats_print_interval_ms": "0",
+        "RAY_debug_dump_period_milliseconds": "0",
+        "RAY_metrics_report_interval_ms": "60000",
         "RAY_raylet_report_resources_period_milliseconds": "1000",
+        "RAY_raylet_check_gc_period_milliseconds": "1000",
+        "RAY_memory_monitor_refresh_ms": "1000",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
     }
