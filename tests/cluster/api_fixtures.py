@@ -22,6 +22,7 @@ from tests.replicas.tiny_tokenizer import tiny_tokenizer
 MODEL = ServedModel(id="tiny", max_context=1024, created=1_700_000_000)
 TOKENIZER = tiny_tokenizer()
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the fox"}]}
+RENDERED = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"  # CHAT through the template
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "the fox", "max_tokens": 100}
 
 
@@ -31,6 +32,28 @@ async def api_client(engine: FakeEngineClient, **config: Any) -> AsyncIterator[h
     app = build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
         yield client
+
+
+def post(
+    path: str, body: Any, *, engine: FakeEngineClient | None = None, headers: Any = None, **config: Any
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with api_client(engine or FakeEngineClient(TOKENIZER), **config) as client:
+            return await client.post(path, json=body, headers=headers)
+
+    return asyncio.run(run())
+
+
+def get(path: str, *, engine: FakeEngineClient | None = None, headers: Any = None, **config: Any) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with api_client(engine or FakeEngineClient(TOKENIZER), **config) as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(run())
+
+
+def chat(**changes: Any) -> httpx.Response:
+    return post("/v1/chat/completions", {**CHAT, **changes})
 
 
 @dataclass

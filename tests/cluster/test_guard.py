@@ -1,0 +1,143 @@
+"""Keys, tenants, failures, ids, logs, and the bounds on what one request may hold."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from tests.cluster.api_fixtures import CHAT, TOKENIZER, api_client, chat, get, post
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.replicas.tiny_tokenizer import tiny_tokenizer
+
+KEYS = {"api_keys": ("secret-a", "secret-b")}
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer ", "Basic secret-a", "secret-a"])
+def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
+    headers = {"Authorization": authorization} if authorization else {}
+    response = post("/v1/chat/completions", "not even an object", headers=headers, **KEYS)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert get("/health", headers=headers, **KEYS).status_code == 200
+
+
+def test_tenants_are_apart() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    for key in ("secret-a", "secret-b"):
+        for salt in (None, "x"):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {**CHAT, "session_id": "s", "cache_salt": salt}
+            assert post("/v1/chat/completions", body, engine=engine, headers=headers, **KEYS).status_code == 200
+    assert len({request.salt for request in engine.requests}) == 4
+    assert len({request.session_id for request in engine.requests}) == 2
+    assert not any("secret" in f"{request.salt}{request.session_id}" for request in engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "headers"),
+    [
+        (Overloaded("queues are full", retry_after_s=1.2), 429, {"retry-after": "2"}),
+        (ReplicaUnavailable("no replica"), 503, {"retry-after": "1"}),
+        (InvalidRequest("max_tokens", 9, "too many"), 400, {"x-should-retry": "false"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_at_admission_have_their_status(refusal: Any, status: int, headers: Any, stream: bool) -> None:
+    engine = FakeEngineClient(TOKENIZER, refusal=refusal)
+    response = post("/v1/chat/completions", {**CHAT, "stream": stream}, engine=engine)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert headers.items() <= dict(response.headers).items()
+
+
+def test_a_failing_engine_is_a_server_error() -> None:
+    response = post("/v1/chat/completions", CHAT, engine=FakeEngineClient(TOKENIZER, fail_after=3))
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the engine failed on purpose"
+    response = post("/v1/chat/completions", CHAT, engine=FakeEngineClient(TOKENIZER, end_after=3))
+    assert response.status_code == 503
+
+
+def test_an_unexpected_exception_is_a_server_error_without_details(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngineClient):
+        async def stats(self) -> Any:
+            raise ZeroDivisionError("a secret")
+
+    response = get("/metrics", engine=Broken(TOKENIZER))
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "internal error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_every_answer_has_a_request_id() -> None:
+    responses = [chat(), chat(n=0), get("/nowhere"), get("/health")]
+    assert len({response.headers["x-request-id"] for response in responses}) == 4
+
+
+def test_the_id_that_a_proxy_gave_is_left_to_the_proxy() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    for _ in range(2):
+        response = post("/v1/chat/completions", CHAT, engine=engine, headers={"X-Request-ID": "twice"})
+        assert "x-request-id" not in response.headers
+    assert len({request.request_id for request in engine.requests}) == 2
+
+
+def test_long_headers_are_refused_before_the_body_is_read() -> None:
+    response = post("/v1/chat/completions", CHAT, headers={"X-Padding": "x" * 40_000})
+    assert (response.status_code, response.json()["error"]["param"]) == (413, "headers")
+
+
+def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "mneme")
+    chat(messages=[{"role": "user", "content": "xyzzy"}])
+    chat(messages=[{"role": "user", "content": "xyzzy"}], n=0)
+    chat(messages=[{"role": "user", "content": ["xyzzy"]}])
+    assert "xyzzy" not in caplog.text
+
+
+def test_a_template_that_never_ends_is_one_refused_request() -> None:
+    template = (
+        "{% if messages[0].content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    tokenizer = tiny_tokenizer(template, max_render_s=0.5)
+
+    async def run() -> list[httpx.Response]:
+        async with api_client(FakeEngineClient(tokenizer)) as client:
+            bodies = [{**CHAT, "messages": [{"role": "user", "content": c}]} for c in ("hang", "a", "hang", "b")]
+            calls = [client.post("/v1/chat/completions", json=body) for body in bodies]
+            return await asyncio.gather(*calls)
+
+    responses = asyncio.run(run())
+    tokenizer.close()
+    assert [response.status_code for response in responses] == [400, 200, 400, 200]
+    assert responses[0].json()["error"]["param"] == "messages"
+
+
+def test_bodies_that_are_being_read_share_a_budget() -> None:
+    async def run() -> list[int]:
+        release = asyncio.Event()
+
+        async def slow() -> Any:
+            yield b" " * 900
+            await release.wait()
+            yield b"{}"
+
+        async with api_client(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+            headers = {"content-type": "application/json"}
+            first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
+            statuses = []
+            while 429 not in statuses:  # until the slow body has begun to arrive
+                await asyncio.sleep(0)
+                statuses.append((await client.post("/tokenize", json={"prompt": "x" * 500})).status_code)
+            release.set()
+            await first
+            statuses.append((await client.post("/tokenize", json={"prompt": "x" * 500})).status_code)
+            return statuses
+
+    statuses = asyncio.run(run())
+    assert statuses[-2:] == [429, 200]
