@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,22 @@ def test_other_conversations_go_on_while_one_never_ends() -> None:
     assert "did not end" in str(errors[0])
     assert tokenizer.render_chat([{"role": "user", "content": "c"}]) == "c"
     tokenizer.close()
+
+
+def test_close_ends_every_worker() -> None:
+    tokenizer = tiny_tokenizer()
+    with ThreadPoolExecutor(2) as threads:
+        while _num_workers(tokenizer) < 2:
+            list(threads.map(tokenizer.render_chat, [CHAT] * 8))
+    tokenizer.close()
+    assert _num_workers(tokenizer) == 0
+    assert tokenizer.render_chat(CHAT).endswith("assistant\n")
+    tokenizer.close()
+
+
+def _num_workers(tokenizer: Tokenizer) -> int:
+    assert tokenizer._chat_template is not None
+    return sum(worker is not None for worker in tokenizer._chat_template._workers.queue)
 
 
 def test_a_model_without_a_template_refuses_chats() -> None:
