@@ -41,11 +41,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt's text; raises `InvalidRequest` if the template refuses, fails, or breaks a bound."""
-        request = {**self._variables, **variables, "messages": list(messages)}
+        question = _question({**self._variables, **variables, "messages": list(messages)}, len(messages))
         worker = self._take_worker()
         try:
             worker = worker or _Worker(self._source)
-            answer = worker.ask(request, time.monotonic() + self._max_render_s)
+            answer = worker.ask(question, time.monotonic() + self._max_render_s)
         except (OSError, EOFError) as error:
             rule = f"the chat template {_reason(error, self._max_render_s)}"
             raise InvalidRequest("messages", f"{len(messages)} messages", rule) from error
@@ -77,17 +77,16 @@ class _Worker:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
         self.sound = False  # true between an answer and the next question
         try:
-            self.ask({"template": source}, time.monotonic() + _START_S)
+            self.ask(json.dumps({"template": source}).encode(), time.monotonic() + _START_S)
         except (OSError, EOFError) as error:
             self.close()
             raise MnemeError("the process for chat templates did not start") from error
 
-    def ask(self, question: Mapping[str, Any], deadline: float) -> dict[str, str]:
+    def ask(self, question: bytes, deadline: float) -> dict[str, str]:
         """Raises `TimeoutError` at the deadline, `EOFError` or another `OSError` if the process has ended."""
         self.sound = False
-        payload = json.dumps(question).encode()
         self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-        self._socket.sendall(struct.pack(">I", len(payload)) + payload)
+        self._socket.sendall(struct.pack(">I", len(question)) + question)
         size = struct.unpack(">I", self._receive(4, deadline))[0]
         answer: dict[str, str] = json.loads(self._receive(size, deadline))
         self.sound = True
@@ -107,6 +106,13 @@ class _Worker:
                 raise EOFError
             received += part
         return bytes(received)
+
+
+def _question(variables: Mapping[str, Any], num_messages: int) -> bytes:
+    try:
+        return json.dumps(variables).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("messages", f"{num_messages} messages", "must be made of JSON values") from error
 
 
 def _keep_if_sound(worker: _Worker | None) -> _Worker | None:

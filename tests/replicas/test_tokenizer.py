@@ -170,6 +170,11 @@ def test_other_conversations_go_on_while_one_never_ends() -> None:
     tokenizer.close()
 
 
+def test_messages_that_are_no_json_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="JSON"):
+        tiny_tokenizer().render_chat([{"role": "user", "content": object()}])
+
+
 def test_close_ends_every_worker() -> None:
     tokenizer = tiny_tokenizer()
     with ThreadPoolExecutor(2) as threads:
