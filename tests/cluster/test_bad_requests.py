@@ -14,7 +14,7 @@ from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, R
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[BadRequestChecker]:
-    with serving(config=HttpConfig(body_idle_timeout_s=0.2)) as server:
+    with serving(config=HttpConfig(body_idle_timeout_s=2.0)) as server:
         checker = BadRequestChecker(server.url)
         yield checker
         checker.close()
