@@ -104,7 +104,7 @@ def test_a_template_that_never_ends_is_one_refused_request() -> None:
         "{% if messages[0].content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
         "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
     )
-    tokenizer = tiny_tokenizer(template, max_render_s=0.5)
+    tokenizer = tiny_tokenizer(template, max_render_s=2.0)
 
     async def run() -> list[httpx.Response]:
         async with api_client(FakeEngineClient(tokenizer)) as client:
