@@ -1,8 +1,8 @@
 """Batches for the tiny model: token rows with a loss weight for each token.
 
-Streams: `repeat` (random tokens twice, often of few kinds, so that what follows depends on more than one
+Four streams: `repeat` (random tokens twice, often of few kinds, so that what follows depends on more than one
 token; without this skill the pronoun task stays at its guessing plateau), `px` (coreference cases with
-questions), `lm` (windows of documents), `chat`, and `mixed` (a document, then one of the last two).
+questions), `lm` (windows of documents), `chat`.
 """
 
 import random
@@ -68,7 +68,6 @@ class RowSource:
             "px": self._px,
             "lm": self._lm,
             "chat": self._chats,
-            "mixed": self._mixed,
         }
 
     def batch(self, stream: Stream, progress: float) -> Batch:
@@ -136,14 +135,6 @@ class RowSource:
             row.ids.extend(chat.ids)
             row.weights.extend(chat.weights)
         return row
-
-    def _mixed(self, num_tokens: int, progress: float) -> Row:
-        """Document text, then a case or conversations, in one long row."""
-        text = self._lm(self._rng.randrange(64, num_tokens), progress)
-        rest = self._rng.choice([self._px, self._chats])(num_tokens - len(text.ids), progress)
-        room = num_tokens - len(rest.ids)
-        text = Row(text.ids[:room], text.weights[:room]) if room > 0 else Row([], [])
-        return Row(text.ids + rest.ids, text.weights + rest.weights)
 
 
 def sentences(case: Case) -> list[str]:

@@ -88,12 +88,12 @@ because the coreference task does not leave its guessing plateau without it. Chu
 marked and never trained on; loss in conversations is on the assistant's words.
 
 The weights were not made in one go. Training was stopped and went on from the weights so far, with fresh
-optimizer state, four times: after the copy phase (step 409) the white space of the generated text was
+optimizer state, five times: after the copy phase (step 409) the white space of the generated text was
 changed; at step 700 the difficulty was made to rise faster; at step 1,200 a question form that was not
 being learned ("Who likes tea?") was dropped; at step 1,341 the coreference task got a larger part of the
-mixed phases. The script holds the last settings. The tokenizer was trained before the first change; with
-the present generators training it anew gives the same tokens under other ids, which is why an existing
-tokenizer is kept.
+mixed phase; at step 2,092 the last phase got more of it and more words to repeat. The script holds the
+last settings. The tokenizer was trained before the first change; with the present generators training it
+anew gives the same tokens under other ids, which is why an existing tokenizer is kept.
 
 | text | licence | characters |
 |---|---|---|

@@ -134,7 +134,7 @@ SKILLS: dict[str, Callable[[random.Random], list[Turn]]] = {
     "facts": facts,
     "reading": reading,
 }
-WEIGHTS = [1, 2, 4, 2, 2, 2, 3, 4, 4]
+WEIGHTS = [1, 2, 7, 3, 2, 3, 3, 4, 4]
 
 
 def messages_of(turns: list[Turn], system: str | None = None) -> list[Message]:

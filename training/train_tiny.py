@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "replicas" / "mneme_tiny"
 RECORD = "unfinished_run.json"
 """In the folder of the model files between two phases; a run that finds it goes on after that phase."""
+WARM_STEPS = 40
+"""Over which the learning rate rises, at the start and after an interruption."""
 LOG_EVERY = 20
 CHECK_EVERY = 100
 
@@ -91,9 +93,8 @@ PHASES = (
         difficulty=1.0,
         streams=(
             Stream(kind="lm", num_tokens=CONTEXT_TOKENS, row_tokens=CONTEXT_TOKENS),
-            Stream(kind="mixed", num_tokens=CONTEXT_TOKENS, row_tokens=CONTEXT_TOKENS, share=0.3),
-            Stream(kind="px", num_tokens=2560, row_tokens=640),
-            Stream(kind="chat", num_tokens=1024, row_tokens=512, share=0.5),
+            Stream(kind="px", num_tokens=4096, row_tokens=640),
+            Stream(kind="chat", num_tokens=1536, row_tokens=512, share=0.5),
         ),
     ),
 )
@@ -142,6 +143,7 @@ class Trainer:
         self.model, self.rows, self.budget_s, self.check = model, rows, budget_s, check
         self.out, self.progress = out, progress
         self.optimizers = optimizers_of(model)
+        self.first_step = sum(progress.steps_by_phase.values())
         self.started = time.monotonic() - progress.wall_s
 
     def run(self, phases: tuple[Phase, ...]) -> None:
@@ -185,7 +187,7 @@ class Trainer:
         return losses[phase.streams[0].kind]
 
     def _set_lr(self, phase: Phase, share: float, step: int) -> None:
-        warm = min(1.0, (step + 1) / 40)
+        warm = min(1.0, (step - self.first_step + 1) / WARM_STEPS)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = warm * (phase.lr[0] + share * (phase.lr[1] - phase.lr[0]))
