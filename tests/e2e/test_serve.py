@@ -35,7 +35,7 @@ def ask(text: str) -> list[ChatCompletionMessageParam]:
 
 def greedy(client: OpenAI, prompt: str, num: int) -> str:
     answer = client.chat.completions.create(
-        model=MODEL, messages=ask(prompt), max_tokens=num, temperature=0, extra_body={"ignore_eos": True}
+        model=MODEL, messages=ask(prompt), max_tokens=num, temperature=0, extra_body={"min_tokens": num}
     )
     return answer.choices[0].message.content or ""
 
@@ -77,7 +77,7 @@ def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI) -> Non
 def test_sixteen_streams_at_once_use_both_replicas(server: str, server_process: ServerProcess) -> None:
     async def one(client: AsyncOpenAI, i: int) -> int:
         stream = await client.chat.completions.create(
-            model=MODEL, messages=ask(f"{i}: {PROMPT}"), max_tokens=48, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, messages=ask(f"{i}: {PROMPT}"), max_tokens=48, stream=True, extra_body={"min_tokens": 48}
         )
         num_chunks = 0
         async for chunk in stream:
@@ -134,7 +134,7 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
             max_tokens=300,
             temperature=0,
             stream=True,
-            extra_body={"ignore_eos": True},
+            extra_body={"min_tokens": 300},
         ) as chunks:
             for n, chunk in enumerate(chunks):
                 if n == 5:
@@ -161,7 +161,7 @@ def leave_at_first_token(server: str, num_cycles: int) -> None:
                 "prompt": PROMPT,
                 "max_tokens": 1000,
                 "stream": True,
-                "ignore_eos": True,
+                "min_tokens": 1000,
             }
             with client.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200

@@ -1,0 +1,259 @@
+"""What the cluster around the engines costs: time to ready, inter-token latency, idle CPU, memory.
+
+    python benchmarks/bench_serving.py [--quick] [--json]
+
+Starts `mneme serve mneme-tiny --replicas 2` and reads 16 streams of greedy chat. Their inter-token latencies (ITL)
+are compared with the engines' own: two processes with one engine each run the same 16 requests, eight each, at the
+same time, and note when each step's message comes. The difference of the two p99s is what Ray, routing, HTTP and
+this client add. Arms take turns; medians over the rounds. Bound: both cores are busy with the engines' steps, so
+whatever the cluster does for a token waits for a core. Idle CPU is that of all processes after 10 s without requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
+
+NUM_STREAMS = 16
+NUM_TOKENS = 256
+WARM_TOKENS = 40  # of each stream, left out: others still prefill, which is the engine's business
+READY_TARGET_S, ITL_TARGET_MS, IDLE_TARGET_PERCENT = 40.0, 10.0, 5.0
+PROMPT = "Tell me about the library in which every book remembers its reader."
+
+
+def p(values: Sequence[float], percent: int) -> float:
+    """A percentile."""
+    return statistics.quantiles(values, n=100)[percent - 1]
+
+
+class StreamTimes(asyncio.Protocol):
+    """One streamed request over a bare socket, and when each of its events came: a light client."""
+
+    def __init__(self, host: str, i: int) -> None:
+        body = json.dumps(
+            {
+                "model": "mneme-tiny",
+                "messages": [{"role": "user", "content": f"{i}. {PROMPT}"}],
+                "max_tokens": NUM_TOKENS,
+                "temperature": 0,
+                "min_tokens": NUM_TOKENS,
+                "stream": True,
+            }
+        )
+        self._request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+        )
+        self.times: list[float] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request.encode())
+
+    def data_received(self, data: bytes) -> None:
+        self.times.extend([time.perf_counter()] * data.count(b"data: {"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.done.set_result(None)
+
+
+def gaps_ms(times: Sequence[float]) -> list[float]:
+    """Milliseconds between events."""
+    return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
+
+
+async def read_streams(url: str) -> list[float]:
+    """The gaps of all streams."""
+    host, port = url.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    made = [await loop.create_connection(lambda i=i: StreamTimes(host, i), host, int(port)) for i in range(NUM_STREAMS)]
+    await asyncio.gather(*(stream.done for _, stream in made))
+    assert all(len(stream.times) > NUM_TOKENS // 2 for _, stream in made), [len(stream.times) for _, stream in made]
+    return [gap for _, stream in made for gap in gaps_ms(stream.times[WARM_TOKENS:])]
+
+
+def run_client(url: str) -> None:
+    """Read the streams before all others, where the system lets us: this process's own waits are not measured."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("-10")
+    print(json.dumps(asyncio.run(read_streams(url))))
+
+
+def run_engines() -> None:
+    """Two engines in two processes, half of the streams each, together."""
+    command = [sys.executable, __file__, "--engine"]
+    halves = [subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) for _ in range(2)]
+    for half in halves:  # both have loaded: let them run together
+        assert half.stdout is not None
+        assert half.stdout.readline() == "loaded\n"
+    for half in halves:
+        assert half.stdin is not None
+        half.stdin.write("go\n")
+        half.stdin.flush()
+    outputs = [half.communicate()[0] for half in halves]
+    print(json.dumps([gap for output in outputs for gap in json.loads(output)]))
+
+
+def in_session(*arguments: str) -> list[float]:
+    """Run a part of this benchmark in a session of its own, as the server has one: Linux shares cores by session."""
+    command = [sys.executable, __file__, *arguments]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, start_new_session=True).stdout
+    gaps: list[float] = json.loads(output.splitlines()[-1])
+    return gaps
+
+
+def run_one_engine() -> None:
+    """One half of `run_engines`."""
+    from mneme.replicas.config import EngineConfig
+    from mneme.replicas.load import load_engine_loop
+    from mneme.replicas.model_directory import model_directory
+    from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage
+    from mneme.replicas.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(model_directory("mneme-tiny"))
+    engine = load_engine_loop("mneme-tiny", EngineConfig())
+    times: list[float] = []
+    finished: list[str] = []
+
+    def deliver(message: StepMessage) -> None:
+        times.append(time.perf_counter())
+        finished.extend(event.request_id for event in message.events if event.finish_reason)
+
+    engine.start()
+    engine.subscribe("bench", deliver)
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, seed=0)
+    requests = [
+        GenerationRequest(
+            request_id=f"{i}.0",
+            prompt_token_ids=tuple(tokenizer.encode(f"{i}. {PROMPT}", add_special_tokens=True)),
+            sampling=sampling,
+            subscriber="bench",
+        )
+        for i in range(NUM_STREAMS // 2)
+    ]
+    print("loaded", flush=True)
+    sys.stdin.readline()
+    engine.submit_many(requests)
+    while len(finished) < len(requests):
+        time.sleep(0.01)
+    engine.stop()
+    print(json.dumps(gaps_ms(times[WARM_TOKENS:])))
+
+
+def idle_percent(server: ServerProcess, seconds: float) -> dict[str, float]:
+    """CPU of a core while nothing happens: all processes, and those that run our code (engines, ingress, serve)."""
+    commands = server.processes()
+    before = {pid: cpu_s(pid) for pid in commands}
+    time.sleep(seconds)
+    used = {pid: 100 * (cpu_s(pid) - before[pid]) / seconds for pid in commands}
+    ours = [pid for pid, command in commands.items() if "ServeReplica" in command or "mneme.cluster" in command]
+    return {"all": sum(used.values()), "ours": sum(used[pid] for pid in ours)}
+
+
+def cpu_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mb(server: ServerProcess) -> dict[str, float]:
+    """Resident memory: the mean of the engines, the ingress, everything."""
+    sizes = {
+        command: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        for pid, command in ((pid, f"{pid} {command}") for pid, command in server.processes().items())
+    }
+    engines = [size for command, size in sizes.items() if command.endswith("mneme:engine")]
+    ingress = [size for command, size in sizes.items() if command.endswith("mneme:ingress")]
+    return {"engine": statistics.mean(engines), "ingress": sum(ingress), "all": sum(sizes.values())}
+
+
+def measure(num_rounds: int, idle_s: float) -> dict[str, Any]:
+    server = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "2", "--port", str(free_port())])
+    try:
+        url = server.await_ready()
+        time.sleep(10)
+        idle = idle_percent(server, idle_s)
+        in_session("--client", url)  # warms up
+        rounds = [(in_session("--client", url), in_session("--engines")) for _ in range(num_rounds)]
+        memory = rss_mb(server)
+        return {
+            "ready_s": server.ready_seconds(),
+            "idle_percent": idle,
+            "rss_mb": memory,
+            "cluster_itl_ms": summary([cluster for cluster, _ in rounds]),
+            "engine_itl_ms": summary([engine for _, engine in rounds]),
+            "stop_s": server.stop(),
+            "left_behind": server.left_behind(),
+        }
+    finally:
+        server.discard()
+
+
+def summary(rounds: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Medians over the rounds."""
+    return {f"p{percent}": statistics.median(p(values, percent) for values in rounds) for percent in (50, 99)}
+
+
+PARTS = {"--client": run_client, "--engines": run_engines, "--engine": run_one_engine}
+
+
+def check(name: str, value: float, unit: str, limit: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "target": f"<= {limit:g}", "ok": value <= limit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; at most 90 s on 2 cores")
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    for part in PARTS:
+        parser.add_argument(part, nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for part, run in PARTS.items():
+        given = getattr(args, part.removeprefix("--"))
+        if given is not None:
+            run(*given)
+            return
+    load_before = os.getloadavg()
+    figures = measure(num_rounds=1 if args.quick else 5, idle_s=10 if args.quick else 30)
+    above = figures["cluster_itl_ms"]["p99"] - figures["engine_itl_ms"]["p99"]
+    result = {
+        "benchmark": "serving",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "load_average_before": load_before,
+        "load_average": os.getloadavg(),
+        "model": "mneme-tiny",
+        "streams": NUM_STREAMS,
+        "tokens": NUM_TOKENS,
+        **figures,
+        "checks": [
+            check("ready", figures["ready_s"], "s", READY_TARGET_S),
+            check("itl_p99_above_engine", above, "ms", ITL_TARGET_MS),
+            check("idle_cpu", figures["idle_percent"]["all"], "% of a core", IDLE_TARGET_PERCENT),
+            check("stop", figures["stop_s"], "s", 5.0),
+            check("left_behind", len(figures["left_behind"]), "items", 0),
+        ],
+    }
+    if not args.json:
+        for key, value in figures.items():
+            print(f"{key:16} {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
