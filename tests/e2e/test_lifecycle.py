@@ -1,0 +1,130 @@
+"""Starting and stopping: one clear line for what is wrong, and nothing left behind, whatever ends the server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mneme.replicas.model_directory import EMBEDDED_MODEL, model_directory
+from tests.e2e.server_process import SERVE, SERVE_FAKE, STOP_LIMIT_S, ServerProcess, free_port
+from tests.fakes.fake_engine import expected_tokens
+
+pytestmark = pytest.mark.e2e
+
+
+@contextmanager
+def running(*command: str) -> Iterator[ServerProcess]:
+    process = ServerProcess(command)
+    try:
+        yield process
+    finally:
+        process.discard()
+
+
+def fake_server() -> tuple[str, ...]:
+    return (*SERVE_FAKE, f"port={free_port()}")
+
+
+def refusal(*arguments: str) -> str:
+    """What `mneme serve` says on stderr when it ends with status 2."""
+    result = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the embedded model, to be damaged."""
+    return Path(shutil.copytree(model_directory(EMBEDDED_MODEL), tmp_path / "model"))
+
+
+def generate(url: str, num: int = 8) -> list[int]:
+    with httpx.stream("POST", f"{url}/generate", json={"prompt": [1, 2, 3], "max_tokens": num}) as response:
+        return [token for line in response.iter_lines() for token in json.loads(line)["tokens"]]
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in refusal("--port", str(port))
+
+
+def test_a_configuration_that_breaks_a_rule(tmp_path: Path) -> None:
+    assert "engine.page_size" in refusal("--set", "engine.page_size=17")
+    assert "unknown key" in refusal("--set", "engine.page_sise=16")
+    assert "replicas: must be from 1" in refusal("--replicas", "0")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: [")
+    assert "cannot be read as YAML" in refusal("--config", str(broken))
+    assert "cannot be read as YAML" in refusal("--config", str(tmp_path / "missing.yaml"))
+
+
+def test_a_checkpoint_that_is_missing_or_damaged(checkpoint: Path, tmp_path: Path) -> None:
+    assert "no such model directory" in refusal(str(tmp_path / "nowhere"))
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors" in refusal(str(checkpoint))
+    weights.unlink()
+    assert "no *.safetensors file" in refusal(str(checkpoint))
+    (checkpoint / "config.json").write_text("{")
+    assert "config.json" in refusal(str(checkpoint))
+
+
+def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with running(*SERVE, str(checkpoint), "--port", str(free_port())) as process:
+        assert process.process.wait(120) == 2
+        process.await_nothing_left(STOP_LIMIT_S)
+        assert len(process.lines) == 1, process.lines
+        assert "CheckpointError" in process.lines[0]
+
+
+def test_two_servers_at_once_and_ctrl_c() -> None:
+    with running(*fake_server()) as first, running(*fake_server()) as second:
+        urls = [process.await_ready() for process in (first, second)]
+        assert [generate(url) for url in urls] == [expected_tokens([1, 2, 3], 8)] * 2
+        seconds = first.stop(signal.SIGINT, whole_group=True)  # as a terminal does
+        assert first.process.returncode == 0, first.lines
+        assert seconds <= STOP_LIMIT_S
+        assert first.left_behind() == []
+        assert generate(urls[1]) == expected_tokens([1, 2, 3], 8)
+        second.process.kill()  # nobody can clean up after that but who was left for it
+        second.process.wait(10)
+        second.await_nothing_left(STOP_LIMIT_S)
+
+
+def test_sigterm_and_an_impatient_ctrl_c() -> None:
+    with running(*fake_server()) as process:
+        process.await_ready()
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)  # into the graceful part
+        assert process.stop(signal.SIGINT) <= 1.5
+        process.await_nothing_left(1.0)
+
+
+def test_ctrl_c_while_starting() -> None:
+    with running(*fake_server()) as process:
+        deadline = time.monotonic() + 60
+        while not any("gcs_server" in command for command in process.processes().values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert process.stop(signal.SIGINT) <= STOP_LIMIT_S
+        assert process.process.returncode == 130
+        process.await_nothing_left(1.0)
