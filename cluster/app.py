@@ -53,7 +53,7 @@ def build_application(
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=_router_config(config),
-        ray_actor_options={"num_cpus": 0, "num_gpus": config.gpus_per_replica},
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica},
         logging_config=_LOGGING,
     )(EngineReplica).bind(mapping, load_engine or _load_engine)
     ingress = serve.deployment(
@@ -62,7 +62,7 @@ def build_application(
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": config.ingress.cpus},
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
     return ingress.bind(mapping, engines, build_api or _build_api)

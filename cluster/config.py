@@ -22,9 +22,11 @@ class IngressConfig:
     """The HTTP front: authenticates, renders, routes, streams."""
 
     replicas: int = 1
+    cpus: float = 0.0  # what Ray reserves for each
 
     def __post_init__(self) -> None:
         check_range("ingress.replicas", self.replicas, 1, 64)
+        check_range("ingress.cpus", self.cpus, 0, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class ClusterConfig:
     replicas: int = 2
     host: str = "127.0.0.1"
     port: int = 8000
-    gpus_per_replica: float = 0.0  # what Ray reserves; fractions share one device
+    cpus_per_replica: float = 0.0  # what Ray reserves; 0 fits everywhere, more keeps replicas off a full node
+    gpus_per_replica: float = 0.0  # likewise; fractions share one device
     start_timeout_s: float = 600.0
     engine: EngineConfig = field(default_factory=EngineConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -60,6 +63,7 @@ class ClusterConfig:
             raise ConfigError("model: must name a model or a directory")
         check_range("replicas", self.replicas, 1, 1024)
         check_range("port", self.port, 1, 65535)
+        check_range("cpus_per_replica", self.cpus_per_replica, 0, 1024)
         check_range("gpus_per_replica", self.gpus_per_replica, 0, 64)
         check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
 

@@ -9,6 +9,7 @@ janitor ends the rest.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import sys
@@ -95,7 +96,7 @@ class LocalCluster:
             with single_node():
                 ray.init(
                     address="local",
-                    num_cpus=1,  # the deployments reserve none; Ray starts one idle worker per CPU
+                    num_cpus=self._reserved_cpus(),  # Ray starts one idle worker per CPU
                     object_store_memory=self.config.ray.object_store_bytes,
                     include_dashboard=False,
                     log_to_driver=False,
@@ -106,6 +107,11 @@ class LocalCluster:
                 )
         except Exception as error:
             raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
+
+    def _reserved_cpus(self) -> int:
+        config = self.config
+        reserved = config.replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+        return max(1, math.ceil(reserved))
 
     def _run(self, application: Callable[[], object]) -> None:
         from ray import serve
