@@ -26,7 +26,8 @@ class EngineConfig:
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0
-    max_sessions: int = 10_000
+    max_sessions: int = 10_000  # 0: no request is part of a session
+    max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each, and their text
 
     def __post_init__(self) -> None:
         if self.page_size not in (16, 32, 64):
@@ -36,7 +37,8 @@ class EngineConfig:
             if value is not None:
                 check_range(f"engine.{name}", value, low, 2**48)
         check_range("engine.max_batch_tokens", self.max_batch_tokens, 16, 2**20)
-        check_range("engine.max_running", self.max_running, 1, 4096)
+        check_range("engine.max_running", self.max_running, 1, self.max_batch_tokens)  # a row for each decode
         check_range("engine.max_waiting", self.max_waiting, 1, 2**20)
         check_range("engine.session_ttl_s", self.session_ttl_s, 0, 10**9)
         check_range("engine.max_sessions", self.max_sessions, 0, 10**9)
+        check_range("engine.max_session_tokens", self.max_session_tokens, 0, 10**12)

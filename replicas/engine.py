@@ -15,15 +15,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, Overloaded
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.sampler import Sampled, SampleRow, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
@@ -59,7 +59,13 @@ class Engine:
         self.scheduler = Scheduler(
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
         )
-        self.sessions = Sessions(self._encode, clock, ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
+        self.sessions = Sessions(
+            self._encode,
+            clock,
+            ttl_s=config.session_ttl_s,
+            max_sessions=config.max_sessions,
+            max_tokens=config.max_session_tokens,
+        )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.capacity = min(self.max_context, runner.num_pages * runner.page_size)  # tokens of one sequence
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -79,9 +85,10 @@ class Engine:
         return len(self.scheduler.waiting) + self.sessions.num_queued >= self._max_waiting
 
     @property
-    def running_ids(self) -> dict[str, int]:
-        """Output tokens so far, by request id, of every request that has begun."""
-        return {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
+    def in_flight(self) -> dict[str, int]:
+        """Every request that was taken and has not ended, by id, with its output tokens so far."""
+        queued = dict.fromkeys(self.sessions.queued_ids, 0)
+        return queued | {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request; its events come from `step`.
@@ -90,14 +97,14 @@ class Engine:
         """
         if self.is_full:
             raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
-        if request.request_id in self._sequence_by_id:
+        if request.request_id in self._sequence_by_id or self.sessions.is_queued(request.request_id):
             raise InvalidRequest("request_id", request.request_id, "is already running")
         self._check_ids(request)
         ids = self.sessions.begin(request)
         if ids is not None:
             try:
                 self._start(request, ids)
-            except InvalidRequest:
+            except Exception:
                 self._begin_next(self.sessions.end(request, None, ""))
                 raise
 
@@ -134,7 +141,7 @@ class Engine:
             },
             "tokens": dict(self.num_tokens),
             "finished": dict(self.num_finished),
-            "in_flight": self.running_ids,
+            "in_flight": self.in_flight,
             "steps": self.num_steps,
             "sessions": len(self.sessions),
             "shared_segments": self._runner.num_shared_segments,
@@ -161,7 +168,6 @@ class Engine:
             num_prompt=len(ids),
             max_tokens=min(params.max_tokens or room, room),
             arrival=next(self._arrivals),
-            submitted_s=self._clock(),
             stop_text=self._stop_text(request),
         )
         self._sequence_by_id[request.request_id] = sequence
@@ -198,7 +204,7 @@ class Engine:
             choice_index=request.choice_index,
             position=request.output_offset + sequence.num_output,
             prompt_ids=sequence.ids[: sequence.num_prompt] if params.repetition_penalty != 1.0 else (),
-            output_ids=sequence.output_ids if params.presence_penalty or params.frequency_penalty else (),
+            output_ids=sequence.output_ids if _has_penalty(params) else (),
             barred_ids=barred,
         )
 
@@ -206,7 +212,11 @@ class Engine:
         self.num_steps += 1
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         for sequence, outcome in zip(sampling, sampled, strict=True):
-            self._append(sequence, outcome)
+            try:
+                self._append(sequence, outcome)
+            except Exception:  # one request may fail, the batch may not
+                log.exception("commit failed request_id=%s", sequence.request.request_id)
+                self._finish(sequence, "error", "the engine failed; the request was not completed")
         return self.take_events()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:
@@ -248,12 +258,13 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         request = sequence.request
+        kept = sequence.ids if request.session_id is not None and reason != "error" else None
+        text = self._session_text(sequence) if kept else ""
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
         self.num_finished[reason] += 1
         self._report(sequence, reason, error)
-        kept = sequence.ids if request.session_id is not None and reason != "error" else None
-        self._begin_next(self.sessions.end(request, kept, self._session_text(sequence) if kept else ""))
+        self._begin_next(self.sessions.end(request, kept, text))
 
     def _session_text(self, sequence: Sequence) -> str:
         if self._tokenizer is None or sequence.request.prompt_text is None:
@@ -261,22 +272,32 @@ class Engine:
         output = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
         return sequence.request.prompt_text + output
 
-    def _begin_next(self, requests: list[GenerationRequest]) -> None:
-        """Start a session's next turn; one that no longer fits is answered with its error."""
-        for request in requests:
-            ids = self.sessions.begin(request)
-            assert ids is not None, "the session is free"
+    def _begin_next(self, turn: list[GenerationRequest]) -> None:
+        """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""
+        unstarted = deque(turn)
+        while unstarted:
+            request = unstarted.popleft()
             try:
+                ids = self.sessions.begin(request)
+                assert ids is not None, "the turn is this request's"
                 self._start(request, ids)
-            except InvalidRequest as error:
-                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, str(error)))
-                self._begin_next(self.sessions.end(request, None, ""))
+            except Exception as error:
+                known = isinstance(error, MnemeError)
+                if not known:
+                    log.exception("start failed request_id=%s", request.request_id)
+                message = str(error) if known else "the engine could not take the request"
+                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, message))
+                unstarted.extend(self.sessions.end(request, None, ""))
 
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None, "only requests with text match by text"
-        return self._tokenizer.encode_rendered(text)
+        return self._tokenizer.encode_continuation(text)
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""
         events, self._outbox = self._outbox, []
         return events
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)

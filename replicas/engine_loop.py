@@ -6,6 +6,7 @@ Other threads never touch the engine. They leave commands in an inbox that the l
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -21,6 +22,9 @@ from mneme.replicas.engine import Engine
 from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
 
 log = logging.getLogger(__name__)
+
+_ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
+_IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
 
 Deliver = Callable[[StepMessage], None]
 
@@ -42,6 +46,8 @@ class EngineLoop:
 
     def start(self) -> None:
         self._stats = self._gather_stats()
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a full collection in the middle of a step need not look at it
         self._thread.start()
 
     def stop(self) -> None:
@@ -53,11 +59,26 @@ class EngineLoop:
             self._thread.join()
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
-        """Hand over requests; per request None if it was taken, else why not. Waits at most one step."""
+        """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
         answer: Future[list[MnemeError | None]] = Future()
-        if not self._post(lambda: answer.set_result([self._submit(request) for request in requests])):
-            return [ReplicaUnavailable("this replica is stopping") for _ in requests]
-        return answer.result()
+        posted = self._post(lambda: answer.set_result([self._submit(request) for request in requests]))
+        while posted and self._thread.is_alive():
+            try:
+                return answer.result(timeout=_ALIVE_CHECK_S)
+            except TimeoutError:  # a long step, or a thread that has ended
+                continue
+        return [ReplicaUnavailable("this replica is stopping") for _ in requests]
+
+    def check_health(self) -> None:
+        """Return once the engine's thread has answered; raises `ReplicaUnavailable` if it has ended."""
+        answer: Future[None] = Future()
+        posted = self._post(lambda: answer.set_result(None))
+        while posted and self._thread.is_alive():
+            try:
+                return answer.result(timeout=_ALIVE_CHECK_S)
+            except TimeoutError:
+                continue
+        raise ReplicaUnavailable("the engine's thread has ended")
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
@@ -84,6 +105,15 @@ class EngineLoop:
         return True
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("the engine's thread ends; this replica must be replaced")
+        finally:
+            with self._condition:
+                self._stopping = True
+
+    def _serve(self) -> None:
         while self._run_inbox():
             if self.engine.has_work:
                 self._deliver(self._step())
@@ -95,7 +125,8 @@ class EngineLoop:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
             while not (self._inbox or self._stopping or self.engine.has_work):
-                self._condition.wait()
+                if not self._condition.wait(_IDLE_S):
+                    self.engine.sessions.expire()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
         for command in commands:

@@ -24,52 +24,13 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-ALL_SLOTS = -1  # a mask with every bit set
+from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Path, Root
+
+_HEAP_SLACK = 64  # entries that may be stale before they are swept
 
 
 class OutOfPages(Exception):
     """No page is free and none is cached; the scheduler answers by suspending a sequence."""
-
-
-class Node:
-    """One page instance in the forest; a root holds no page and no tokens."""
-
-    __slots__ = ("children", "last_used", "page_id", "parent", "refs", "start", "tokens", "writer")
-
-    def __init__(self, page_id: int, parent: Node | None, start: int, tokens: list[int]) -> None:
-        self.page_id = page_id
-        self.parent = parent
-        self.start = start  # position of tokens[0]
-        self.tokens = tokens
-        self.children: dict[tuple[int, int], Node] = {}  # (position, token id) -> the child that begins with it
-        self.refs = 0  # paths that hold this page
-        self.writer: Path | None = None  # the one path that may append
-        self.last_used = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-class Path:
-    """The pages one sequence sees, root first: its page table.
-
-    `page_ids[i]` with `masks[i]` are the references. Between cuts of a mask they are only appended to.
-    """
-
-    __slots__ = ("masks", "nodes", "num_cuts", "num_tokens", "page_ids", "root")
-
-    def __init__(self, root: Node) -> None:
-        self.root = root
-        self.nodes: list[Node] = []
-        self.page_ids: list[int] = []
-        self.masks: list[int] = []
-        self.num_tokens = 0  # tokens with KV on this path
-        self.num_cuts = 0
-
-    @property
-    def tail(self) -> Node:
-        return self.nodes[-1] if self.nodes else self.root
 
 
 class PrefixForest:
@@ -81,7 +42,7 @@ class PrefixForest:
         self._sharing = sharing
         self._free = list(range(first_page + num_pages - 1, first_page - 1, -1))  # pops the lowest first
         self._fresh: list[int] = []
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
         self._num_in_use = 0
         self._clock = itertools.count(1)
         self._evictable: list[tuple[int, int, int, Node]] = []  # heap of (last_used, -start, serial, leaf)
@@ -108,7 +69,7 @@ class PrefixForest:
         """An empty path under the tenant's root; paths under different salts never meet."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(-1, None, 0, [])
+            root = self._roots[salt] = Root(salt)
         root.refs += 1
         return Path(root)
 
@@ -133,8 +94,7 @@ class PrefixForest:
     def write(self, path: Path, ids: Sequence[int], end: int) -> list[tuple[int, int, int]]:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
 
-        Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`; the runs before
-        it are then kept on the path as if never asked for.
+        Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`, having taken nothing.
         """
         runs = []
         needed = self.num_new_pages(path, ids, end)
@@ -199,7 +159,7 @@ class PrefixForest:
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
     def _walk(self) -> Iterator[Node]:
-        stack = list(self._roots.values())
+        stack: list[Node] = list(self._roots.values())
         while stack:
             children = stack.pop().children.values()
             yield from children
@@ -253,14 +213,18 @@ class PrefixForest:
             self._free.append(node.page_id)
         elif not node.children:
             heapq.heappush(self._evictable, (node.last_used, -node.start, next(self._serial), node))
+            if len(self._evictable) > 2 * self.num_pages + _HEAP_SLACK:
+                self._evictable = [entry for entry in self._evictable if _is_true(entry)]
+                heapq.heapify(self._evictable)
 
     def _evict_one(self) -> None:
         """Free the least recently used leaf that nobody holds; entries that are no longer true are skipped."""
         while self._evictable:
-            last_used, _, _, node = heapq.heappop(self._evictable)
-            if node.refs or node.children or node.last_used != last_used or node.parent is None:
+            entry = heapq.heappop(self._evictable)
+            node, parent = entry[-1], entry[-1].parent
+            if not _is_true(entry) or parent is None:
                 continue
-            parent, node.parent = node.parent, None
+            node.parent = None
             del parent.children[(node.start, node.tokens[0])]
             self._free.append(node.page_id)
             if parent.refs == 0 and not parent.children and parent.parent is not None:
@@ -270,8 +234,14 @@ class PrefixForest:
         raise OutOfPages
 
     def _drop_empty_root(self, node: Node) -> None:
-        if node.parent is None and node.refs == 0 and not node.children and node.page_id < 0:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+        if isinstance(node, Root) and node.refs == 0 and not node.children:
+            self._roots.pop(node.salt, None)
+
+
+def _is_true(entry: tuple[int, int, int, Node]) -> bool:
+    """Whether an entry of the heap still describes a leaf that nobody holds."""
+    last_used, _, _, node = entry
+    return not node.refs and not node.children and node.last_used == last_used and node.parent is not None
 
 
 def _common_prefix(tokens: list[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:

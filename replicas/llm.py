@@ -35,7 +35,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Figures of one request; times are from `generate`'s call."""
+    """Figures of one request; times begin when its prompt has been tokenized."""
 
     ttft_s: float
     total_s: float
@@ -97,6 +97,7 @@ class LLM:
         Raises `InvalidRequest` or another `MnemeError`; nothing of the call runs on then.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        _check_prompts(listed)
         params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
         sessions = _one_per_prompt("session_ids", session_ids, len(listed))
         jobs = [
@@ -228,6 +229,13 @@ class _Choice:
 def _one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
     if value is None or isinstance(value, SamplingParams):
         return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise InvalidRequest(name, len(value), f"must have one entry for each of the {num_prompts} prompts")
+    if isinstance(value, str) or len(value) != num_prompts:
+        raise InvalidRequest(name, value, f"must have one entry for each of the {num_prompts} prompts")
     return list(value)
+
+
+def _check_prompts(prompts: Sequence[object]) -> None:
+    for prompt in prompts:
+        is_ids = isinstance(prompt, Sequence) and all(type(token_id) is int for token_id in prompt)
+        if not isinstance(prompt, str) and not is_ids:
+            raise InvalidRequest("prompts", prompt, "each must be a string or a list of token ids")

@@ -49,8 +49,11 @@ def load_engine(
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     weights = load_weights(model_dir, model_config, device, dtype, report)
-    decoder = Decoder(model_config, weights, share=config.share)
-    runner = Runner(decoder, choose_num_pages(config, model_config, device, dtype), config.page_size)
+    num_pages = choose_num_pages(config, model_config, device, dtype)
+    # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
+    max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
+    decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
+    runner = Runner(decoder, num_pages, config.page_size)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     return Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
 

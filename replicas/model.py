@@ -40,14 +40,23 @@ class StepInputs:
 class Decoder:
     """Weights and rotary table of one model on one device."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, share: Share = "auto") -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        share: Share = "auto",
+        max_context: int | None = None,
+    ) -> None:
+        """`max_context`: tokens of the longest sequence that will be run, if fewer than the model's."""
         self.config = config
+        self.max_context = min(config.max_context, max_context or config.max_context)
         self.share = share
         self._weights = weights
         self._scale = config.head_dim**-0.5
         self.rope = RopeTable.from_inv_freq(
             torch.tensor(config.rope.inv_freq, dtype=torch.float64),
-            config.max_context,
+            self.max_context,
             attention_factor=config.rope.attention_factor,
         ).to(weights.embedding.device)
 

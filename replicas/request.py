@@ -10,7 +10,6 @@ Torch-free and Ray-free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -126,13 +125,16 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison; an int of any size compares exactly.
     if not is_number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
         rule = f"must be a number {'over' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
         raise InvalidRequest(name, value, rule)
 
 
-def _check_stops(stop: tuple[str, ...]) -> None:
+def _check_stops(stop: object) -> None:
+    if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
+        raise InvalidRequest("stop", stop, "must be a tuple of strings")
     if len(stop) > MAX_STOPS:
         raise InvalidRequest("stop", len(stop), f"at most {MAX_STOPS} stop strings")
     for text in stop:

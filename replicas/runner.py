@@ -23,7 +23,7 @@ from mneme.kernels.attention import (
     new_slot_position,
 )
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.forest import Path
+from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.sequence import Chunk
 
@@ -50,7 +50,7 @@ class Runner:
         self._decoder = decoder
         self.num_pages = num_pages
         self.page_size = page_size
-        self.max_context = config.max_context
+        self.max_context = decoder.max_context
         self.vocab_size = config.vocab_size
         self.num_shared_segments = 0  # read once for several sequences, over all steps
         total = num_pages + _SPARE_PAGES

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, biases, truncation and the draw, each row on its own.
 
-Order as in vLLM and SGLang: log-probabilities are read first, from what the model said; then repetition, presence
-and frequency penalties, `logit_bias`, tokens barred by `min_tokens`, temperature, min-p, top-k, top-p, the draw.
+Order as in vLLM: log-probabilities are read first, from what the model said; then `logit_bias` and tokens barred by
+`min_tokens`; repetition, presence and frequency penalties; temperature; min-p; top-k; top-p of what is left; a draw.
 
 The draw inverts the cumulative distribution at a number that is a function of (seed, choice, output position)
 computed on the host, so it neither depends on the batch nor on the device.
@@ -55,8 +55,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     sound = logits.isfinite().all(dim=-1).tolist()
     raw = logits.clone() if any(row.params.logprobs is not None for row in rows) else logits
     for index, row in enumerate(rows):
-        _apply_penalties(logits[index], row)
         _apply_biases(logits[index], row)
+        _apply_penalties(logits[index], row)
     token_ids = _draw_all(logits, rows) if all(sound) else _draw_sound(logits, rows, sound)
     return [
         Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
@@ -75,37 +75,62 @@ def _draw_sound(logits: torch.Tensor, rows: Sequence[SampleRow], sound: list[boo
 
 
 def _draw_all(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+    """Each row by the method that its own parameters call for, so that it does not depend on the others."""
     token_ids: list[int | None] = logits.argmax(dim=-1).tolist()
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if drawn:
-        for index, token_id in zip(drawn, _draw(logits[drawn], [rows[i] for i in drawn]), strict=True):
-            token_ids[index] = token_id
+    cut = [index for index in drawn if _is_truncated(rows[index].params)]
+    whole = [index for index in drawn if not _is_truncated(rows[index].params)]
+    for indices, draw in ((cut, _draw_truncated), (whole, _draw_whole)):
+        if indices:
+            for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
+                token_ids[index] = token_id
     return token_ids
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Sort, truncate, invert the cumulative distribution; logits float32 [num_rows, vocab_size]."""
+def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """From the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
+    index: list[int] = _invert(_scaled(logits, rows).softmax(dim=-1), rows).tolist()
+    return index
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-    temperature = column([row.params.temperature for row in rows])
-    ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """From the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size]."""
+    ordered, order = _scaled(logits, rows).sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     rank = torch.arange(probs.shape[-1], device=logits.device)
-    vocab_size = float(probs.shape[-1])
-    top_k = column([float(row.params.top_k) if row.params.top_k > 0 else vocab_size for row in rows])
+    top_k = _column([row.params.top_k if row.params.top_k > 0 else probs.shape[-1] for row in rows], logits)
+    probs *= (rank < top_k) & (probs >= _column([row.params.min_p for row in rows], logits) * probs[:, :1])
+    probs /= probs.sum(dim=-1, keepdim=True)
     before = probs.cumsum(dim=-1) - probs
-    kept = (before < column([row.params.top_p for row in rows])) & (rank < top_k)
-    kept &= probs >= column([row.params.min_p for row in rows]) * probs[:, :1]
-    kept[:, 0] = True
-    cumulative = (probs * kept).double().cumsum(dim=-1)
-    draws = [uniform(row.seed, row.choice_index, row.position) for row in rows]
-    target = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=probs.shape[-1] - 1)
-    last_kept = kept.sum(dim=-1, keepdim=True) - 1  # truncations keep a head of the order
-    token_ids: list[int] = order.gather(-1, torch.minimum(index, last_kept))[:, 0].tolist()
+    probs *= before < _column([row.params.top_p for row in rows], logits)
+    index = _invert(probs, rows)
+    token_ids: list[int] = order.gather(-1, index[:, None])[:, 0].tolist()
     return token_ids
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    return logits / _column([row.params.temperature for row in rows], logits)
+
+
+def _invert(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """int64 [num_rows]: where the cumulative weight passes each row's uniform number; never where a weight is 0.
+
+    weights  float32 [num_rows, n]
+    """
+    cumulative = weights.double().cumsum(dim=-1)
+    draws = [uniform(row.seed, row.choice_index, row.position) for row in rows]
+    target = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]  # where it reaches its end
+    return torch.minimum(index, last)
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
 def _apply_penalties(logits: torch.Tensor, row: SampleRow) -> None:

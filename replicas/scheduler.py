@@ -14,9 +14,10 @@ Policy only: no tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from mneme.replicas.forest import OutOfPages, Path, PrefixForest
+from mneme.replicas.forest import OutOfPages, PrefixForest
+from mneme.replicas.forest_nodes import Path
 from mneme.replicas.sequence import Chunk, Sequence
 
 
@@ -99,11 +100,11 @@ class Scheduler:
         """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
         if budget <= 0:
             return None
-        scheduled = {id(chunk.sequence) for chunk in chunks}
         while True:
             try:
                 return self._take_chunk(sequence, budget)
             except OutOfPages:
+                scheduled = {id(chunk.sequence) for chunk in chunks}
                 victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
                 self._suspend(victim)
                 if victim is sequence:
@@ -128,13 +129,6 @@ class Scheduler:
         sequence.path = None
         self.num_suspensions += 1
         self.waiting.appendleft(sequence)
-
-    def drop_if(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Remove and return every sequence for which the predicate holds."""
-        dropped = [s for s in (*self.running, *self.waiting) if predicate(s)]
-        for sequence in dropped:
-            self.remove(sequence)
-        return dropped
 
 
 def _num_pending(sequence: Sequence) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mneme.replicas.forest import Path
+from mneme.replicas.forest_nodes import Path
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
@@ -21,13 +21,11 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens, resolved against context and pool
     arrival: int  # FCFS order, kept through suspensions
-    submitted_s: float
     path: Path | None = None  # None while it waits
     num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
-    first_token_s: float | None = None
 
     @property
     def num_output(self) -> int:

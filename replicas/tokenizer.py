@@ -94,6 +94,17 @@ class Tokenizer:
         """Ids of a rendered chat: its special tokens are in the text, so none is added."""
         return self.encode(text, add_special_tokens=False)
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of text that goes on where other text has ended.
+
+        Encoded behind a special token, which is then dropped: some tokenizers put a space before the first word.
+        """
+        if not self.eos_token_ids:
+            return self.encode_rendered(text)
+        marker = self.eos_token_ids[0]
+        ids = self.encode_rendered(self.token_text(marker) + text)
+        return ids[1:] if ids[:1] == [marker] else self.encode_rendered(text)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

@@ -8,7 +8,6 @@ neither a large allocation nor a wrong model.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from mneme.errors import CheckpointError, shown
 from mneme.replicas.model_config import DecoderConfig
-
-log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 
@@ -157,7 +154,7 @@ class _Reader:
             raise CheckpointError(f"{path}: not a sound safetensors file ({error})") from error
 
     def check_shapes(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
-        """Every expected tensor is there with its shape; tensors that nothing reads are named in the log."""
+        """Every expected tensor is there with its shape, and none that nothing would read."""
         unread = set(self._file_by_name)
         for name, shape in expected:
             path, handle = self._lookup(name)

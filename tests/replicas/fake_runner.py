@@ -24,6 +24,7 @@ class FakeRunner:
         self.num_shared_segments = 0
         self.num_rows = 0
         self.fail_next = False
+        self.flat = False  # predict every token alike
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
 
     def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> list[Chunk]:
@@ -45,7 +46,8 @@ class FakeRunner:
                 assert context == chunk.sequence.ids[: position + 1]
             if chunk.samples:
                 rows.append(predict(chunk.sequence.ids, self.vocab_size))
-        return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float() * 10
+        chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
+        return chosen * (0 if self.flat else 10)
 
     def _write(self, chunk: Chunk) -> None:
         position = chunk.start

@@ -128,3 +128,18 @@ def test_an_engine_that_breaks_on_a_request_answers_it(loop: EngineLoop, monkeyp
         assert type(loop.submit_many([make_request("a", [1])])[0]) is MnemeError
     loop.submit_many([make_request("b", [1])])
     assert until_finished(messages, "b")[1] == "length"
+
+
+def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig())  # type: ignore[arg-type]
+    loop = EngineLoop(engine)
+    subscribe(loop, "")
+    loop.start()
+    loop.check_health()
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    loop.submit_many([make_request("last", [1])])
+    loop._thread.join(WAIT_S)
+    with pytest.raises(ReplicaUnavailable):
+        loop.check_health()
+    assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
+    loop.stop()

@@ -193,6 +193,140 @@ def test_a_queued_turn_can_be_aborted() -> None:
     assert len(tokens_of(events, "one.0")) == 4
 
 
+def test_the_next_turns_all_fail_and_nobody_else_notices() -> None:
+    """Queued turns that are too long are judged when their turn comes; the unrelated request must not be touched."""
+    engine = make_engine(num_pages=8, page_size=4)
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("innocent", [3]))
+    too_long = SamplingParams(temperature=0, max_tokens=31)
+    for turn in range(20):
+        for index in range(2):
+            engine.submit(make_request(f"t{turn}.{index}", [1, 2], too_long, session_id="s", choice_index=index))
+    engine.submit(make_request("last.0", [1, 2], session_id="s"))
+    events = run(engine)
+    reasons = {event.request_id: event.finish_reason for event in events if event.finish_reason}
+    assert {name for name, reason in reasons.items() if reason == "error"} == {
+        f"t{turn}.{index}" for turn in range(20) for index in range(2)
+    }
+    assert reasons["innocent"] == reasons["one.0"] == reasons["last.0"] == "length"
+    assert all("must fit 32 tokens" in (e.error or "") for e in events if e.finish_reason == "error")
+
+
+def test_an_id_is_taken_while_its_request_is_queued() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("two.0", [1, 2], session_id="s"))
+    assert engine.in_flight == {"one.0": 0, "two.0": 0}
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.submit(make_request("two.0", [1, 2], session_id="other"))
+    assert sum(e.finish_reason is not None for e in run(engine)) == 2
+    assert engine.in_flight == {}
+
+
+def test_one_request_that_breaks_does_not_fail_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        stopped = False
+
+        def push(self, ids: list[int]) -> str:
+            raise ValueError("broken")
+
+    engine = make_engine()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, [1, 2]))
+    engine._sequence_by_id["a"].stop_text = Broken()  # type: ignore[assignment]
+    events = run(engine)
+    assert [e.finish_reason for e in events if e.request_id == "a"] == ["error"]
+    assert tokens_of(events, "b") == continuation([1, 2], 4, 5)
+    assert "commit failed" in caplog.text
+
+
+def test_end_of_text_ends_unless_it_is_ignored_or_barred() -> None:
+    greedy = continuation([1, 2], 12, 5)
+    eos = greedy[2]
+    first = greedy.index(eos)
+
+    def output(**options: Any) -> tuple[list[int], str | None]:
+        config = EngineConfig()
+        engine = Engine(FakeRunner(64, 4), None, config, eos_token_ids=(eos, 99))  # type: ignore[arg-type]
+        engine.submit(make_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=12, **options)))
+        events = run(engine)
+        return tokens_of(events, "a"), events[-1].finish_reason
+
+    assert output() == (greedy[: first + 1], "stop")
+    assert output(ignore_eos=True) == (greedy, "length")
+    barred, _ = output(min_tokens=8)
+    assert eos not in barred[:8]
+    assert len(barred) >= 8
+
+
+def test_penalties_count_the_output_also_of_a_resumed_request() -> None:
+    def output(prompt: list[int], offset: int = 0, **options: Any) -> list[int]:
+        engine = make_engine()
+        params = SamplingParams(temperature=0, max_tokens=4 - offset, **options)
+        engine.submit(make_request("a", prompt, params, output_offset=offset))
+        return tokens_of(run(engine), "a")
+
+    for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 10.0}):
+        # Logits are 10 for the prediction and 0 for the others: a bias of 9.5 makes one token a close second.
+        biased = {"logit_bias": {0: 9.5}, **options}
+        whole = output([1, 2], **biased)
+        assert whole[:2] + output([1, 2, *whole[:2]], offset=2, **biased) == whole
+    assert output([1, 2], logit_bias={0: 20.0}) == [0] * 4
+    assert output([1, 2], logit_bias={0: 20.0}, repetition_penalty=10.0) != [0] * 4  # its second time costs its lead
+
+
+def test_a_resumed_draw_is_the_draw_it_would_have_been() -> None:
+    def output(prompt: list[int], offset: int = 0) -> list[int]:
+        engine = make_engine()
+        params = SamplingParams(temperature=2.0, max_tokens=8 - offset, seed=3, logit_bias=dict.fromkeys(range(5), 0.0))
+        engine._runner.flat = True  # type: ignore[attr-defined]
+        engine.submit(make_request("a", prompt, params, output_offset=offset))
+        return tokens_of(run(engine), "a")
+
+    whole = output([1, 2])
+    assert len(set(whole)) > 1
+    assert whole[:3] + output([1, 2, *whole[:3]], offset=3) == whole
+
+
+def test_the_batch_keeps_its_bounds_and_the_order_of_arrival() -> None:
+    engine = make_engine(num_pages=200, max_batch_tokens=16, max_running=3)
+    for index in range(8):
+        ids = [index % 5, index // 5] + [i % 3 for i in range(30)]
+        engine.submit(make_request(f"r{index}", ids, SamplingParams(temperature=0, max_tokens=6)))
+    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    finished: list[str] = []
+    while engine.has_work:
+        before = runner.num_rows
+        finished += [event.request_id for event in engine.step() if event.finish_reason]
+        assert runner.num_rows - before <= 16
+        assert len(engine.scheduler.running) <= 3
+        arrivals = [sequence.arrival for sequence in engine.scheduler.running]
+        assert arrivals == sorted(arrivals)
+    assert finished == sorted(finished)
+
+
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
+    engine = make_engine(num_pages=4, page_size=4)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for name, ids in (("a", [0] * 4), ("b", [1] * 4), ("c", [2] * 4), ("a2", [0] * 4)):
+        engine.submit(make_request(name, ids, one))
+        run(engine)
+    engine.submit(make_request("d", [3] * 8, one))  # two pages: one is free, "b" is the oldest
+    run(engine)
+    for name, ids, cached in (("c2", [2] * 4, 3), ("a3", [0] * 4, 3), ("b2", [1] * 4, 0)):
+        engine.submit(make_request(name, ids, one))
+        assert usage_of(run(engine), name) == (4, cached), name
+
+
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    engine = make_engine(num_pages=8)
+    for index in range(500):
+        engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], salt=f"tenant {index % 50}"))
+        run(engine)
+    assert len(engine.forest._evictable) <= 2 * 8 + 64
+    assert len(engine.forest._roots) <= 8
+
+
 requests = st.lists(
     st.tuples(
         st.integers(0, 25),  # the step at which it arrives
@@ -200,6 +334,8 @@ requests = st.lists(
         st.integers(1, 16),  # max_tokens
         st.sampled_from(["", "tenant"]),
         st.one_of(st.none(), st.integers(0, 12)),  # steps until it is aborted
+        st.sampled_from([None, None, "s", "t"]),  # session
+        st.integers(1, 3),  # choices
     ),
     min_size=1,
     max_size=12,
@@ -207,28 +343,43 @@ requests = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests, st.integers(10, 24), st.sampled_from([4, 8]), st.integers(16, 40), st.integers(1, 8))
+@given(
+    requests,
+    st.integers(10, 24),
+    st.sampled_from([4, 8]),
+    st.integers(16, 40),
+    st.integers(1, 8),
+    st.booleans(),
+)
 def test_any_traffic_computes_what_each_request_alone_would(
-    traffic: list[Any], num_pages: int, page_size: int, max_batch_tokens: int, max_running: int
+    traffic: list[Any], num_pages: int, page_size: int, max_batch_tokens: int, max_running: int, sharing: bool
 ) -> None:
-    engine = make_engine(num_pages, page_size, max_batch_tokens=max_batch_tokens, max_running=max_running)
+    engine = make_engine(
+        num_pages, page_size, max_batch_tokens=max_batch_tokens, max_running=max_running, prefix_sharing=sharing
+    )
     events: list[TokenEvent] = []
+    names: dict[str, Any] = {}
     for step in itertools.count():
-        for index, (arrival, ids, max_tokens, salt, abort_after) in enumerate(traffic):
+        for index, (arrival, ids, max_tokens, salt, abort_after, session, n) in enumerate(traffic):
+            choices = [f"r{index}.{choice}" for choice in range(n)]
             if arrival == step:
                 params = SamplingParams(temperature=0, max_tokens=max_tokens)
-                engine.submit(make_request(f"r{index}", ids, params, salt=salt))
+                for choice, name in enumerate(choices):
+                    names[name] = traffic[index]
+                    extra = {"salt": salt, "session_id": session, "choice_index": choice}
+                    engine.submit(make_request(name, ids, params, **extra))
             if abort_after is not None and arrival + abort_after == step:
-                engine.abort(f"r{index}")
+                engine.abort(choices[0])
         events += engine.step()
         engine.forest.check()
         if step > 40 and not engine.has_work:
             break
-        assert step < 2_000, "some request never ends"
-    for index, (_, ids, max_tokens, _, abort_after) in enumerate(traffic):
+        assert step < 4_000, "some request never ends"
+    for name, (_, ids, max_tokens, _, abort_after, _, _) in names.items():
         expected = continuation(ids, max_tokens, 5)
-        got = tokens_of(events, f"r{index}")
+        got = tokens_of(events, name)
         assert got == expected[: len(got)]
         assert len(got) == max_tokens or abort_after is not None
-        assert sum(e.finish_reason is not None for e in events if e.request_id == f"r{index}") == 1
+        assert sum(e.finish_reason is not None for e in events if e.request_id == name) == 1
     assert engine.forest.num_in_use == 0
+    assert engine.in_flight == {}

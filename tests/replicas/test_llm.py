@@ -8,6 +8,7 @@ import pytest
 
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
+from mneme.replicas.request import GenerationRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -98,6 +99,29 @@ def test_a_second_turn_hits_to_the_token(llm: LLM) -> None:
     assert second.metrics.cached_tokens >= known - 1
 
 
+def test_a_stop_string_is_seen_across_the_place_where_a_request_was_resumed(llm: LLM) -> None:
+    drawn = {"temperature": 1.5, "seed": 8, "ignore_eos": True}
+    free = llm.generate(["The server"], SamplingParams(max_tokens=24, **drawn))[0]
+    emitted, text = free.outputs[0].token_ids[:10], free.outputs[0].text
+    first = llm.tokenizer.decode(emitted, skip_special_tokens=True)
+    stop = text[len(first) - 3 : len(first) + 3]  # three characters on either side
+    assert text.count(stop) == 1
+    resumed = GenerationRequest(
+        request_id="resumed.0",
+        prompt_token_ids=free.prompt_token_ids + emitted,
+        sampling=SamplingParams(max_tokens=14, stop=(stop,), **drawn),
+        output_offset=10,
+    )
+    llm._engine.submit(resumed)
+    events = []
+    while llm._engine.has_work:
+        events += llm._engine.step()
+    got = [token for event in events for token in event.token_ids]
+    assert events[-1].finish_reason == "stop"
+    assert 0 < len(got) < 14
+    assert tuple(got) == free.outputs[0].token_ids[10 : 10 + len(got)]  # the draws go on where they were
+
+
 def test_more_prompts_than_the_queue_holds() -> None:
     llm = LLM(config={"max_waiting": 4, "max_running": 2, "dtype": "float32"})
     outputs = llm.generate([f"Prompt {index}" for index in range(30)], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -134,6 +158,11 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
         llm.generate([[10**9]], GREEDY)
     with pytest.raises(InvalidRequest, match="session_ids"):
         llm.generate(["a", "b"], GREEDY, session_ids=["x"])
+    with pytest.raises(InvalidRequest, match="session_ids"):
+        llm.generate(["a", "b"], GREEDY, session_ids="xy")
+    for prompts in ([5, 6, 7], [["a"]], [None]):
+        with pytest.raises(InvalidRequest, match="prompts"):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="documents"):
         llm.chat([{"role": "user", "content": "a"}], documents=["d"])
     assert llm.stats["pages"]["in_use"] == 0

@@ -46,11 +46,25 @@ def test_uniform_numbers_are_uniform() -> None:
     assert len(counts) == 10
 
 
-def test_draws_follow_the_distribution() -> None:
-    rows = [row(position, seed=5) for position in range(20_000)]
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}])
+def test_draws_follow_the_distribution(temperature: float, options: dict[str, Any]) -> None:
+    rows = [row(position, seed=5, temperature=temperature, **options) for position in range(20_000)]
     counts = Counter(draw(*rows))
-    for token, probability in enumerate(LOGITS.softmax(-1).tolist()):
+    for token, probability in enumerate((LOGITS / temperature).softmax(-1).tolist()):
         assert counts[token] / len(rows) == pytest.approx(probability, abs=0.012)
+
+
+def test_a_truncated_distribution_keeps_its_proportions() -> None:
+    rows = [row(position, seed=5, top_k=2) for position in range(20_000)]
+    counts = Counter(draw(*rows))
+    probs = LOGITS.softmax(-1)
+    assert counts[1] / len(rows) == pytest.approx(float(probs[1] / (probs[1] + probs[2])), abs=0.012)
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([-200.0, 1.0, -200.0])
+    assert set(draw(*(row(position, seed=2) for position in range(4_000)), logits=logits)) == {1}
 
 
 @given(st.integers(0, 2**64 - 1), st.floats(0.1, 2.0), st.floats(0.05, 1.0), st.integers(0, 5), st.floats(0, 1))
@@ -73,6 +87,7 @@ def test_truncations_keep_the_right_tokens() -> None:
     assert support(top_p=float(probs[1]) + 0.01) == {1, 2}
     assert support(min_p=float(probs[0] / probs[1]) - 0.01) == {1, 2, 0}
     assert support(top_p=1e-9) == {1}
+    assert support(top_k=2, top_p=float(probs[1] / (probs[1] + probs[2])) - 0.01) == {1}  # top-p of what top-k left
 
 
 def test_penalties() -> None:
@@ -84,6 +99,11 @@ def test_penalties() -> None:
     assert draw(row(temperature=0, frequency_penalty=0.4, output_ids=(1, 1))) == [1]
     assert draw(row(temperature=0, frequency_penalty=0.4, output_ids=(1, 1, 1))) == [2]
     assert draw(row(temperature=0, frequency_penalty=0.4, prompt_ids=(1, 1, 1))) == [1]
+
+
+def test_biases_come_before_penalties() -> None:
+    biased = row(temperature=0, logit_bias={0: 2.0}, repetition_penalty=3.0, prompt_ids=(0,))
+    assert draw(biased, logits=torch.tensor([1.0, 1.5])) == [1]  # (1 + 2) / 3 < 1.5
 
 
 def test_biases_and_barred_tokens() -> None:
@@ -116,6 +136,7 @@ BAD_PARAMS: list[tuple[str, Any]] = [
     ("temperature", float("nan")), ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("inf")),
     ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("repetition_penalty", 0.0),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("seed", 2**64), ("logprobs", 21),
+    ("stop", "ab"), ("stop", (1,)), ("temperature", 10**400), ("logit_bias", {1: 10**400}),
     ("stop", ("",)), ("stop", ("x" * 257,)), ("stop", ("a",) * 5), ("stop_token_ids", (-1,)),
     ("logit_bias", {1: 101.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", dict.fromkeys(range(1025), 0.0)),
 ]  # fmt: skip

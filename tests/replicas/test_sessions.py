@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from mneme.errors import Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.sessions import Sessions
+from mneme.replicas.sessions import MAX_QUEUED_PER_SESSION, Sessions
 
 
 class Clock:
@@ -17,9 +20,9 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def make(ttl_s: float = 10, max_sessions: int = 3) -> tuple[Sessions, Clock]:
+def make(ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6) -> tuple[Sessions, Clock]:
     clock = Clock()
-    return Sessions(encode, clock, ttl_s=ttl_s, max_sessions=max_sessions), clock
+    return Sessions(encode, clock, ttl_s=ttl_s, max_sessions=max_sessions, max_tokens=max_tokens), clock
 
 
 def turn(name: str, session: str | None, text: str | None = "ab", index: int = 0, **more: Any) -> GenerationRequest:
@@ -88,18 +91,56 @@ def test_the_first_choice_is_the_one_that_is_kept() -> None:
     assert sessions.begin(turn("2", "s", "abY")) == [2]
 
 
-def test_old_and_surplus_sessions_go_but_never_one_that_is_answering() -> None:
-    sessions, clock = make(ttl_s=10, max_sessions=3)
+def test_surplus_sessions_go_but_never_one_that_is_answering() -> None:
+    sessions, _ = make(max_sessions=3)
     busy = turn("busy", "busy")
     sessions.begin(busy)
     for name in "abc":
         answer(sessions, turn(name, name), [1], "c")
-    assert len(sessions) == 3  # "a" went
-    assert sessions.begin(turn("a2", "a", "abc")) == encode("abc")
-    clock.now = 11
-    answer(sessions, turn("d", "d"), [1], "c")
-    assert len(sessions) == 3  # busy, "a" (answering) and "d"
+    sessions.expire()
+    assert len(sessions) == 3
+    assert sessions.begin(turn("a2", "a", "abc")) == encode("abc")  # the oldest went
+    assert sessions.begin(turn("c2", "c", "abc")) == [97, 98, 1]
+    sessions.expire()
     assert sessions.end(busy, [1], "abc") == []
+
+
+def test_old_sessions_go_also_when_they_are_asked_for() -> None:
+    sessions, clock = make(ttl_s=10)
+    answer(sessions, turn("1", "s"), [1000], "c")
+    clock.now = 10
+    second = turn("2", "s", "abc")
+    assert sessions.begin(second) == [97, 98, 1000]
+    sessions.end(second, [97, 98, 1000], "abc")
+    clock.now = 21
+    assert sessions.begin(turn("3", "s", "abc")) == encode("abc")
+
+
+def test_token_logs_are_bounded_together() -> None:
+    sessions, _ = make(max_sessions=100, max_tokens=10)
+    for name in "abcd":
+        answer(sessions, turn(name, name), [1], "c")  # three tokens each
+    sessions.expire()
+    assert len(sessions) == 3
+
+
+def test_a_session_that_cannot_be_encoded_is_not_locked() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s"), [1], "c")
+    sessions._encode = lambda text: 1 // 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        sessions.begin(turn("2", "s", "abcd"))
+    assert sessions.begin(turn("3", "s", "abc")) == [97, 98, 1]
+
+
+def test_one_session_cannot_queue_without_bound() -> None:
+    sessions, _ = make()
+    sessions.begin(turn("0", "s"))
+    for index in range(MAX_QUEUED_PER_SESSION):
+        assert sessions.begin(turn(f"{index + 1}", "s")) is None
+    with pytest.raises(Overloaded):
+        sessions.begin(turn("late", "s"))
+    assert sessions.num_queued == MAX_QUEUED_PER_SESSION
 
 
 def test_a_queued_turn_can_be_taken_out() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from mneme.errors import CheckpointError, InvalidRequest
 from mneme.replicas.tokenizer import Tokenizer
@@ -207,3 +208,13 @@ def test_the_bytes_of_tokens_make_up_the_text(backend: tokenizers.Tokenizer) -> 
     tokenizer = Tokenizer(backend)
     ids = tokenizer.encode("世界🙂é", add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "世界🙂é"
+
+
+def test_a_continuation_is_not_the_beginning_of_a_text() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "b": 2, "</s>": 3}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(backend, eos_token_ids=(3,))
+    assert tokenizer.encode_rendered("ab") == [0, 1, 2]
+    assert tokenizer.encode_continuation("ab") == [1, 2]
+    assert tokenizer.encode_continuation("</s>a") == [3, 1]
