@@ -6,7 +6,8 @@ What bounds it: on one CPU core a decode step reads every weight once (26M of th
 104 MB in float32), and the prefill is one matrix product of 2 x 26M flops per computed token. Sharing takes the shared
 prefix out of every request's prefill but one.
 
-Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved, medians.
+Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved in turns,
+medians. Our pool is allocated beforehand, as a server's is; `generate` allocates its cache as it goes.
 `generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
 Peers (benchmarks/peers/*.py) run in environments of their own; their figures are merged from the files that they leave
 in benchmarks/results/ (`--peers DIR`).
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from workloads import WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
+from workloads import MODEL_SHAPE, WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
@@ -114,7 +115,8 @@ def measure(
     seconds: dict[str, list[float]] = {arm: [] for arm in (*arms, "mneme_warm")}
     for run in range(num_runs + 1):
         prompts = make_prompts(workload, seed=run)
-        timed = {arm: runner.run(prompts) for arm, runner in built.items()}
+        order = list(built) if run % 2 else list(reversed(built))
+        timed = {arm: built[arm].run(prompts) for arm in order}
         timed["mneme_warm"] = built["mneme"].run_warm(prompts)
         for arm, elapsed in timed.items() if run else ():  # the first is a warm-up
             seconds[arm].append(elapsed)
@@ -155,7 +157,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    workload = WORKLOADS["W" if args.quick else args.workload]
+    if args.quick:
+        args.workload = "W"
+    workload = WORKLOADS[args.workload]
     num_runs = 2 if args.quick else args.runs
     load_before = load_average()
     arms: dict[str, Callable[..., Any]] = {"mneme": Ours, "transformers": Transformers}
@@ -172,6 +176,7 @@ def main() -> None:
     closing = json.dumps(
         {
             "benchmark": "engine", "workload": args.workload, "workload_shape": workload._asdict(), "runs": num_runs,
+            "model": MODEL_SHAPE, "seeds": list(range(1, num_runs + 1)),
             "cpu": cpu_name(), "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
             "results": results, "peers": peers, "checks": checks,
         }

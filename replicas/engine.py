@@ -19,9 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, Overloaded
+from mneme.errors import InvalidRequest, MnemeError, Overloaded
+from mneme.replicas.admission import check_token_ids, max_output_tokens, stop_stream
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.sampler import Sampled, SampleRow, sample
@@ -99,7 +99,7 @@ class Engine:
             raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
         if request.request_id in self._sequence_by_id or self.sessions.is_queued(request.request_id):
             raise InvalidRequest("request_id", request.request_id, "is already running")
-        self._check_ids(request)
+        check_token_ids(request, self._runner.vocab_size)
         ids = self.sessions.begin(request)
         if ids is not None:
             try:
@@ -156,43 +156,16 @@ class Engine:
         return self.take_events()
 
     def _start(self, request: GenerationRequest, ids: list[int]) -> None:
-        params = request.sampling
-        room = self.capacity - len(ids)
-        if room < 1 or (params.max_tokens or 1) > room:
-            wanted = f"{len(ids)} prompt tokens" + (f" and {params.max_tokens} more" if params.max_tokens else "")
-            rule = f"prompt and output must fit {self.capacity} tokens together; this asks for {wanted}"
-            raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", params.max_tokens or len(ids), rule)
         sequence = Sequence(
             request=request,
             ids=ids,
             num_prompt=len(ids),
-            max_tokens=min(params.max_tokens or room, room),
+            max_tokens=max_output_tokens(request, len(ids), self.capacity),
             arrival=next(self._arrivals),
-            stop_text=self._stop_text(request),
+            stop_text=stop_stream(request, self._tokenizer),
         )
         self._sequence_by_id[request.request_id] = sequence
         self.scheduler.add(sequence)
-
-    def _stop_text(self, request: GenerationRequest) -> TextStream | None:
-        params, offset = request.sampling, request.output_offset
-        if not params.stop:
-            return None
-        if self._tokenizer is None:
-            raise InvalidRequest("stop", params.stop, "needs a tokenizer; this engine has none")
-        stream = TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens + offset)
-        stream.push(request.prompt_token_ids[len(request.prompt_token_ids) - offset :])
-        return stream
-
-    def _check_ids(self, request: GenerationRequest) -> None:
-        ids = request.prompt_token_ids
-        if not ids:
-            raise InvalidRequest("prompt", "", "must have at least one token")
-        params = request.sampling
-        listed = (("prompt", ids), ("logit_bias", tuple(params.logit_bias)), ("stop_token_ids", params.stop_token_ids))
-        for name, values in listed:
-            if values and not 0 <= min(values) <= max(values) < self._runner.vocab_size:
-                worst = max(values) if min(values) >= 0 else min(values)
-                raise InvalidRequest(name, worst, f"token ids are from 0 to {self._runner.vocab_size - 1}")
 
     def _sample_row(self, sequence: Sequence) -> SampleRow:
         request = sequence.request

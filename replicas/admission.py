@@ -1,0 +1,58 @@
+"""What is checked and resolved when an engine takes a request. Policy only: no tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mneme.errors import ContextLengthExceeded, InvalidRequest
+from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from mneme.replicas.tokenizer import Tokenizer
+
+
+def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Raise `InvalidRequest` for an empty prompt and for any id outside the vocabulary."""
+    params = request.sampling
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt", "", "must have at least one token")
+    listed = {
+        "prompt": request.prompt_token_ids,
+        "logit_bias": tuple(params.logit_bias),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, values in listed.items():
+        if values and not 0 <= min(values) <= max(values) < vocab_size:
+            worst = max(values) if min(values) >= 0 else min(values)
+            raise InvalidRequest(name, worst, f"token ids are from 0 to {vocab_size - 1}")
+
+
+def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:
+    """Output tokens the request may have; raises `ContextLengthExceeded` if what it asks for can never fit.
+
+    `capacity` is in tokens: of the context window or the whole page pool, whichever is smaller.
+    """
+    wanted, room = request.sampling.max_tokens, capacity - num_prompt
+    if room >= 1 and (wanted or 1) <= room:
+        return wanted or room
+    asked = f"{num_prompt} prompt tokens" + (f" and {wanted} more" if wanted else "")
+    rule = f"prompt and output must fit {capacity} tokens together; this asks for {asked}"
+    raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", wanted or num_prompt, rule)
+
+
+def stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:
+    """What follows the output to find stop strings; it has read what was emitted before a resumption."""
+    params, offset = request.sampling, request.output_offset
+    if not params.stop:
+        return None
+    if tokenizer is None:
+        raise InvalidRequest("stop", params.stop, "needs a tokenizer; this engine has none")
+    emitted = request.prompt_token_ids[len(request.prompt_token_ids) - offset :]
+    min_tokens = params.min_tokens + offset if params.min_tokens else 0
+    stream = TextStream(tokenizer, params.stop, min_tokens=min_tokens)
+    stream.push(emitted)
+    if stream.stopped:  # in what was emitted under `min_tokens` that are used up: passed over again
+        stream = TextStream(tokenizer, params.stop, min_tokens=offset)
+        stream.push(emitted)
+    return stream
