@@ -36,3 +36,11 @@ def await_idle(server: str) -> Metrics:
             return metrics
         assert time.monotonic() < deadline, metrics
         time.sleep(0.1)
+
+
+def await_metric(server: str, name: str, value: float, *, limit_s: float = IDLE_LIMIT_S) -> None:
+    """Wait until a metric has this value; the page may be 1 s old."""
+    deadline = time.monotonic() + limit_s
+    while (metrics := read_metrics(server))[name] != value:
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.1)

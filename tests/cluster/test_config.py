@@ -1,0 +1,65 @@
+"""The cluster's configuration: file, assignments and options, in this order; strict everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mneme.cluster.config import ClusterConfig, load_config
+from mneme.cluster.serve_status import raised_in
+from mneme.config import parse
+from mneme.errors import ConfigError
+
+
+def test_the_defaults_serve_the_embedded_model_on_loopback() -> None:
+    config = load_config()
+    assert (config.model, config.replicas, config.host, config.port) == ("mneme-tiny", 2, "127.0.0.1", 8000)
+
+
+def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None:
+    file = tmp_path / "mneme.yaml"
+    file.write_text("replicas: 3\nport: 9000\nengine:\n  page_size: 16\n  dtype: float32\n")
+    config = load_config(file, ["port=9001", "engine.page_size=64"], {"port": 9002})
+    assert (config.replicas, config.port) == (3, 9002)
+    assert (config.engine.page_size, config.engine.dtype) == (64, "float32")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("replicaz=2", "replicaz: unknown key"),
+        ("engine.pages=2", "engine.pages: unknown key"),
+        ("replicas=two", "replicas: must be of type int"),
+        ("replicas=0", "replicas: must be from 1"),
+        ("port=70000", "port: must be from 1 to 65535"),
+        ("router.load_factor=0.5", "router.load_factor: must be from 1"),
+        ("ray.object_store_bytes=1", "ray.object_store_bytes: must be from"),
+        ("model=", "model: must be of type str"),
+        ("replicas", "must read key=value"),
+    ],
+)
+def test_what_breaks_a_rule_is_named(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [assignment])
+
+
+def test_the_mapping_parses_back_to_an_equal_configuration() -> None:
+    config = load_config(None, ["engine.page_size=16", "http.api_keys=[a, b]", "router.move_tokens=128"])
+    assert parse(ClusterConfig, config.as_mapping()) == config
+
+
+def test_the_served_name_hides_the_path() -> None:
+    assert load_config(None, ["model=/models/llama-3"]).model_name == "llama-3"
+    assert load_config(None, ["served_name=mine"]).model_name == "mine"
+
+
+def test_the_reason_of_a_failed_deployment_is_its_last_exception() -> None:
+    message = (
+        "The deployment failed to start 3 times in a row.\n"
+        "RuntimeError: Traceback (most recent call last):\n"
+        '  File "replica.py", line 1, in load\n'
+        "mneme.errors.CheckpointError: model.layers.0: has shape [1], not [2]\n"
+    )
+    assert raised_in(message) == "CheckpointError: model.layers.0: has shape [1], not [2]"
+    assert raised_in("Deployment is updating.") is None
