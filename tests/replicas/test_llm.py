@@ -48,6 +48,19 @@ def test_256_greedy_tokens_are_the_same_with_and_without_sharing() -> None:
     assert {len(ids) for ids in outputs[0]} == {256}
 
 
+def test_sequences_that_part_in_the_middle_of_a_page_do_not_see_each_other(llm: LLM) -> None:
+    """They follow one page token by token, then differ: the kept plan must not show either the other's tokens."""
+    prompt = "Now Alice. She likes tea. Now Bob. What does"
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=penalty)
+        for penalty in (0.0, 0.7, 1.4, 2.0)
+    ]
+    alone = [LLM(dtype="float32").generate([prompt], one)[0].outputs[0].token_ids for one in params]
+    together = LLM(dtype="float32").generate([prompt] * 4, params)
+    assert [out.outputs[0].token_ids for out in together] == alone
+    assert len(set(alone)) > 1
+
+
 def test_choices_differ_by_seed_and_index_and_repeat_by_seed(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=12, ignore_eos=True)
     one, again = (llm.generate(["Once"], params)[0].outputs for _ in range(2))

@@ -30,6 +30,7 @@ FLOAT32_TOLERANCE = 2e-4
 # off by 0.02 to 0.05 in the mean square, and by up to 0.5 where errors add up.
 BF16_TOLERANCE = 0.75
 BF16_RMS_TOLERANCE = 0.06
+BF16_GAP_TOLERANCE = 0.25  # five times that, twice: where the reference's best two logits are closer, either may win
 NUM_TOKENS = 64
 
 
@@ -96,22 +97,23 @@ def teacher_forced(model: Any, prompt: list[int], output: list[int]) -> torch.Te
     return logits[len(prompt) - 1 : -1]
 
 
-def check(model: Any, engine: Engine, ids_by_request: dict[str, list[int]], tolerance: float) -> dict[str, list[int]]:
+def check(
+    model: Any, engine: Engine, ids_by_request: dict[str, list[int]], tolerance: float, gap_tolerance: float
+) -> dict[str, list[int]]:
     output = generate(engine, ids_by_request)
     for name, ids in ids_by_request.items():
         theirs = teacher_forced(model, ids, output[name])
         assert (recorded(engine, name) - theirs).abs().max() <= tolerance, name
-        check_greedy(theirs, output[name], tolerance)
+        check_greedy(theirs, output[name], gap_tolerance)
     return output
 
 
-def check_greedy(theirs: torch.Tensor, tokens: list[int], tolerance: float) -> None:
-    """Each token is the reference's greedy choice, or as good as one within the tolerance."""
+def check_greedy(theirs: torch.Tensor, tokens: list[int], gap_tolerance: float) -> None:
+    """Each token is the reference's greedy choice, unless its best two are as close as the tolerance."""
     top = theirs.topk(2).values
     for position, token in enumerate(tokens):
         if theirs[position].argmax() != token:
-            gap = top[position, 0] - theirs[position, token]
-            assert gap <= 2 * tolerance, f"token {position}"
+            assert top[position, 0] - theirs[position, token] <= gap_tolerance, f"token {position}"
 
 
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
@@ -123,38 +125,43 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_float32_logits(checkpoint: tuple[Path, Any], scenario: str) -> None:
+def test_float32_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str) -> None:
     directory, model = checkpoint
     options, ids_by_request = SCENARIOS[scenario]
-    check(model, make_engine(directory, torch.float32, **options), ids_by_request, FLOAT32_TOLERANCE)
+    engine = make_engine(directory, torch.float32, **options)
+    output = check(model, engine, ids_by_request, FLOAT32_TOLERANCE, FLOAT32_TOLERANCE)
+    for name, ids in ids_by_request.items():
+        assert output[name] == generated(model, ids)
 
 
-def test_float32_logits_after_a_prefix_hit(checkpoint: tuple[Path, Any]) -> None:
+def test_float32_after_a_prefix_hit(checkpoint: tuple[Path, Any]) -> None:
     directory, model = checkpoint
     engine = make_engine(directory, torch.float32)
     ids = prompts([53])["r0"]
     generate(engine, {"first": ids})
-    check(model, engine, {"again": ids, "branch": [*ids[:40], 1, 2, 3]}, FLOAT32_TOLERANCE)
+    ids_by_request = {"again": ids, "branch": [*ids[:40], 1, 2, 3]}
+    output = check(model, engine, ids_by_request, FLOAT32_TOLERANCE, FLOAT32_TOLERANCE)
     assert engine.num_tokens["cached"] == 52 + 40
+    assert output["branch"] == generated(model, ids_by_request["branch"])
 
 
-def test_float32_greedy_tokens_are_those_of_generate(checkpoint: tuple[Path, Any]) -> None:
-    directory, model = checkpoint
-    ids = prompts([37])["r0"]
-    ours = generate(make_engine(directory, torch.float32), {"r0": ids})["r0"]
-    theirs = model.generate(
+def generated(model: Any, ids: list[int]) -> list[int]:
+    """The greedy tokens of `transformers`' own `generate`."""
+    out = model.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0,
     )  # fmt: skip
-    assert ours == theirs[0, len(ids) :].tolist()
+    tokens: list[int] = out[0, len(ids) :].tolist()
+    return tokens
 
 
-def test_bfloat16_logits(checkpoint: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_bfloat16_logits_and_tokens(checkpoint: tuple[Path, Any], scenario: str) -> None:
     directory, model = checkpoint
     half = copy.deepcopy(model).to(torch.bfloat16)
-    engine = make_engine(directory, torch.bfloat16)
-    ids_by_request = prompts([9, 61], shared=45)
-    output = check(half, engine, ids_by_request, BF16_TOLERANCE)
+    options, ids_by_request = SCENARIOS[scenario]
+    engine = make_engine(directory, torch.bfloat16, **options)
+    output = check(half, engine, ids_by_request, BF16_TOLERANCE, BF16_GAP_TOLERANCE)
     for name, ids in ids_by_request.items():
         exact = teacher_forced(model, ids, output[name])
         ours, theirs = (
