@@ -3,8 +3,8 @@
 A generation that loses its replica is submitted again with `prompt + emitted tokens` as its prompt,
 `max_tokens` and `min_tokens` reduced by what was emitted, and `output_offset` saying how much of the prompt
 is output; each attempt has a request id of its own. Preserved: the tokens already sent; greedy output, token
-by token (in bfloat16 up to the rounding of another batch shape); seeded draws and penalties, which count from
-`output_offset`. Not preserved: a stop string that began in tokens emitted before.
+by token (in bfloat16 up to the rounding of another batch shape); seeded draws, penalties and stop strings, which
+count the output from its beginning.
 """
 
 from __future__ import annotations

@@ -238,8 +238,7 @@ class ReplicaLink:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 stats = await self._calls.stats(self.replica_id)
-            known = stats["in_flight"] if not stats["requests"]["waiting"] else request_ids
-            missing = [r for r in request_ids if r in self._sinks and r not in known]
+            missing = [r for r in request_ids if r in self._sinks and r not in stats["in_flight"]]
         except Exception as error:
             logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)
             missing = request_ids

@@ -27,6 +27,7 @@ class Engine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def subscribe(self, subscriber: str, deliver: Callable[[StepMessage], None]) -> None: ...
     def unsubscribe(self, subscriber: str) -> None: ...
+    def check_health(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -101,7 +102,7 @@ class ReplicaServer:
 
     async def check_health(self) -> None:
         """Returns when the engine's thread has answered; Serve replaces a replica that stays silent."""
-        await asyncio.to_thread(self._engine.submit_many, ())
+        await asyncio.to_thread(self._engine.check_health)
 
     def _check(self, replica_id: str) -> None:
         if replica_id != self._replica_id:

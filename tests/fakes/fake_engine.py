@@ -72,6 +72,9 @@ class FakeEngineLoop:
             for request_id in [r for r, request in self._running.items() if request.subscriber == subscriber]:
                 self._forget(request_id)
 
+    def check_health(self) -> None:
+        pass
+
     def stats(self) -> dict[str, Any]:
         with self._lock:
             in_use = len(self._running)
