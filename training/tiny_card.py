@@ -29,10 +29,12 @@ It is a test model, not an assistant.
 
 ## Figures
 
-Measured on these files by `python training/evaluate_tiny.py --out
-benchmarks/results/mneme-tiny-quality.json` (seed {eval_seed}, float32 arithmetic on {machine},
-{eval_threads} thread; {eval_wall_s:.0f} s). All inputs are generated or held out: none was seen in
-training.
+Measured on these files (seed {eval_seed}, float32 on {machine}, {eval_threads} thread, {eval_wall_s:.0f} s) by
+
+    python training/evaluate_tiny.py --out benchmarks/results/mneme-tiny-quality.json
+
+Documents are held out; coreference cases come from a seed of their own; conversations come from the generator that
+training used, so the shortest of them occurred there word for word.
 
 ### Cross-chunk coreference
 
@@ -79,13 +81,16 @@ prefix of the rendering of turns 1..k+1.
 
 ## Training
 
-`python training/train_tiny.py --threads {threads}`: {wall_min:.0f} minutes of wall clock on {threads}
-thread of {cpu}, shared with other work, at torch {torch} and Python {python}; {tokens:.1f} M tokens in
-{steps} steps. Seed {seed}. Phases share the wall-clock budget, so the number of steps depends on the
-machine: {phases}. The seed fixes the initial weights and the data of each step, not the last bit of the
-result. Muon trains the layers' matrices, AdamW the embedding and the norms. The copy phase comes first
-because the coreference task does not leave its guessing plateau without it. Chunk boundaries are never
-marked and never trained on; loss in conversations is on the assistant's words.
+    python training/train_tiny.py --threads {threads}
+
+{wall_min:.0f} minutes of wall clock on {threads} thread of {cpu}, shared with other work (torch {torch},
+Python {python}): {tokens:.1f} M tokens in {steps} steps, seed {seed}. Phases share the wall-clock budget, so
+the number of steps depends on the machine; here: {phases}.
+
+The seed fixes the initial weights and the data of each step, not the last bit of the result. Muon trains the
+layers' matrices, AdamW the embedding and the norms. The copy phase comes first because the coreference task does
+not leave its guessing plateau without it. Chunk boundaries are never marked and never trained on; loss in
+conversations is on the assistant's words.
 
 The weights were not made in one go. Training was stopped and went on from the weights so far, with fresh
 optimizer state, five times: after the copy phase (step 409) the white space of the generated text was
@@ -109,8 +114,10 @@ California, under the PostgreSQL licence.
 
 - It knows two technical manuals and the word lists of its tasks. It has no general knowledge, reasons
   about nothing and will say false things fluently.
-- The coreference figures hold for the sentence templates and names of the task, not for free English.
-- Chat answers are reliable for the listed skills only, in English, in the phrasings of the generator.
+- The coreference figures hold for the sentence templates and names of the task, not for free English; with
+  sentences that state nothing between the facts (`+scenes`) accuracy is clearly lower.
+- Chat answers are reliable only for the skills whose figure above is near 1, in English, in the phrasings of the
+  generator; anything else gets one of those answers or nonsense.
 - Never a basis for a speed claim about larger models; only for correctness and relative quality."""
 LICENCES = {
     "cpython": ("CPython standard library: help topics and docstrings", "PSF-2.0"),
