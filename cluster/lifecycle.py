@@ -103,7 +103,7 @@ class LocalCluster:
                     logging_level=logging.ERROR,
                     namespace="serve",
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=str(directory),
+                    _temp_dir=str(directory / "r"),  # Ray opens its directory to everyone; ours around it stays shut
                 )
         except Exception as error:
             raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
