@@ -58,7 +58,7 @@ class SamplingParams:
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_int("top_k", self.top_k, -1, MAX_TOKENS_LIMIT)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

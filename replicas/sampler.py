@@ -52,11 +52,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
     logits  float32 [num_rows, vocab_size]; changed in place
     """
-    sound = logits.isfinite().all(dim=-1).tolist()
     raw = logits.clone() if any(row.params.logprobs is not None for row in rows) else logits
     for index, row in enumerate(rows):
         _apply_biases(logits[index], row)
         _apply_penalties(logits[index], row)
+    # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
+    sound = logits.amax(dim=-1).isfinite().tolist()
     token_ids = _draw_all(logits, rows) if all(sound) else _draw_sound(logits, rows, sound)
     return [
         Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
@@ -122,7 +123,7 @@ def _invert(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     target = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]  # where it reaches its end
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1)
 
 
 def _is_truncated(params: SamplingParams) -> bool:
