@@ -37,7 +37,7 @@ serve: $(READY)
 test: $(DEV_READY)
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(DEV_READY)
+test-all: test
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 lint: $(DEV_READY)

@@ -83,7 +83,7 @@ prefix of the rendering of turns 1..k+1.
 
     python training/train_tiny.py --threads {threads}
 
-{wall_min:.0f} minutes of wall clock on {threads} thread of {cpu}, shared with other work (torch {torch},
+{wall_min:.0f} minutes of wall clock on {threads} thread of {cpu} (torch {torch},
 Python {python}): {tokens:.1f} M tokens in {steps} steps, seed {seed}. Phases share the wall-clock budget, so
 the number of steps depends on the machine; here: {phases}.
 
