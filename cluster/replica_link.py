@@ -160,7 +160,7 @@ class ReplicaLink:
         submits, self._submits = self._submits, []
         for _, answer in submits:
             _answer(answer, lost)
-        sinks, self._sinks = set(self._sinks.values()), {}
+        sinks, self._sinks = dict.fromkeys(self._sinks.values()), {}  # in order: a session's turns keep theirs
         for sink in sinks:
             sink.put_nowait(lost)
         self._aborts.clear()  # the replica aborts everything of a subscriber that is gone

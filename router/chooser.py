@@ -2,12 +2,15 @@
 
 Selecting first and reserving later herds: every request that arrives in between sees the same idle replica.
 Nothing here awaits, so on an event loop a choice is atomic.
+
+A session that is answering keeps its replica, whatever the score says: only there do its turns wait for each
+other. Every ingress knows its own turns alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from mneme.router.prefix_index import PrefixIndex
@@ -21,6 +24,8 @@ from mneme.router.score import (
     rendezvous_order,
 )
 from mneme.router.token_hashes import block_hashes
+
+_Session = tuple[str, str]  # (salt, session id)
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class Reservation:
     _load: _Load
     _running: int
     _queued_tokens: int
+    _on_release: Callable[[Reservation], None] | None = None  # of a session's turn
 
     def started(self) -> None:
         """The first output came back: the prompt is no longer queued."""
@@ -49,6 +55,9 @@ class Reservation:
         self.started()
         self._load.running -= self._running
         self._running = 0
+        if self._on_release is not None:
+            self._on_release(self)
+            self._on_release = None
 
 
 @dataclass(slots=True)
@@ -59,6 +68,7 @@ class ReplicaChooser:
     score: Score | None = None  # None: `prefill_score`
     _index: PrefixIndex = field(init=False)
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
+    _turns: dict[_Session, list[Reservation]] = field(init=False, default_factory=dict)  # in flight, in order
     _unique: itertools.count[int] = field(init=False, default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -90,9 +100,10 @@ class ReplicaChooser:
         num_choices: int = 1,
         exclude: Collection[str] = (),
     ) -> Reservation | None:
-        """Choose the cheapest replica and reserve it; None when there is no candidate."""
+        """Choose the session's replica, else the cheapest, and reserve it; None when there is no candidate."""
         hashes = self._hashes(token_ids, salt)
-        ranked = self._rank(len(token_ids), hashes, session_id, exclude)
+        session = None if session_id is None else (salt, session_id)
+        ranked = self._rank(len(token_ids), hashes, session, exclude)
         if not ranked:
             return None
         chosen = ranked[0]
@@ -101,7 +112,10 @@ class ReplicaChooser:
         load.running += num_choices
         load.queued_tokens += uncached
         self._index.record(hashes, chosen.replica_id)
-        return Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
+        reservation = Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
+        if session is not None:
+            self._note_turn(session, reservation)
+        return reservation
 
     def ranked(
         self,
@@ -111,8 +125,9 @@ class ReplicaChooser:
         session_id: str | None = None,
         exclude: Collection[str] = (),
     ) -> list[Candidate]:
-        """Every candidate, cheapest first, without reserving."""
-        return self._rank(len(token_ids), self._hashes(token_ids, salt), session_id, exclude)
+        """Every candidate without reserving: the replica of the session's turns in flight, then cheapest first."""
+        session = None if session_id is None else (salt, session_id)
+        return self._rank(len(token_ids), self._hashes(token_ids, salt), session, exclude)
 
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
@@ -120,15 +135,33 @@ class ReplicaChooser:
             self._index.record(self._hashes(token_ids, salt), replica_id)
 
     def _rank(
-        self, num_tokens: int, hashes: Sequence[int], session_id: str | None, exclude: Collection[str]
+        self, num_tokens: int, hashes: Sequence[int], session: _Session | None, exclude: Collection[str]
     ) -> list[Candidate]:
         replica_ids = [r for r in self._loads if r not in exclude]
         if not replica_ids:
             return []
-        key = f"s{session_id}" if session_id else f"r{next(self._unique)}"
-        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_session=session_id is not None)
+        key = f"s{session[1]}" if session else f"r{next(self._unique)}"
+        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_session=session is not None)
         assert self.score is not None
-        return rank(self._candidates(replica_ids, hashes, key), request, self.score, self.config)
+        ranked = rank(self._candidates(replica_ids, hashes, key), request, self.score, self.config)
+        answering = self._answering(session)
+        return sorted(ranked, key=lambda candidate: candidate.replica_id != answering)
+
+    def _answering(self, session: _Session | None) -> str | None:
+        """The replica where the session's latest turn is in flight; a replica that came back is another one."""
+        turns = self._turns.get(session, ()) if session else ()
+        alive = (t.replica_id for t in reversed(turns) if self._loads.get(t.replica_id) is t._load)
+        return next(alive, None)
+
+    def _note_turn(self, session: _Session, reservation: Reservation) -> None:
+        def forget(released: Reservation) -> None:
+            turns = self._turns[session]
+            turns.remove(released)
+            if not turns:
+                del self._turns[session]
+
+        reservation._on_release = forget
+        self._turns.setdefault(session, []).append(reservation)
 
     def _candidates(self, replica_ids: Sequence[str], hashes: Sequence[int], key: str) -> list[Candidate]:
         matched = self._index.matched_blocks(hashes)

@@ -266,3 +266,39 @@ def test_a_session_stays_where_it_began() -> None:
         assert sorted(engine.stats()["finished"] for engine in calls.engines.values()) == [0, 6]
 
     run(scenario)
+
+
+def test_turns_of_one_session_at_once_meet_on_one_replica() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("turn0.0", num=10_000, session_id="s")])
+        await anext(first)
+        (busy,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        others = [asyncio.ensure_future(tokens(client, request(f"other{i}.0", num=10_000))) for i in range(12)]
+        await until(lambda: running(calls) == 13)
+        for i in range(1, 4):
+            await tokens(client, request(f"turn{i}.0", num=2, session_id="s"))
+        turns = [r.request_id for r in calls.engines[busy].admitted if r.session_id == "s"]
+        assert turns == [f"turn{i}.0" for i in range(4)]
+        await first.aclose()
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_turns_of_one_session_meet_again_when_their_replica_dies() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        asked = [request(f"turn{i}.0", num=100, session_id="s") for i in range(3)]
+        work = asyncio.gather(*(tokens(client, each) for each in asked))
+        await until(lambda: running(calls) == 3)
+        (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        calls.kill(home)
+        client.set_replicas([r for r in "abc" if r != home])
+        assert [ids for ids, _ in await work] == [expected(each) for each in asked]
+        moved = [[r.request_id for r in calls.engines[r].admitted] for r in "abc" if r != home]
+        assert sorted(moved) == [[], [f"turn{i}~1.0" for i in range(3)]]
+
+    run(scenario, replicas=("a", "b", "c"), step_s=0.005)

@@ -36,6 +36,7 @@ class FakeEngineLoop:
         self._max_running = max_running
         self._lock = threading.Condition()
         self._running: dict[str, GenerationRequest] = {}
+        self.admitted: list[GenerationRequest] = []
         self._context: dict[str, list[int]] = {}
         self._subscribers: dict[str, tuple[Deliver, int]] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -94,6 +95,7 @@ class FakeEngineLoop:
             return InvalidRequest("prompt", (), "must not be empty")
         if len(self._running) >= self._max_running:
             return Overloaded("the engine is full")
+        self.admitted.append(request)
         self._running[request.request_id] = request
         self._context[request.request_id] = list(request.prompt_token_ids)
         return None

@@ -49,12 +49,12 @@ def test_no_replica_ever_exceeds_the_bound(seed: int, num_replicas: int, slack: 
     config = RouterConfig(load_slack=slack)
     router = chooser(*REPLICAS[:num_replicas], config=config)
     held: list[Reservation] = []
-    for _ in range(200):
+    for i in range(200):
         if held and rng.random() < 0.4:
             held.pop(rng.randrange(len(held))).release()
             continue
         total = sum(router.running(r) for r in REPLICAS)
-        session = rng.choice(["hot", "hot", "hot", None])  # most of the traffic wants one replica
+        session = rng.choice([f"session-{i}", None])  # with one prompt: all the traffic wants one replica
         reservation = choose(router, [1] * 500, session)
         held.append(reservation)
         assert router.running(reservation.replica_id) <= load_bound(total, num_replicas, config)
@@ -92,10 +92,58 @@ def test_a_session_stays_until_its_replica_is_too_busy() -> None:
         assert again.replica_id == home.replica_id
         assert again.matched_tokens == 960
         again.release()
-    crowd = [choose(router, list(range(1000)), "s") for _ in range(40)]
-    spread = Counter(r.replica_id for r in crowd)
-    assert spread[home.replica_id] > 20  # it keeps the larger share...
-    assert len(spread) == 2  # ...and the rest goes where there is room
+    other = ({"a", "b"} - {home.replica_id}).pop()
+    for _ in range(40):
+        router.select_and_reserve(list(range(1000)), exclude=[other])
+    assert choose(router, list(range(1000)), "s").replica_id == other
+
+
+def test_a_session_that_is_answering_keeps_its_replica() -> None:
+    router = chooser(*REPLICAS)
+    answering = choose(router, list(range(1000)), "s")
+    for length in (1, 5000):  # neither load nor a longer prompt moves what comes behind it
+        for other in range(40):
+            choose(router, [other] * 200)
+        queued = choose(router, list(range(length)), "s")
+        assert queued.replica_id == answering.replica_id
+    answering.release()
+    answering.release()  # counted once
+    assert choose(router, [1], "s").replica_id == answering.replica_id  # `queued` is in flight
+    assert router.ranked([1], session_id="s")[0].replica_id == answering.replica_id
+
+
+def test_a_session_is_free_again_when_its_last_turn_is_released() -> None:
+    router = chooser("a", "b")
+    turns = [choose(router, [1] * 640, "s") for _ in range(3)]
+    (home,) = {turn.replica_id for turn in turns}
+    for turn in turns:
+        turn.release()
+    other = ({"a", "b"} - {home}).pop()
+    for i in range(10):
+        assert router.select_and_reserve([i] * 640, exclude=[other]) is not None
+    assert choose(router, [1], "s").replica_id == other
+
+
+def test_sessions_of_two_tenants_are_two_sessions() -> None:
+    router = chooser("a", "b")
+    first = router.select_and_reserve([1] * 6400, salt="x", session_id="s")
+    second = router.select_and_reserve([1] * 6400, salt="y", session_id="s")
+    assert first is not None
+    assert second is not None
+    assert first.replica_id != second.replica_id
+
+
+def test_a_session_leaves_a_replica_that_is_excluded_or_gone() -> None:
+    router = chooser("a", "b")
+    answering = choose(router, [1], "s").replica_id
+    other = ({"a", "b"} - {answering}).pop()
+    elsewhere = router.select_and_reserve([1], session_id="s", exclude=[answering])
+    assert elsewhere is not None
+    assert elsewhere.replica_id == other
+    assert choose(router, [1], "s").replica_id == other  # behind the latest turn
+    router.set_replicas([answering])
+    router.set_replicas(["a", "b"])  # a new life: nothing of the session is in flight there
+    assert choose(router, [1], "s").replica_id == answering
 
 
 def test_a_shared_prefix_draws_requests_without_a_session() -> None:
