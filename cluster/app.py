@@ -17,6 +17,7 @@ from mneme.cluster.api_state import ServedModel
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.ingress import BuildApi, Ingress
+from mneme.cluster.ray_private import own_replica_id
 from mneme.cluster.replica import EngineReplica, LoadEngine
 from mneme.config import parse
 from mneme.replicas.model_config import load_model_config
@@ -91,4 +92,4 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         max_context=min(max_context, config.engine.max_context or max_context),
         created=int(time.time()),
     )
-    return build_api(client, [model], Tokenizer.load(directory), config.http)
+    return build_api(client, [model], Tokenizer.load(directory), config.http, ingress=own_replica_id())

@@ -22,7 +22,7 @@ from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import http_exception_response
 from mneme.cluster.guard import Guard, Send
 from mneme.cluster.http_config import HttpConfig
-from mneme.cluster.latency import Clock, Latencies
+from mneme.cluster.latency import Clock
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.prometheus import CONTENT_TYPE
 from mneme.cluster.request_body import Receive
@@ -39,18 +39,18 @@ def build_api(
     tokenizer: Tokenizer,
     config: HttpConfig | None = None,
     *,
+    ingress: str = "local",
     clock: Clock = time.perf_counter,
 ) -> FastAPI:
-    """The application; all `models` are names of the one model behind `client`."""
+    """The application; all `models` are names of the one model behind `client`, `ingress` is this process's own."""
     config = config or HttpConfig()
-    latencies = Latencies()
-    metrics = MetricsPage(client, latencies)
+    metrics = MetricsPage(client, ingress)
     api = ApiState(
         client=client,
         models={model.id: model for model in models},
         tokenizer=tokenizer,
         config=config,
-        latencies=latencies,
+        latencies=metrics.latencies,
         metrics=metrics,
         clock=clock,
     )

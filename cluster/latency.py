@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mneme.cluster.prometheus import Histogram
+from mneme.cluster.prometheus import Histogram, Labels
 
 Clock = Callable[[], float]
 
 
 class Latencies:
-    """The histograms of one ingress."""
+    """The histograms of one ingress, under its label."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Labels) -> None:
         self.ttft = Histogram(
-            "mneme_time_to_first_token_seconds", "From the whole request to the first token of each choice."
+            "mneme_time_to_first_token_seconds",
+            "From the whole request to the first token of each choice, at this ingress.",
+            labels=labels,
         )
         self.itl = Histogram(
-            "mneme_inter_token_latency_seconds", "Between two events of one choice, per token of the second."
+            "mneme_inter_token_latency_seconds",
+            "Between two events of one choice, per token of the second, at this ingress.",
+            labels=labels,
         )
-        self.e2e = Histogram("mneme_request_seconds", "From the whole request to the end of its answer.")
+        self.e2e = Histogram(
+            "mneme_request_seconds",
+            "From the whole request to the end of its answer, at this ingress.",
+            labels=labels,
+        )
 
     def lines(self) -> list[str]:
         return [*self.ttft.lines(), *self.itl.lines(), *self.e2e.lines()]

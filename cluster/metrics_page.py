@@ -1,4 +1,7 @@
-"""The page at /metrics: all replicas' statistics summed up, and the latencies of this ingress."""
+"""The page at /metrics: all replicas' statistics summed up, and the answers and latencies of this ingress.
+
+Of several ingresses a scrape through the proxy meets one: what an ingress counts by itself has its `ingress` label.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +64,15 @@ _SUMS = (
 class MetricsPage:
     """As old as `EngineClient.stats()`, at most 1 s."""
 
-    def __init__(self, client: EngineClient, latencies: Latencies) -> None:
+    def __init__(self, client: EngineClient, ingress: str) -> None:
         self._client = client
-        self._latencies = latencies
+        self._labels: Labels = (("ingress", ingress),)
+        self.latencies = Latencies(self._labels)
         self._responses: Counter[Labels] = Counter()
 
     def count_response(self, path: str, status: int) -> None:
         label = path if path in KNOWN_PATHS else "other"
-        self._responses[(("path", label), ("status", str(status)))] += 1
+        self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
     async def render(self) -> str:
         return "\n".join(self._lines(await self._client.stats())) + "\n"
@@ -80,8 +84,10 @@ class MetricsPage:
             lines += family(spec.name, spec.description, spec.kind, _summed(spec, [s.metrics for s in stats]))
         rss: dict[Labels, float] = {(("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats}
         lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
-        lines += family("mneme_http_responses_total", "Answers by status.", "counter", self._responses)
-        return lines + self._latencies.lines()
+        lines += family(
+            "mneme_http_responses_total", "Answers of this ingress.", "counter", self._responses
+        )
+        return lines + self.latencies.lines()
 
 
 def _summed(spec: _Family, metrics: Iterable[dict[str, Any]]) -> dict[Labels, float]:

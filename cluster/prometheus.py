@@ -15,9 +15,12 @@ Labels = tuple[tuple[str, str], ...]
 class Histogram:
     """Counts by upper bound; not thread-safe."""
 
-    def __init__(self, name: str, description: str, bounds: Sequence[float] = LATENCY_BUCKETS_S) -> None:
+    def __init__(
+        self, name: str, description: str, *, labels: Labels = (), bounds: Sequence[float] = LATENCY_BUCKETS_S
+    ) -> None:
         self._name = name
         self._description = description
+        self._labels = labels
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -31,8 +34,9 @@ class Histogram:
         total = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
-            lines.append(f'{self._name}_bucket{{le="{bound}"}} {total}')
-        return [*lines, f"{self._name}_sum {self._sum}", f"{self._name}_count {total}"]
+            lines.append(f"{self._name}_bucket{_braces((*self._labels, ('le', bound)))} {total}")
+        braces = _braces(self._labels)
+        return [*lines, f"{self._name}_sum{braces} {self._sum}", f"{self._name}_count{braces} {total}"]
 
 
 def family(

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 
-from tests.cluster.api_fixtures import CHAT, RENDERED, TOKENIZER, api_client, get, post
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from mneme.cluster.http_api import build_api
+from mneme.cluster.prometheus import Histogram
+from tests.cluster.api_fixtures import CHAT, MODEL, RENDERED, TOKENIZER, api_client, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 
 
@@ -67,3 +74,41 @@ def test_every_sample_has_a_type_and_only_counters_are_totals() -> None:
             assert name in types or types[base] == "histogram"
             float(line.rpartition(" ")[2])
     assert "mneme_time_to_first_token_seconds" in types
+
+
+def test_what_an_ingress_measures_has_its_label_and_adds_up() -> None:
+    async def run() -> str:
+        app = build_api(FakeEngineClient(TOKENIZER), [MODEL], TOKENIZER, ingress="x1", clock=stepping_clock(0.004))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
+            for _ in range(3):
+                await client.post("/v1/chat/completions", json={**CHAT, "n": 2})
+            return (await client.get("/metrics")).text
+
+    families = {family.name: family for family in text_string_to_metric_families(asyncio.run(run()))}
+    (responses,) = families["mneme_http_responses"].samples
+    assert responses.labels == {"ingress": "x1", "path": "/v1/chat/completions", "status": "200"}
+    assert responses.value == 3
+    for name, num_observed in (("time_to_first_token", 6), ("inter_token_latency", None), ("request", 3)):
+        samples = families[f"mneme_{name}_seconds"].samples
+        assert {sample.labels["ingress"] for sample in samples} == {"x1"}
+        buckets = [(sample.labels["le"], sample.value) for sample in samples if sample.name.endswith("_bucket")]
+        (count,) = [sample.value for sample in samples if sample.name.endswith("_count")]
+        assert num_observed in (None, count)
+        assert [value for _, value in buckets] == sorted(value for _, value in buckets)
+        assert buckets[-1] == ("+Inf", count)
+        assert count > 0
+    assert not any("ingress" in sample.labels for sample in families["mneme_pages"].samples)
+
+
+def test_a_histogram_is_cumulative() -> None:
+    histogram = Histogram("h", "Of a test.", bounds=(1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.5, 4.0, 9.0):
+        histogram.observe(value)
+    (family,) = text_string_to_metric_families("\n".join(histogram.lines()) + "\n")
+    values = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    assert values == {"1.0": 2, "2.0": 3, "5.0": 4, "+Inf": 5, "h_sum": 16.0, "h_count": 5}
+
+
+def stepping_clock(step_s: float) -> Callable[[], float]:
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
