@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,6 +62,10 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model: must name a model or a directory")
+        if self.served_name == "":
+            raise ConfigError("served_name: must not be empty")
+        if not self.model_name:
+            raise ConfigError(f"model: {shown(self.model)} has no name of its own; set served_name")
         check_range("replicas", self.replicas, 1, 1024)
         check_range("port", self.port, 1, 65535)
         check_range("cpus_per_replica", self.cpus_per_replica, 0, 1024)
@@ -70,7 +75,7 @@ class ClusterConfig:
     @property
     def model_name(self) -> str:
         """The name in the API."""
-        return self.served_name or Path(self.model).name
+        return self.served_name or os.path.basename(os.path.abspath(Path(self.model).expanduser()))
 
     def as_mapping(self) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal configuration."""

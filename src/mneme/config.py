@@ -30,8 +30,6 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
 
 def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict[str, Any]:
     """A copy of `mapping` with `a.b=value` assignments (from `--set`) applied; values are YAML scalars."""
-    import yaml
-
     result: dict[str, Any] = dict(mapping.items())
     for assignment in assignments:
         dotted, equals, text = assignment.partition("=")
@@ -43,8 +41,22 @@ def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict
             child = node.get(key)
             node[key] = dict(child) if isinstance(child, Mapping) else {}
             node = node[key]
-        node[leaf] = yaml.safe_load(text)
+        node[leaf] = _yaml_value(assignment, text)
     return result
+
+
+def _yaml_value(assignment: str, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no such date, too many digits
+        raise ConfigError(f"--set {shown(assignment)}: the value is not valid YAML ({_cause(error)})") from error
+
+
+def _cause(error: Exception) -> str:
+    problem = getattr(error, "problem", None) or str(error)
+    return shown(problem.splitlines()[0] if problem else type(error).__name__)
 
 
 def check_range(path: str, value: float, low: float, high: float) -> None:
@@ -82,7 +94,10 @@ def _convert_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{path}: is too large (got {shown(value)})") from None
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{path}: must be of type {hint.__name__} (got {shown(value)})")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mneme.cluster.cli import main
 from mneme.cluster.config import ClusterConfig, load_config
 from mneme.cluster.serve_status import raised_in
 from mneme.config import parse
@@ -37,11 +38,35 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
         ("ray.object_store_bytes=1", "ray.object_store_bytes: must be from"),
         ("model=", "model: must be of type str"),
         ("replicas", "must read key=value"),
+        ("served_name=''", "served_name: must not be empty"),
+        ("model=/", "model: '/' has no name of its own"),
+        ("engine.dtype=[", "--set 'engine.dtype=.': the value is not valid YAML"),
+        ("engine.dtype='", "the value is not valid YAML"),
+        ("engine.dtype=*a", "the value is not valid YAML"),
+        ("engine.dtype=!!python/name:os.system", "the value is not valid YAML"),
+        ("engine.dtype=a\0b", "the value is not valid YAML"),
+        ("port=2026-99-99", "the value is not valid YAML"),
+        ("port=" + "9" * 5000, "the value is not valid YAML"),
+        ("port=" + "[" * 5000, "the value is not valid YAML"),
+        ("start_timeout_s=1" + "0" * 400, "start_timeout_s: is too large"),
+        ("start_timeout_s=.inf", "start_timeout_s: must be from 1"),
+        ("start_timeout_s=.nan", "start_timeout_s: must be from 1"),
+        ("port=1" + "0" * 400, "port: must be from 1 to 65535"),
     ],
 )
 def test_what_breaks_a_rule_is_named(assignment: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         load_config(None, [assignment])
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 300
+
+
+def test_a_bad_assignment_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--set", "engine.dtype=["]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("mneme serve: --set 'engine.dtype=['")
+    assert shown.err.count("\n") == 1
 
 
 def test_the_mapping_parses_back_to_an_equal_configuration() -> None:
@@ -52,6 +77,15 @@ def test_the_mapping_parses_back_to_an_equal_configuration() -> None:
 def test_the_served_name_hides_the_path() -> None:
     assert load_config(None, ["model=/models/llama-3"]).model_name == "llama-3"
     assert load_config(None, ["served_name=mine"]).model_name == "mine"
+
+
+def test_a_relative_directory_has_the_name_that_it_resolves_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "llama-4"
+    (directory / "below").mkdir(parents=True)
+    monkeypatch.chdir(directory)
+    assert load_config(None, ["model=."]).model_name == "llama-4"
+    assert load_config(None, ["model=below/.."]).model_name == "llama-4"
+    assert load_config(None, ["model=below/"]).model_name == "below"
 
 
 def test_the_reason_of_a_failed_deployment_is_its_last_exception() -> None:
