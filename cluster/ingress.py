@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_engine_client import RayEngineClient
 from mneme.cluster.ray_private import HandleCalls, keep_to_loopback, own_replica_id, start_router
 from mneme.config import parse
@@ -23,6 +24,7 @@ class Ingress:
     """Built by Serve in each ingress process; Serve asks it for the ASGI application."""
 
     def __init__(self, config: dict[str, Any], engines: DeploymentHandle[Any], build_api: BuildApi) -> None:
+        log_to_serve()
         keep_to_loopback()
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api

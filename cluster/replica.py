@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_private import keep_to_loopback, own_replica_id, report_progress
 from mneme.cluster.replica_server import Engine, ReplicaServer
 from mneme.config import parse
@@ -22,6 +23,7 @@ class EngineReplica(ReplicaServer):
     """Loads an engine in Serve's replica process and answers for it."""
 
     def __init__(self, config: dict[str, Any], load_engine: LoadEngine) -> None:
+        log_to_serve()
         keep_to_loopback()
         cluster = parse(ClusterConfig, config)
         replica_id = own_replica_id()
