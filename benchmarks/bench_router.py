@@ -104,7 +104,7 @@ def measure(num_calls: int) -> dict[str, list[float]]:
 
     directory, marker = environment.make_directory(ClusterConfig()), secrets.token_hex(16)
     janitor = Janitor(marker, directory)
-    variables = environment.cluster_environment(marker, directory)
+    variables = environment.cluster_environment(ClusterConfig(), marker, directory)
     environment.apply({**variables, "RAY_SERVE_ENABLE_HA_PROXY": "0"})  # there is no HTTP here
     import ray  # reads its environment at import
     from ray import serve

@@ -22,6 +22,8 @@ from mneme.errors import ConfigError
 _LONGEST_BASE = 16  # HAProxy's socket gets 90 more characters there; the kernel allows 107 in all
 _INGRESS_PORTS = range(20_000, 30_000)  # under Linux' ephemeral ports
 _PORTS_PER_CLUSTER = 64
+_SMALLEST_BUFFER = 16_384  # bytes; HAProxy's own default
+_HEADER_TIMEOUT_S = 10
 
 
 def make_directory(config: ClusterConfig) -> Path:
@@ -46,7 +48,7 @@ def check_port(config: ClusterConfig) -> None:
             raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
 
 
-def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
+def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> dict[str, str]:
     """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
     stats_port, metrics_port, fallback_port, fallback_grpc_port = _free_ports(4)
     first_port = _free_port_block()
@@ -62,6 +64,8 @@ def cluster_environment(marker: str, directory: Path) -> dict[str, str]:
         "RAY_worker_niceness": "0",  # Ray's 15 would let anything else on the machine go first
         **_quiet_knobs(),
         **_serve_knobs(),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_buffer_bytes(config)),
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _haproxy_defaults(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "m.sock"),
@@ -103,6 +107,7 @@ def _serve_knobs() -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failed checks start a dead HAProxy again
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a Python process would parse a line per request
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut streams off
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
@@ -111,6 +116,22 @@ def _serve_knobs() -> dict[str, str]:
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # what cannot be loaded is reported at once
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
+
+
+def _haproxy_defaults() -> str:
+    """The last line of the `defaults` section in Serve's template, and what must follow it; no knob has these.
+
+    Once a body comes after its headers, HAProxy splices the client's socket and then no longer sees it close
+    until there is an answer, `option abortonclose` or not. Without the timeout a half-sent header holds its
+    connection for an hour.
+    """
+    lines = ("leastconn", "no option splice-request", f"timeout http-request {_HEADER_TIMEOUT_S}s")
+    return "\n    ".join(lines)
+
+
+def _buffer_bytes(config: ClusterConfig) -> int:
+    """Room for more headers than the ingress takes, or HAProxy would refuse them first, in HTML."""
+    return max(_SMALLEST_BUFFER, 2 * config.http.max_header_bytes)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -62,7 +62,7 @@ class LocalCluster:
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
         self._signals = StopSignals(self._signalled)
-        environment.apply(environment.cluster_environment(marker, directory))
+        environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
         self._start_ray(directory)
         self._signals.install()

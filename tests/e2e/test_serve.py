@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +16,15 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.e2e.metrics import await_idle, await_metric
+from tests.e2e.metrics import await_idle, await_metric, read_metrics
 from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
 MODEL = "mneme-tiny"
+LONG = 1800  # tokens; seconds of work
+FREED_LIMIT_S = 2.0
+METRICS_AGE_S = 1.0
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 
 
@@ -110,6 +115,31 @@ def test_a_client_that_leaves_frees_its_request(server: str) -> None:
     assert pages["free"] + pages["cached"] + pages["in_use"] == pages["total"]
 
 
+@pytest.mark.parametrize("stays_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_before_its_answer_frees_its_request(server: str, is_stream: bool, stays_s: float) -> None:
+    finished = 'mneme_finished_requests_total{reason="length"}'
+    before = await_idle(server)[finished]
+    connections = [send_in_two_pieces(server, is_stream) for _ in range(4)]
+    time.sleep(stays_s)
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + FREED_LIMIT_S
+    time.sleep(METRICS_AGE_S)  # an older page would show what was before
+    metrics = read_metrics(server)
+    while metrics['mneme_pages{state="in_use"}'] or metrics['mneme_requests{state="running"}']:
+        assert time.monotonic() < deadline, metrics
+        metrics = read_metrics(server)
+    assert metrics[finished] == before
+
+
+def test_long_headers_get_an_answer_of_ours(server: str) -> None:
+    for num_bytes, status in ((20_000, 200), (40_000, 413)):
+        answer = httpx.get(f"{server}/v1/models", headers={"x-long": "x" * num_bytes})
+        assert answer.status_code == status
+        assert ("error" in answer.json()) == (status != 200)
+
+
 @pytest.mark.parametrize("num_cycles", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess, num_cycles: int) -> None:
     sixteen_streams(server)
@@ -158,6 +188,28 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
         assert not thread.is_alive()
     assert texts == expected
     await_metric(server, "mneme_replicas", 2, limit_s=120)
+
+
+def send_in_two_pieces(server: str, is_stream: bool) -> socket.socket:
+    """A long request as HTTP clients send it: the headers, and in a packet of its own the body."""
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "messages": ask(PROMPT),
+            "max_tokens": LONG,
+            "min_tokens": LONG,
+            "ignore_eos": True,
+            "stream": is_stream,
+        }
+    ).encode()
+    headers = f"Host: mneme\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    url = httpx.URL(server)
+    connection = socket.create_connection((url.host, url.port or 80))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode())
+    time.sleep(0.002)
+    connection.sendall(body)
+    return connection
 
 
 def leave_at_first_token(server: str, num_cycles: int) -> None:
