@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_STATUS_OF_SIGPIPE = 128 + 13  # as of any program that a closed pipe ends
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
@@ -130,19 +131,39 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     """Returns the exit status; standard input that is no terminal is one message."""
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     timeout = httpx.Timeout(10, read=600)
     try:
-        with httpx.Client(base_url=args.url, headers=headers, timeout=timeout) as http:
+        with httpx.Client(base_url=args.url, headers=_headers(args), timeout=timeout) as http:
             conversation = _open(http, args)
             talk = _talk if sys.stdin.isatty() else _answer_once
             figures = talk(conversation, sys.stdin, sys.stdout)
+        if args.json:
+            sys.stdout.write(json.dumps({"answers": [asdict(each) for each in figures]}) + "\n")
+        sys.stdout.flush()
     except (ChatFailed, httpx.HTTPError, httpx.InvalidURL) as error:
         sys.stderr.write(f"mneme chat: {error or type(error).__name__}\n")
         return 1
-    if args.json:
-        sys.stdout.write(json.dumps({"answers": [asdict(each) for each in figures]}) + "\n")
+    except BrokenPipeError:  # who read the answer has enough
+        _forget_output()
+        return _STATUS_OF_SIGPIPE
     return 0
+
+
+def _headers(args: argparse.Namespace) -> dict[str, str]:
+    key: str | None = args.api_key
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable() and key.strip() == key):
+        raise ChatFailed("--api-key: must be one line of ASCII text without spaces around it")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _forget_output() -> None:
+    """What is still buffered goes nowhere: the interpreter would fail to write it at its exit."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no file underneath
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _open(http: httpx.Client, args: argparse.Namespace) -> Conversation:
@@ -150,7 +171,7 @@ def _open(http: httpx.Client, args: argparse.Namespace) -> Conversation:
     given = {name: value for name, value in options.items() if value is not None}
     conversation = Conversation(http, args.model or _first_model(http), given)
     if args.system:
-        conversation.messages.append({"role": "system", "content": args.system})
+        conversation.messages.append({"role": "system", "content": _whole_text("--system", args.system)})
     return conversation
 
 
@@ -165,8 +186,20 @@ def _first_model(http: httpx.Client) -> str:
     return name
 
 
+def _whole_text(origin: str, text: str) -> str:
+    """Raises `ChatFailed` for surrogates, in which Python keeps the bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatFailed(f"{origin} is not valid UTF-8") from None
+    return text
+
+
 def _answer_once(conversation: Conversation, source: TextIO, sink: TextIO) -> list[AnswerFigures]:
-    text = source.read().strip()
+    try:
+        text = _whole_text("standard input", source.read().strip())
+    except UnicodeDecodeError:
+        raise ChatFailed("standard input is not valid UTF-8") from None
     if not text:
         raise ChatFailed("nothing to say on standard input")
     figures = conversation.ask(text, _shower(sink))
@@ -192,7 +225,7 @@ def _talk(conversation: Conversation, source: TextIO, sink: TextIO) -> list[Answ
 
 def _answer(conversation: Conversation, text: str, sink: TextIO) -> AnswerFigures | None:
     try:
-        figures = conversation.ask(text, _shower(sink))
+        figures = conversation.ask(_whole_text("the line", text), _shower(sink))
     except KeyboardInterrupt:
         sink.write("\n[stopped; the question is not part of the conversation]\n")
         return None

@@ -3,6 +3,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -73,9 +75,11 @@ def test_turns_share_a_session_until_reset(
 def test_a_refused_answer_does_not_end_the_conversation(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    type_lines(monkeypatch, "x" * 300_000, "b")
+    type_lines(monkeypatch, "x" * 300_000, "\udcff", "b")
     assert run_chat(parsed("--url", server.url)) == 0
-    assert "[messages: prompt and output together" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "[messages: prompt and output together" in shown
+    assert "[the line is not valid UTF-8]" in shown
     (request,) = server.engine.requests
     assert (request.prompt_text or "").startswith("<|im_start|>user\nb<|im_end|>")
 
@@ -107,3 +111,40 @@ def test_a_failure_in_mid_answer_is_told(monkeypatch: pytest.MonkeyPatch, capsys
     with serving(fail_after=3) as server:
         assert run_chat(parsed("--url", server.url)) == 1
     assert "failed on purpose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_pipe_that_is_no_text_is_one_line_and_status_1(
+    errors: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"the \xff fox"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", piped)
+    assert run_chat(parsed("--url", server.url)) == 1
+    assert capsys.readouterr().err == "mneme chat: standard input is not valid UTF-8\n"
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize("key", ["key-1\nkey-2", "key-1\r\nX-Evil: 1", "schlüssel", " key-1", "key-1\n"])
+def test_a_key_that_no_header_can_carry_is_named(
+    key: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert run_chat(parsed("--url", server.url, "--api-key", key)) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("mneme chat: --api-key: must be")
+    assert shown.count("\n") == 1
+    assert key.strip() not in shown
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(server: Server) -> None:
+    command = [sys.executable, "-m", "mneme.cluster.cli", "chat", "--url", server.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        assert chat.stderr is not None
+        chat.stdout.close()
+        chat.stdin.write(b"hello")
+        chat.stdin.close()
+        assert chat.stderr.read() == b""
+        assert chat.wait(60) == 141
+    server.wait_idle()
