@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.requests import Request
 
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.json_body import parse_json_object
 from mneme.cluster.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics_page import MetricsPage
+from mneme.cluster.protocol import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.tokenizer import Tokenizer
 
@@ -63,8 +67,29 @@ class ApiState:
     def start_clock(self) -> RequestLatency:
         return RequestLatency(self.latencies, self.clock)
 
-    async def render(self, work: Callable[[], T]) -> T:
-        """Run a template off the event loop."""
+    async def parsed(self, request: Request) -> dict[str, Any]:
+        """The request's body, a JSON object; it can be taken once."""
+        body: bytes = request.state.body.take()
+        return await self.off_loop(len(body), lambda: parse_json_object(body))
+
+    async def render(
+        self,
+        messages: list[Message],
+        model: ServedModel,
+        *,
+        add_generation_prompt: bool,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation; the template runs off the event loop."""
+
+        def work() -> Prompt:
+            text = self.tokenizer.render_chat(
+                conversation(messages),
+                add_generation_prompt=add_generation_prompt,
+                template_variables=template_variables,
+            )
+            return self.encode("messages", text, model, add_special_tokens=False)
+
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:

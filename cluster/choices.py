@@ -6,9 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mneme.errors import ContextLengthExceeded, InvalidRequest
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
+
+
+class FieldNames(NamedTuple):
+    """What a client calls the fields that engines name in their refusals."""
+
+    prompt: str
+    max_tokens: str  # the prompt's name where the client gave no limit
+
+    def worded(self, error: InvalidRequest, num_prompt: int) -> InvalidRequest:
+        """The refusal of a prompt of `num_prompt` tokens, in the client's words."""
+        field = {"prompt": self.prompt, "max_tokens": self.max_tokens}.get(error.field or "", error.field)
+        is_length = isinstance(error, ContextLengthExceeded) and field == self.prompt
+        return type(error)(field, num_prompt if is_length else error.value, error.rule)
 
 
 class Delta(NamedTuple):
@@ -29,6 +43,7 @@ class Choice:
     prompt_index: int  # choices with one prompt share its usage
     request: GenerationRequest
     stream: TextStream
+    fields: FieldNames
     usage: PromptUsage
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -44,6 +59,7 @@ class Choice:
         request: GenerationRequest,
         tokenizer: Tokenizer,
         skip_special_tokens: bool,
+        fields: FieldNames,
     ) -> Choice:
         params = request.sampling
         return Choice(
@@ -51,6 +67,7 @@ class Choice:
             prompt_index=prompt_index,
             request=request,
             stream=TextStream(tokenizer, params.stop, skip_special_tokens, params.min_tokens),
+            fields=fields,
             usage=PromptUsage(len(request.prompt_token_ids), 0),
             _logprobs=None if params.logprobs is None else [],
         )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request
 
 from mneme.cluster.answers import Answer, ChatAnswer, CompletionAnswer
 from mneme.cluster.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.choices import Choice
-from mneme.cluster.json_body import parse_json_object
+from mneme.cluster.choices import Choice, FieldNames
 from mneme.cluster.latency import RequestLatency
 from mneme.cluster.protocol import (
     ChatRequest,
     CompletionRequest,
     SamplingBody,
     StreamOptions,
-    conversation,
     validate,
 )
 from mneme.cluster.run_response import RunResponse
@@ -28,11 +25,16 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 async def chat_completions(api: ApiState, request: Request) -> RunResponse:
     """Render the conversation, then run n choices of it."""
     latency = api.start_clock()
-    body = validate(ChatRequest, await _parsed(api, request))
+    body = validate(ChatRequest, await api.parsed(request))
     model = api.model(body.model)
     params = _sampling(api, body)
     body.check_stream_options()
-    prompt = await api.render(lambda: _render(api, body, model))
+    prompt = await api.render(
+        body.messages,
+        model,
+        add_generation_prompt=body.add_generation_prompt,
+        template_variables=body.template_variables(),
+    )
     answer = ChatAnswer(
         f"chatcmpl-{request.state.request_id}",
         int(api.wall_clock()),
@@ -41,13 +43,14 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
         num_top=params.logprobs or 0,
         is_stream=bool(body.stream),
     )
-    return _run(api, request, body, params, [prompt], answer, latency)
+    fields = [FieldNames("messages", body.max_tokens_field)]
+    return _run(api, request, body, params, [prompt], fields, answer, latency)
 
 
 async def completions(api: ApiState, request: Request) -> RunResponse:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
     latency = api.start_clock()
-    body = validate(CompletionRequest, await _parsed(api, request))
+    body = validate(CompletionRequest, await api.parsed(request))
     model = api.model(body.model)
     params = _sampling(api, body)
     body.check_stream_options()
@@ -62,12 +65,8 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
         num_top=params.logprobs or 0,
         echoes=_echoes(api, prompts, params.n) if body.echo else (),
     )
-    return _run(api, request, body, params, prompts, answer, latency)
-
-
-async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
-    body: bytes = request.state.body.take()
-    return await api.off_loop(len(body), lambda: parse_json_object(body))
+    fields = [FieldNames(name, body.max_tokens_field or name) for name in _prompt_fields(len(prompts))]
+    return _run(api, request, body, params, prompts, fields, answer, latency)
 
 
 def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
@@ -77,21 +76,15 @@ def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingP
     return params
 
 
-def _render(api: ApiState, body: ChatRequest, model: ServedModel) -> Prompt:
-    text = api.tokenizer.render_chat(
-        conversation(body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        template_variables=body.template_variables(),
-    )
-    return api.encode("messages", text, model, add_special_tokens=False)
+def _prompt_fields(num_prompts: int) -> list[str]:
+    return ["prompt"] if num_prompts == 1 else [f"prompt[{i}]" for i in range(num_prompts)]
 
 
 def _take_prompts(
     api: ApiState, body: CompletionRequest, given: Sequence[str | list[int]], model: ServedModel
 ) -> list[Prompt]:
     prompts = []
-    for i, prompt in enumerate(given):
-        field = "prompt" if len(given) == 1 else f"prompt[{i}]"
+    for field, prompt in zip(_prompt_fields(len(given)), given, strict=True):
         if isinstance(prompt, str):
             prompts.append(api.encode(field, prompt, model, add_special_tokens=body.add_special_tokens))
         else:
@@ -113,13 +106,14 @@ def _run(
     body: SamplingBody,
     params: SamplingParams,
     prompts: Sequence[Prompt],
+    fields: Sequence[FieldNames],
     answer: Answer,
     latency: RequestLatency,
 ) -> RunResponse:
     requests = _requests(request, body, params, prompts)
     skip_special_tokens = body.skip_special_tokens is not False
     choices = [
-        Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens)
+        Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens, fields[i // params.n])
         for i, engine_request in enumerate(requests)
     ]
     return RunResponse(
@@ -135,12 +129,17 @@ def _run(
 def _requests(
     request: Request, body: SamplingBody, params: SamplingParams, prompts: Sequence[Prompt]
 ) -> list[GenerationRequest]:
-    """The first choice of the first prompt carries the session: a session has one turn at a time."""
+    """Their ids are `<turn>.<choice index>`, a turn for each prompt.
+
+    The first choice of the first prompt carries the session: a session has one turn at a time.
+    """
+    request_id: str = request.state.request_id
+    turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt = kv_salt(request.state.tenant, body.cache_salt)
     session = _session(request, body)
     return [
         GenerationRequest(
-            request_id=f"{request.state.request_id}-{i * params.n + j}",
+            request_id=f"{turns[i]}.{j}",
             prompt_token_ids=prompt.token_ids,
             sampling=params,
             choice_index=j,

@@ -24,7 +24,8 @@ class EngineClient(Protocol):
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
         """Run the choices of one HTTP request on one replica; yields events until each choice has finished.
 
-        Raises `Overloaded`, `InvalidRequest` (refused at admission) or `ReplicaUnavailable` before the first event.
+        Raises `Overloaded`, `InvalidRequest` (refused at admission, with its `request_id`) or `ReplicaUnavailable`
+        before the first event.
         Closing the iterator, or cancelling its task, aborts what is still running.
         """
         ...

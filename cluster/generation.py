@@ -18,7 +18,7 @@ from mneme.cluster.choices import Choice, Delta
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.latency import RequestLatency
 from mneme.cluster.request_body import ClientGone, Receive
-from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.request import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,9 @@ class Generation:
         events = self._client.generate([choice.request for choice in self.choices])
         try:
             await self._read(events)
+        except InvalidRequest as error:
+            choice = self._choice_by_request.get(error.request_id or "", self.choices[0])
+            self.failure = choice.fields.worded(error, len(choice.request.prompt_token_ids))
         except MnemeError as error:
             self.failure = error
         except Exception:  # the edge of the engine client: the client gets an answer, the log the cause

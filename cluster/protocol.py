@@ -126,10 +126,14 @@ class ChatRequest(SamplingBody):
     chat_template_kwargs: TemplateKwargs | None = None
     echo: Literal[False] | None = None
 
+    @property
+    def max_tokens_field(self) -> str:
+        """The one that counts."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def sampling_params(self, seed: int) -> SamplingParams:
-        limit, name = self.max_completion_tokens, "max_completion_tokens"
-        if limit is None:
-            limit, name = self.max_tokens, "max_tokens"
+        name = self.max_tokens_field
+        limit: int | None = getattr(self, name)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", self.top_logprobs, "only allowed when logprobs is true")
         with fields_named({"max_tokens": name, "logprobs": "top_logprobs"}):
@@ -147,6 +151,11 @@ class CompletionRequest(SamplingBody):
     best_of: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def max_tokens_field(self) -> str | None:
+        """None: the client gave no limit."""
+        return None if self.max_tokens is None else "max_tokens"
 
     def sampling_params(self, seed: int) -> SamplingParams:
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

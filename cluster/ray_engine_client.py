@@ -19,7 +19,7 @@ from typing import Any
 from mneme.cluster.engine_client import ReplicaStats
 from mneme.cluster.replica_calls import ReplicaCalls
 from mneme.cluster.replica_link import LinkLost, ReplicaLink, Sink
-from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
+from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import RouterConfig
@@ -243,10 +243,12 @@ class RayEngineClient:
         except BaseException:  # cancelled too: the request may be on its way
             placement.end()
             raise
-        refused = next((refusal for refusal in refusals if refusal is not None), None)
-        if refused is not None:
-            placement.end()
-            raise refused
+        for choice, refusal in zip(choices, refusals, strict=True):
+            if refusal is not None:
+                placement.end()
+                if isinstance(refusal, InvalidRequest):
+                    refusal.request_id = choice.request.request_id
+                raise refusal
         return placement
 
     def _remember(self, placement: _Placement) -> None:

@@ -8,14 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from mneme.cluster.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.json_body import parse_json_object
-from mneme.cluster.protocol import DetokenizeRequest, TokenizeRequest, conversation, validate
+from mneme.cluster.protocol import DetokenizeRequest, TokenizeRequest, validate
 from mneme.errors import InvalidRequest
 
 
 async def tokenize(api: ApiState, request: Request) -> JSONResponse:
     """Ids of a text, or of a conversation as the chat endpoint would render it."""
-    body = validate(TokenizeRequest, await _parsed(api, request))
+    body = validate(TokenizeRequest, await api.parsed(request))
     model = _model(api, body.model)
     prompt = await _prompt(api, body, model)
     answer: dict[str, Any] = {
@@ -30,7 +29,7 @@ async def tokenize(api: ApiState, request: Request) -> JSONResponse:
 
 async def detokenize(api: ApiState, request: Request) -> JSONResponse:
     """The text of ids."""
-    body = validate(DetokenizeRequest, await _parsed(api, request))
+    body = validate(DetokenizeRequest, await api.parsed(request))
     _model(api, body.model)
 
     def decode() -> str:
@@ -38,11 +37,6 @@ async def detokenize(api: ApiState, request: Request) -> JSONResponse:
         return api.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
     return JSONResponse({"prompt": await api.off_loop(len(body.tokens), decode)})
-
-
-async def _parsed(api: ApiState, request: Request) -> dict[str, Any]:
-    body: bytes = request.state.body.take()
-    return await api.off_loop(len(body), lambda: parse_json_object(body))
 
 
 def _model(api: ApiState, name: str | None) -> ServedModel:
@@ -54,16 +48,9 @@ async def _prompt(api: ApiState, body: TokenizeRequest, model: ServedModel) -> P
     if (text is None) == (messages is None):
         raise InvalidRequest("prompt", "both" if text is not None else "neither", "give a prompt or messages")
     if messages is not None:
-        return await api.render(lambda: _render(api, body, model))
+        return await api.render(messages, model, add_generation_prompt=body.add_generation_prompt)
     if not text:
         raise InvalidRequest("prompt", text, "must not be empty")
     return await api.off_loop(
         len(text), lambda: api.encode("prompt", text, model, add_special_tokens=body.add_special_tokens)
     )
-
-
-def _render(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
-    text = api.tokenizer.render_chat(
-        conversation(body.messages or []), add_generation_prompt=body.add_generation_prompt
-    )
-    return api.encode("messages", text, model, add_special_tokens=False)

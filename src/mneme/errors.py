@@ -49,7 +49,9 @@ class InvalidRequest(MnemeError):
     def __init__(self, field: str | None, value: object, rule: str) -> None:
         super().__init__(field, value, rule)
         self.field = field
+        self.value = value
         self.rule = rule
+        self.request_id: str | None = None  # which one it refuses, of several that were sent together
         self.message = f"{field}: {rule} (got {shown(value)})" if field else rule
 
     def __str__(self) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MIB = 2**20
-ANY = "*"  # any param will do
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class BadRequest:
     name: str
     body: bytes | dict[str, Any] | list[Any] | str | Callable[[Target], dict[str, Any]] = b""
     status: int = 400
-    param: str | None = ANY
+    param: str | None
     method: str = "POST"
     path: str = "/v1/chat/completions"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -99,10 +98,15 @@ _JSON = [
     BadRequest(name="Infinity", body=_chat_json('"temperature": Infinity'), param=None),
     BadRequest(name="1e999", body=_chat_json('"temperature": 1e999'), param=None),
     BadRequest(name="integer of 5,000 digits", body=_chat_json('"seed": ' + "9" * 5000), param=None),
-    BadRequest(name="nested 100 deep", body=_nested(100)),
-    BadRequest(name="nested 100,000 deep", body=_nested(100_000)),
+    BadRequest(name="nested 100 deep", body=_nested(100), param="metadata" + "[0]" * 24),
+    BadRequest(name="nested 100,000 deep", body=_nested(100_000), param="body"),
     BadRequest(name="raw NUL in json", body=_chat_json('"user": "\0"'), param=None),
-    BadRequest(name="form body", headers={"content-type": "application/x-www-form-urlencoded"}, body=b"a=b"),
+    BadRequest(
+        name="form body",
+        headers={"content-type": "application/x-www-form-urlencoded"},
+        body=b"a=b",
+        param="content-type",
+    ),
     BadRequest(name="text body", headers={"content-type": "text/plain"}, body=chat(), param="content-type"),
     BadRequest(
         name="gzip bomb",
@@ -116,8 +120,10 @@ _JSON = [
 _PLACES = [
     BadRequest(name="unknown path", path="/v1/nowhere", body=chat(), status=404, param=None),
     BadRequest(name="unknown path, GET", path="/favicon.ico", method="GET", status=404, param=None),
-    BadRequest(name="path traversal", path="/v1/models/..%2f..%2fetc%2fpasswd", method="GET", status=404),
-    BadRequest(name="NUL in path", path="/v1/models/%00", method="GET", status=404),
+    BadRequest(
+        name="path traversal", path="/v1/models/..%2f..%2fetc%2fpasswd", method="GET", status=404, param="model"
+    ),
+    BadRequest(name="NUL in path", path="/v1/models/%00", method="GET", status=404, param="model"),
     BadRequest(name="chat by GET", method="GET", status=405, param=None),
     BadRequest(name="chat by DELETE", method="DELETE", status=405, param=None),
     BadRequest(name="chat by PUT", method="PUT", body=chat(), status=405, param=None),
@@ -151,7 +157,7 @@ _MESSAGES = [
         param="messages[0].content[0].type",
     ),
     BadRequest(name="lone surrogate", body=content("a\ud800b"), param="messages[0].content"),
-    BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1})),
+    BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1}), param="metadata key"),
     BadRequest(name="NUL in content", body=content("a\0b"), param="messages[0].content"),
     BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
     BadRequest(name="seven million letters", body=content("x" * 7 * MIB), param="messages"),
@@ -163,6 +169,17 @@ _MESSAGES = [
     BadRequest(
         name="chat one token over the context",
         body=lambda t: content("Hello") | {"max_tokens": t.max_context},
+        param="max_tokens",
+    ),
+    BadRequest(
+        name="chat one completion token over the context",
+        body=lambda t: content("Hello") | {"max_completion_tokens": t.max_context},
+        param="max_completion_tokens",
+    ),
+    BadRequest(
+        name="chat longer than the context",
+        body=lambda t: content("the fox " * t.max_context),
+        param="messages",
     ),
 ]
 
@@ -180,7 +197,7 @@ _MODEL_AND_SAMPLING = [
     _case("max_tokens true", "max_tokens", max_tokens=True),
     _case("max_completion_tokens 0", "max_completion_tokens", max_completion_tokens=0),
     _case("min_tokens over max_tokens", "min_tokens", min_tokens=5),
-    _case("max_tokens a billion", ANY, max_tokens=10**9),
+    _case("max_tokens a billion", "max_tokens", max_tokens=10**9),
     _case("n 0", "n", n=0),
     _case("n -1", "n", n=-1),
     _case("n 9", "n", n=9),
@@ -271,6 +288,19 @@ _PROMPTS = [
         name="prompt and max_tokens one over the context",
         path="/v1/completions",
         body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4), "max_tokens": 5},
+        param="max_tokens",
+    ),
+    BadRequest(
+        name="prompt without max_tokens nearly as long as the context",
+        path="/v1/completions",
+        body=lambda t: {"model": t.model, "prompt": [5] * (t.max_context - 4)},
+        param="prompt",
+    ),
+    BadRequest(
+        name="one prompt of two longer than the context",
+        path="/v1/completions",
+        body=lambda t: {"model": t.model, "prompt": ["a", "the fox " * t.max_context], "max_tokens": 4},
+        param="prompt[1]",
     ),
     BadRequest(name="tokenize nothing", path="/tokenize", body={"model": "$MODEL"}, param="prompt"),
     BadRequest(name="tokenize empty", path="/tokenize", body={"prompt": ""}, param="prompt"),

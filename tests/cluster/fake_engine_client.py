@@ -9,6 +9,7 @@ from typing import Any
 
 from mneme.cluster.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
+from mneme.replicas.admission import max_output_tokens
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
@@ -100,14 +101,14 @@ class _Speaker:
 
     def __init__(self, client: FakeEngineClient, request: GenerationRequest) -> None:
         num_prompt, params = len(request.prompt_token_ids), request.sampling
-        room = client.max_context - num_prompt
-        if room < (params.max_tokens or 1):
-            rule = f"prompt and output together have at most {client.max_context} tokens"
-            raise ContextLengthExceeded("max_tokens", params.max_tokens, rule)
+        try:
+            self._limit = max_output_tokens(request, num_prompt, client.max_context)
+        except ContextLengthExceeded as error:
+            error.request_id = request.request_id
+            raise
         self.request = request
         self._ids = client.tokenizer.encode(client.sentence, add_special_tokens=False)
         self._is_endless = client.is_endless
-        self._limit = room if params.max_tokens is None else params.max_tokens
         self._text = TextStream(client.tokenizer, params.stop, min_tokens=params.min_tokens)
         self._usage: PromptUsage | None = PromptUsage(num_prompt, client.cached_tokens(request))
         self._num_said = 0

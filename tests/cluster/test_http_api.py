@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from mneme.cluster.choices import Choice, FieldNames, usage_object
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
@@ -153,3 +156,55 @@ def test_content_parts_become_text_and_developer_is_system() -> None:
 )
 def test_harmless_fields_are_accepted(harmless: dict[str, Any]) -> None:
     assert chat(**harmless).status_code == 200
+
+
+def test_an_over_long_prompt_is_refused_with_its_name_and_its_size() -> None:
+    text = "the fox " * 1024
+    prompts = ["a", text, "b"]
+    answer = post("/v1/completions", {**COMPLETION, "prompt": prompts, "max_tokens": 5, "n": 2})
+    error = answer.json()["error"]
+    size = len(TOKENIZER.encode(text, add_special_tokens=True))
+    assert (answer.status_code, error["param"], error["code"]) == (400, "prompt[1]", "context_length_exceeded")
+    assert error["message"].startswith("prompt[1]: ")
+    assert error["message"].endswith(f"this asks for {size} prompt tokens and 5 more (got {size})")
+    error = chat(messages=[{"role": "user", "content": text}], max_tokens=5).json()["error"]
+    assert error["param"] == "messages"
+    assert re.search(r"this asks for (\d+) prompt tokens and 5 more \(got \1\)$", error["message"])
+
+
+def test_a_limit_that_does_not_fit_is_refused_by_the_name_that_the_client_used() -> None:
+    error = chat(max_completion_tokens=1024, max_tokens=5).json()["error"]
+    assert error["param"] == "max_completion_tokens"
+    assert error["message"].endswith("(got 1024)")
+
+
+@pytest.mark.parametrize(("prompt", "num_turns"), [("the fox", 1), (["the fox", "a dog", "the fox"], 3)])
+def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    post("/v1/completions", {**COMPLETION, "prompt": prompt, "n": 2}, engine=engine)
+    ids = [request.request_id for request in engine.requests]
+    assert len(set(ids)) == 2 * num_turns
+    turns = []
+    for request in engine.requests:
+        turn, _, index = request.request_id.rpartition(".")
+        assert index == str(request.choice_index)
+        turns.append(turn)
+    assert turns[::2] == turns[1::2]
+    assert len(set(turns)) == num_turns
+
+
+def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
+    def choice(index: int, cached: int) -> Choice:
+        request = GenerationRequest(request_id=f"r.{index}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
+        made = Choice.start(index, index // 2, request, TOKENIZER, True, FieldNames("prompt", "max_tokens"))
+        made.add(TokenEvent(request.request_id, (5,), None, None, PromptUsage(3, cached)))
+        return made
+
+    for first, second in ((2, 0), (0, 2)):
+        choices = [choice(0, first), choice(1, second), choice(2, 2), choice(3, 1)]
+        assert usage_object(choices) == {
+            "prompt_tokens": 6,
+            "completion_tokens": 4,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }

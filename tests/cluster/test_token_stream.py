@@ -224,9 +224,10 @@ def test_a_refusal_is_raised_and_leaves_nothing() -> None:
         bad = GenerationRequest(request_id="x.1", prompt_token_ids=(), sampling=SamplingParams(seed=0))
         with pytest.raises(InvalidRequest, match="must not be empty"):
             await tokens(client, bad)
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest) as refused:
             async for _ in client.generate([request("x.0", num=1000), bad]):
                 pass
+        assert refused.value.request_id == "x.1"
         await until(lambda: running(calls) == 0)
 
     run(scenario)
