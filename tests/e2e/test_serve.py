@@ -25,6 +25,7 @@ MODEL = "mneme-tiny"
 LONG = 1800  # tokens; seconds of work
 FREED_LIMIT_S = 2.0
 METRICS_AGE_S = 1.0
+PROXY_RESTART_LIMIT_S = 10.0
 PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
 
 
@@ -140,6 +141,13 @@ def test_long_headers_get_an_answer_of_ours(server: str) -> None:
         assert ("error" in answer.json()) == (status != 200)
 
 
+def test_half_a_header_does_not_hold_its_connection(server: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: mne")
+        connection.settimeout(15)
+        assert b" 408 " in connection.recv(1024)
+
+
 @pytest.mark.parametrize("num_cycles", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess, num_cycles: int) -> None:
     sixteen_streams(server)
@@ -190,6 +198,27 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
     await_metric(server, "mneme_replicas", 2, limit_s=120)
 
 
+def test_a_killed_proxy_is_back_within_10_s(server: str, server_process: ServerProcess) -> None:
+    (victim,) = [pid for pid, command in server_process.processes().items() if "/haproxy -db" in command]
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + PROXY_RESTART_LIMIT_S
+    while not is_healthy(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_healthy(server: str) -> bool:
+    try:
+        return httpx.get(f"{server}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def connect(server: str) -> socket.socket:
+    url = httpx.URL(server)
+    return socket.create_connection((url.host, url.port or 80))
+
+
 def send_in_two_pieces(server: str, is_stream: bool) -> socket.socket:
     """A long request as HTTP clients send it: the headers, and in a packet of its own the body."""
     body = json.dumps(
@@ -203,8 +232,7 @@ def send_in_two_pieces(server: str, is_stream: bool) -> socket.socket:
         }
     ).encode()
     headers = f"Host: mneme\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    url = httpx.URL(server)
-    connection = socket.create_connection((url.host, url.port or 80))
+    connection = connect(server)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode())
     time.sleep(0.002)
