@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from mneme.cluster import ray_engine_client, replica_link
 from mneme.cluster.ray_engine_client import RayEngineClient
+from mneme.cluster.replica_calls import WrongReplica
+from mneme.cluster.replica_server import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls
-from tests.fakes.fake_engine import expected_tokens
+from tests.fakes.fake_engine import FakeEngineLoop, expected_tokens
 
+ENDLESS = 10**6  # tokens: by itself, a request of so many does not end within a test
 Scenario = Callable[[DirectCalls, RayEngineClient], Awaitable[None]]
 
 
@@ -36,11 +40,13 @@ def run(scenario: Scenario, *, replicas: tuple[str, ...] = ("a", "b"), step_s: f
     asyncio.run(main())
 
 
-def request(request_id: str = "r.0", *, num: int = 20, session_id: str | None = None) -> GenerationRequest:
+def request(
+    request_id: str = "r.0", *, num: int = 20, min_tokens: int = 0, session_id: str | None = None
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=(1, 2, 3, len(request_id)),
-        sampling=SamplingParams(temperature=0.0, max_tokens=num, seed=1),
+        sampling=SamplingParams(temperature=0.0, max_tokens=num, min_tokens=min_tokens, seed=1),
         session_id=session_id,
     )
 
@@ -194,7 +200,7 @@ def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
 def test_closing_the_generator_aborts() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         for i in range(50):
-            async with contextlib.aclosing(client.generate([request(f"r{i}.0", num=10_000)])) as events:
+            async with contextlib.aclosing(client.generate([request(f"r{i}.0", num=ENDLESS)])) as events:
                 async for _ in events:
                     break
         await until(lambda: running(calls) == 0)
@@ -207,7 +213,7 @@ def test_cancelling_at_any_moment_aborts() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await until(client.is_ready)
         for i in range(60):
-            work = asyncio.ensure_future(tokens(client, request(f"r{i}.0", num=10_000)))
+            work = asyncio.ensure_future(tokens(client, request(f"r{i}.0", num=ENDLESS)))
             for _ in range(i):
                 await asyncio.sleep(0)
             await asyncio.sleep(0 if i % 2 else 0.003)
@@ -239,7 +245,7 @@ def test_overload_spills_to_the_other_replica_then_is_raised() -> None:
         calls.add("large", max_running=1)
         client.set_replicas(("small", "large"))
         await until(lambda: all(link.is_open for link in client._links.values()))
-        first = client.generate([request("first.0", num=10_000)])
+        first = client.generate([request("first.0", num=ENDLESS)])
         await anext(first)
         with pytest.raises(Overloaded):
             await tokens(client, request("second.0"))
@@ -272,19 +278,18 @@ def test_a_session_stays_where_it_began() -> None:
 def test_turns_of_one_session_at_once_meet_on_one_replica() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await until(lambda: all(link.is_open for link in client._links.values()))
-        first = client.generate([request("turn0.0", num=10_000, session_id="s")])
+        first = client.generate([request("turn0.0", num=ENDLESS, session_id="s")])
         await anext(first)
         (busy,) = [r for r, engine in calls.engines.items() if engine.admitted]
-        others = [asyncio.ensure_future(tokens(client, request(f"other{i}.0", num=10_000))) for i in range(12)]
-        await until(lambda: running(calls) == 13)
+        (idle,) = {"a", "b"} - {busy}
+        for _ in range(12):  # the router would send anything else to the other one
+            client._chooser.select_and_reserve([1], exclude=[idle])
         for i in range(1, 4):
             await tokens(client, request(f"turn{i}.0", num=2, session_id="s"))
-        turns = [r.request_id for r in calls.engines[busy].admitted if r.session_id == "s"]
-        assert turns == [f"turn{i}.0" for i in range(4)]
+        assert [r.request_id for r in calls.engines[busy].admitted] == [f"turn{i}.0" for i in range(4)]
         await first.aclose()
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await tokens(client, request("next.0", num=2, session_id="s"))
+        assert [r.request_id for r in calls.engines[idle].admitted] == ["next.0"]
 
     run(scenario)
 
@@ -303,3 +308,64 @@ def test_turns_of_one_session_meet_again_when_their_replica_dies() -> None:
         assert sorted(moved) == [[], [f"turn{i}~1.0" for i in range(3)]]
 
     run(scenario, replicas=("a", "b", "c"), step_s=0.005)
+
+
+def test_a_resumed_request_asks_for_the_rest() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        asked = request(num=60, min_tokens=40)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        (other,) = {"a", "b"} - {home}
+        await until(lambda: calls.engines[home].stats()["in_flight"].get("r.0", 0) >= 5)
+        calls.kill(home)
+        client.set_replicas((other,))
+        ids, _ = await work
+        assert ids == expected(asked)
+        (resumed,) = calls.engines[other].admitted
+        num_emitted = resumed.output_offset
+        assert num_emitted >= 1
+        assert resumed.request_id == "r~1.0"
+        assert resumed.prompt_token_ids == (*asked.prompt_token_ids, *ids[:num_emitted])
+        assert resumed.sampling.max_tokens == 60 - num_emitted
+        assert resumed.sampling.min_tokens == max(40 - num_emitted, 0)
+
+    run(scenario, step_s=0.005)
+
+
+def test_an_abort_reaches_the_replica_by_its_name() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        stays = client.generate([request("stays.0", num=ENDLESS)])
+        goes = client.generate([request("goes.0", num=ENDLESS)])
+        await anext(stays)
+        await anext(goes)
+        await goes.aclose()
+        await until(lambda: list(calls.engines["a"].stats()["in_flight"]) == ["stays.0"])
+        assert next(iter(client._links.values())).is_open  # by an abort, not by losing the stream
+        assert calls.num_opened == 1
+        await stays.aclose()
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_stream_that_ends_aborts_what_its_subscriber_had() -> None:
+    async def main() -> None:
+        engine = FakeEngineLoop(step_s=0.001)
+        engine.start()
+        server = ReplicaServer("a", engine)
+        streams = {name: server.events(replica_id="a", subscriber=name) for name in ("one", "two")}
+        for name, stream in streams.items():
+            await anext(stream)
+            asked = replace(request(f"{name}.0", num=ENDLESS), subscriber=name)
+            assert await server.submit_many(replica_id="a", subscriber=name, requests=[asked]) == [None]
+            await anext(stream)
+        await streams["one"].aclose()
+        assert list(engine.stats()["in_flight"]) == ["two.0"]
+        with pytest.raises(WrongReplica):
+            await server.submit_many(replica_id="a", subscriber="one", requests=[request("late.0")])
+        await streams["two"].aclose()
+        assert engine.stats()["in_flight"] == {}
+        engine.stop()
+
+    asyncio.run(main())

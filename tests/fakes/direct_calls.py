@@ -23,6 +23,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self.engines: dict[str, FakeEngineLoop] = {}
         self.submit_batches: list[int] = []
+        self.num_opened = 0  # streams so far
         self.hang_submits = False
         self.hide_from_stats = False
         self._servers: dict[str, ReplicaServer] = {}
@@ -50,6 +51,7 @@ class DirectCalls:
 
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         death = self._alive(replica_id)
+        self.num_opened += 1
         stream = self._servers[replica_id].events(replica_id=replica_id, subscriber=subscriber)
         died = asyncio.ensure_future(death.wait())
         item: asyncio.Future[StreamItem] | None = None
