@@ -210,7 +210,9 @@ class RayEngineClient:
             except LinkLost as lost:
                 refusal = ReplicaUnavailable(str(lost))
             except Overloaded as overloaded:
-                refusal = overloaded
+                refusal, request = overloaded, choices[0].request
+                if not is_resumed and self._chooser.is_answering(request.session_id, salt=request.salt):
+                    raise  # elsewhere it would run beside the session's turn, not after it
             for choice in choices:
                 choice.attempt += 1
 

@@ -369,3 +369,20 @@ def test_a_stream_that_ends_aborts_what_its_subscriber_had() -> None:
         engine.stop()
 
     asyncio.run(main())
+
+
+def test_a_turn_that_its_session_s_replica_refuses_does_not_run_elsewhere() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for name in ("a", "b"):
+            calls.add(name, max_running=1)
+        client.set_replicas(("a", "b"))
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("turn0.0", num=ENDLESS, session_id="s")])
+        await anext(first)
+        with pytest.raises(Overloaded):
+            await tokens(client, request("turn1.0", session_id="s"))
+        await tokens(client, request("other.0", session_id="t"))  # spills, if it has to
+        await first.aclose()
+        assert not client._chooser.is_answering("s")
+
+    run(scenario, replicas=())
