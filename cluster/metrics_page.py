@@ -84,9 +84,7 @@ class MetricsPage:
             lines += family(spec.name, spec.description, spec.kind, _summed(spec, [s.metrics for s in stats]))
         rss: dict[Labels, float] = {(("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats}
         lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
-        lines += family(
-            "mneme_http_responses_total", "Answers of this ingress.", "counter", self._responses
-        )
+        lines += family("mneme_http_responses_total", "Answers of this ingress.", "counter", self._responses)
         return lines + self.latencies.lines()
 
 
