@@ -109,7 +109,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_no_registry_host_and_no_private_path_is_named() -> None:
-    hosts = r"pypi\.org|pythonhosted|deb\.debian\.org|registry\.npmjs"
+    hosts = r"pypi\.org|python[h]osted|deb\.debian\.org|registry\.npmjs"
     pattern = re.compile(hosts + "|/" + "work/")
     for path in tracked_files():
         if path.is_file() and not path.is_symlink() and path != Path(__file__).resolve():
