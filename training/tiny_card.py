@@ -84,8 +84,8 @@ prefix of the rendering of turns 1..k+1.
     python training/train_tiny.py --threads {threads}
 
 {wall_min:.0f} minutes of wall clock on {threads} thread of {cpu} (torch {torch},
-Python {python}): {tokens:.1f} M tokens in {steps} steps, seed {seed}. Phases share the wall-clock budget, so
-the number of steps depends on the machine; here: {phases}.
+Python {python}): {tokens:.1f} M tokens in {steps} steps, seed {seed}. Steps of its
+phases: {phases}.
 
 The seed fixes the initial weights and the data of each step, not the last bit of the result. Muon trains the
 layers' matrices, AdamW the embedding and the norms. The copy phase comes first because the coreference task does
@@ -97,7 +97,8 @@ optimizer state, five times: after the copy phase (step 409) the white space of 
 changed; at step 700 the difficulty was made to rise faster; at step 1,200 a question form that was not
 being learned ("Who likes tea?") was dropped; at step 1,341 the coreference task got a larger part of the
 mixed phase; at step 2,092 the last phase got more of it and more words to repeat. The script holds the
-last settings. The tokenizer was trained before the first change; with the present generators training it
+last settings, with a number of steps where those stretches had a share of an hour.
+The tokenizer was trained before the first change; with the present generators training it
 anew gives the same tokens under other ids, which is why an existing tokenizer is kept.
 
 Five more minutes at a learning rate that falls from 1e-3 changed nothing beyond noise (8x4: 0.975, 12x4:
