@@ -24,7 +24,6 @@ from mneme.replicas.model_config import load_model_config
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.tokenizer import Tokenizer
 
-APP_NAME = "mneme"
 ENGINE_DEPLOYMENT = "engine"
 INGRESS_DEPLOYMENT = "ingress"
 

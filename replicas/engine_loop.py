@@ -15,7 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.engine import Engine
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
 
+T = TypeVar("T")
 Deliver = Callable[[StepMessage], None]
 
 
@@ -60,25 +61,14 @@ class EngineLoop:
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
         """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
-        answer: Future[list[MnemeError | None]] = Future()
-        posted = self._post(lambda: answer.set_result([self._submit(request) for request in requests]))
-        while posted and self._thread.is_alive():
-            try:
-                return answer.result(timeout=_ALIVE_CHECK_S)
-            except TimeoutError:  # a long step, or a thread that has ended
-                continue
-        return [ReplicaUnavailable("this replica is stopping") for _ in requests]
+        try:
+            return self._ask(lambda: [self._submit(request) for request in requests])
+        except ReplicaUnavailable as error:
+            return [error for _ in requests]
 
     def check_health(self) -> None:
         """Return once the engine's thread has answered; raises `ReplicaUnavailable` if it has ended."""
-        answer: Future[None] = Future()
-        posted = self._post(lambda: answer.set_result(None))
-        while posted and self._thread.is_alive():
-            try:
-                return answer.result(timeout=_ALIVE_CHECK_S)
-            except TimeoutError:
-                continue
-        raise ReplicaUnavailable("the engine's thread has ended")
+        self._ask(lambda: None)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
@@ -95,6 +85,17 @@ class EngineLoop:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as of the end of the last step."""
         return {**self._stats, "rss_bytes": _rss_bytes()}
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""
+        answer: Future[T] = Future()
+        posted = self._post(lambda: answer.set_result(question()))
+        while posted and (answer.done() or self._thread.is_alive()):
+            try:
+                return answer.result(timeout=_ALIVE_CHECK_S)
+            except TimeoutError:  # a long step, or a thread that has ended
+                continue
+        raise ReplicaUnavailable("this replica is stopping")
 
     def _post(self, command: Callable[[], None]) -> bool:
         with self._condition:

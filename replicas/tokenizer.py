@@ -78,10 +78,6 @@ class Tokenizer:
             template_variables=loaded.special_tokens_map,
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_template)
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`, special tokens written in it included; `InvalidRequest` on lone surrogates."""
         try:
