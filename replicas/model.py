@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
+from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
 from mneme.replicas.model_config import DecoderConfig
 from mneme.replicas.weights import DecoderWeights, LayerWeights
@@ -71,15 +72,18 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
-        hidden = F.embedding(inputs.token_ids, self._weights.embedding)
-        last = self.config.num_layers - 1
-        for index, layer in enumerate(self._weights.layers):
-            attended = self._attend(layer, index, self._norm(hidden, layer.attn_norm), inputs, pool)
-            if index == last:  # above the last attention only sampled rows matter
+        weights, eps = self._weights, self.config.norm_eps
+        hidden = F.embedding(inputs.token_ids, weights.embedding)
+        normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
+        next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            attended = self._attend(layer, index, normed, inputs, pool)
+            if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
                 hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
-            hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
-        return F.linear(self._norm(hidden, self._weights.norm), self._weights.head).float()
+            hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
+            mlp = layer.down(gated(layer.gate_up(normed), "silu"))
+            hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
+        return weights.head(normed).float()
 
     def _attend(
         self, layer: LayerWeights, index: int, hidden: torch.Tensor, inputs: StepInputs, pool: KvPool
@@ -87,10 +91,10 @@ class Decoder:
         """hidden [T, H] -> [T, Hq * D]."""
         config = self.config
         num_rows, kv_end = hidden.shape[0], config.num_q_heads + config.num_kv_heads
-        heads = F.linear(hidden, layer.qkv, layer.qkv_bias).view(num_rows, -1, config.head_dim)
+        heads = layer.qkv(hidden).view(num_rows, -1, config.head_dim)
         q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
         out, _ = attend(
@@ -98,10 +102,3 @@ class Decoder:
             softmax_scale=self._scale, window=config.windows[index],
         )  # fmt: skip
         return out.reshape(num_rows, -1)
-
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

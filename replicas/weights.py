@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mneme.errors import CheckpointError, shown
+from mneme.kernels.linear import Linear
 from mneme.replicas.model_config import DecoderConfig
 
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
@@ -25,20 +26,16 @@ Progress = Callable[[str, float], None]  # (what is being done, share done from 
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; projections that read the same input are one matrix (rows are output features)."""
+    """One layer; projections that read the same input are one matrix."""
 
     attn_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [q_size + 2 kv_size, hidden]
-    qkv_bias: torch.Tensor | None
+    qkv: Linear  # hidden -> q_size + 2 kv_size
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o: torch.Tensor  # [hidden, q_size]
-    o_bias: torch.Tensor | None
+    o: Linear  # q_size -> hidden
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
+    gate_up: Linear  # hidden -> 2 intermediate
+    down: Linear  # intermediate -> hidden
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class DecoderWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    head: Linear  # hidden -> vocab
 
 
 def load_weights(
@@ -71,7 +68,7 @@ def load_weights(
             embedding=embedding,
             layers=layers,
             norm=reader.tensor("model.norm.weight"),
-            head=embedding if config.tied_embeddings else reader.tensor("lm_head.weight"),
+            head=Linear(embedding if config.tied_embeddings else reader.tensor("lm_head.weight")),
         )
 
 
@@ -79,27 +76,20 @@ def _read_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeig
     prefix = f"model.layers.{index}."
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
 
-    def joined(stem: str, names: tuple[str, ...], kind: str, wanted: bool) -> torch.Tensor | None:
-        return torch.cat([reader.tensor(f"{stem}{name}.{kind}") for name in names]) if wanted else None
+    def projection(stem: str, names: tuple[str, ...], with_bias: bool) -> Linear:
+        weights = [reader.tensor(f"{stem}{name}.weight") for name in names]
+        biases = [reader.tensor(f"{stem}{name}.bias") for name in names] if with_bias else None
+        return Linear(torch.cat(weights), None if biases is None else torch.cat(biases))
 
-    def single(name: str, wanted: bool) -> torch.Tensor | None:
-        return reader.tensor(name) if wanted else None
-
-    qkv = ("q_proj", "k_proj", "v_proj")
-    gate_up = ("gate_proj", "up_proj")
     return LayerWeights(
         attn_norm=reader.tensor(prefix + "input_layernorm.weight"),
-        qkv=torch.cat([reader.tensor(f"{attn}{name}.weight") for name in qkv]),
-        qkv_bias=joined(attn, qkv, "bias", config.qkv_bias),
-        q_norm=single(attn + "q_norm.weight", config.qk_norm),
-        k_norm=single(attn + "k_norm.weight", config.qk_norm),
-        o=reader.tensor(attn + "o_proj.weight"),
-        o_bias=single(attn + "o_proj.bias", config.o_bias),
+        qkv=projection(attn, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        q_norm=reader.tensor(attn + "q_norm.weight") if config.qk_norm else None,
+        k_norm=reader.tensor(attn + "k_norm.weight") if config.qk_norm else None,
+        o=projection(attn, ("o_proj",), config.o_bias),
         mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=torch.cat([reader.tensor(f"{mlp}{name}.weight") for name in gate_up]),
-        gate_up_bias=joined(mlp, gate_up, "bias", config.mlp_bias),
-        down=reader.tensor(mlp + "down_proj.weight"),
-        down_bias=single(mlp + "down_proj.bias", config.mlp_bias),
+        gate_up=projection(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+        down=projection(mlp, ("down_proj",), config.mlp_bias),
     )
 
 

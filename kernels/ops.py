@@ -1,0 +1,55 @@
+"""The decoder's row-wise operations, each in one pass; `_backend` is the one place that chooses who computes.
+
+Shapes: T rows, H hidden, I intermediate. A row's result does not depend on the other rows. Sums are float32 and each
+result is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from mneme.kernels import torch_ops
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class _Ops(Protocol):
+    """What a backend module has."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor: ...
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+    x       [..., H]  may be a view of wider rows, as heads of a joint projection are
+    weight  [H]
+    """
+    return _backend(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`hidden + delta` and its `rms_norm`. The first may be `hidden` itself, written in place.
+
+    hidden, delta  [T, H]
+    weight         [H]
+    """
+    return _backend(hidden).add_rms_norm(hidden, delta, weight, eps)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up`, [T, I]. Gelu is the exact one; "gelu_tanh" its usual approximation.
+
+    gate_up  [T, 2 I]  gates, then ups
+    """
+    return _backend(gate_up).gated(gate_up, activation)
+
+
+def _backend(_x: Tensor) -> _Ops:
+    return torch_ops
