@@ -1,8 +1,9 @@
 """The plan of a step: built on the CPU from page tables and query rows, reused by all layers (Pensieve 6.4).
 
 A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
-`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` keeps segments when the
-page is new to all tables; `join`, `leave` and `restrict` with masks look for segments anew.
+`with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` fills room that the work
+keeps behind a sequence's own pages, when the page is new to all tables; `join`, `leave` and `restrict` with masks look
+for segments anew. So a decode step costs what changed: the rows' positions and the pages begun, not the context.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from mneme.kernels.page_table import (
     references_of,
     signed_integers,
 )
-from mneme.kernels.segments import PRIVATE, Segments, find_segments, unite_repeats
-from mneme.kernels.work import Share, Work, arrange
+from mneme.kernels.segments import Segments, find_segments, unite_repeats
+from mneme.kernels.work import Share, arrange
+from mneme.kernels.work_list import WorkList
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,13 +47,15 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     share: Share
-    page_tables: tuple[PageTable, ...]
     sequence: IntArray  # [T] of each query row
     position: IntArray  # [T]
     num_pages: int  # one more than the highest page id
-    references: References
+    laid_out: tuple[PageTable, ...]  # the tables for which segments were looked for
+    references: References  # of those tables
     segments: Segments
-    work: Work
+    appended: tuple[References, ...]  # pages begun since
+    known_pages: set[int]  # every page of this plan and of those made from it by appending
+    work: WorkList
     # What a backend derives once per step and reads in every layer, by the backend's own key.
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -59,6 +63,20 @@ class Plan:
     def rows(self) -> QueryRows:
         """The query rows, in the order of q."""
         return QueryRows(self.sequence, self.position)
+
+    @property
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """What each sequence sees."""
+        tables = list(self.laid_out)
+        for added in self.appended:
+            for sequence, page_id, delta, mask in zip(*added, strict=True):
+                tables[sequence] = tables[sequence].append([page_id], [delta], [mask])
+        return tuple(tables)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many page tables there are."""
+        return len(self.laid_out)
 
     @property
     def num_rows(self) -> int:
@@ -73,8 +91,11 @@ class Plan:
     def with_rows(self, rows: QueryRows) -> Plan:
         """The same tables, other rows: the next decode step, or the next chunk of a prefill."""
         sequence, position = _checked_rows(rows)
-        same = np.array_equal(sequence, self.sequence)
-        work = self.work if same else self._arranged(self.references, self.segments, sequence)
+        if np.array_equal(sequence, self.sequence):
+            return replace(self, sequence=sequence, position=position, prepared={})
+        if self.appended:
+            return self._rebuilt(self.page_tables, sequence, position)
+        work = self._arranged(sequence)
         return replace(self, sequence=sequence, position=position, work=work, prepared={})
 
     def append_page(
@@ -88,30 +109,20 @@ class Plan:
         names = ("sequence", "page_id", "delta", "mask")
         values = map(signed_integers, names, (sequence, page_id, delta, mask))
         sequences, page_ids, deltas, masks = np.broadcast_arrays(*(np.atleast_1d(value) for value in values))
-        if sequences.size and not 0 <= sequences.min() <= sequences.max() < len(self.page_tables):
-            raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequences.tolist()})")
+        if sequences.size and not 0 <= sequences.min() <= sequences.max() < self.num_sequences:
+            raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {sequences.tolist()})")
         added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
         check_references(added)
-        tables = list(self.page_tables)
-        for index in np.unique(sequences):
-            own = sequences == index
-            tables[index] = tables[index].append(page_ids[own], deltas[own], masks[own])
-        is_new = len(np.unique(page_ids)) == len(page_ids) and not np.isin(page_ids, self.references.page_id).any()
-        if not is_new:
+        new_pages = set(page_ids.tolist())
+        is_new = len(new_pages) == len(page_ids) and self.known_pages.isdisjoint(new_pages)
+        grown = self.work.append(added) if is_new else None
+        appended = (*self.appended, References(sequences, page_ids, deltas, masks))
+        if grown is None:
+            tables = replace(self, appended=appended).page_tables
             return self._rebuilt(tables, self.sequence, self.position)
-        refs = References(*(np.concatenate(pair) for pair in zip(self.references, added, strict=True)))
-        alone = np.full(len(page_ids), PRIVATE)
-        found = self.segments._replace(segment_of_ref=np.concatenate((self.segments.segment_of_ref, alone)))
-        work = self._arranged(refs, found, self.sequence)
-        return replace(
-            self,
-            page_tables=tuple(tables),
-            num_pages=max(self.num_pages, int(page_ids.max(initial=-1)) + 1),
-            references=refs,
-            segments=found,
-            work=work,
-            prepared={},
-        )
+        self.known_pages.update(new_pages)
+        num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))
+        return replace(self, num_pages=num_pages, appended=appended, work=grown, prepared={})
 
     def join(self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None) -> Plan:
         """A sequence joins as number `at` (default: the last), with rows at these positions.
@@ -119,11 +130,12 @@ class Plan:
         Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at the end
         when that one has none.
         """
-        index = len(self.page_tables) if at is None else at
-        if not 0 <= index <= len(self.page_tables):
-            raise ValueError(f"at: must be in [0, {len(self.page_tables)}] (got {at})")
+        tables = list(self.page_tables)
+        index = len(tables) if at is None else at
+        if not 0 <= index <= len(tables):
+            raise ValueError(f"at: must be in [0, {len(tables)}] (got {at})")
         new = np.atleast_1d(signed_integers("positions", positions))
-        tables = [*self.page_tables[:index], PageTable.from_refs(page_table), *self.page_tables[index:]]
+        tables.insert(index, PageTable.from_refs(page_table))
         later = np.flatnonzero(self.sequence == index)
         row = int(later[0]) if len(later) else len(self.sequence)
         sequence = np.insert(self.sequence + (self.sequence >= index), row, np.full(len(new), index))
@@ -131,9 +143,10 @@ class Plan:
 
     def leave(self, sequence: int) -> Plan:
         """A sequence leaves with its rows; later sequences move down by one."""
-        if not 0 <= sequence < len(self.page_tables):
-            raise ValueError(f"sequence: must be in [0, {len(self.page_tables)}) (got {sequence})")
-        tables = [*self.page_tables[:sequence], *self.page_tables[sequence + 1 :]]
+        tables = list(self.page_tables)
+        if not 0 <= sequence < len(tables):
+            raise ValueError(f"sequence: must be in [0, {len(tables)}) (got {sequence})")
+        del tables[sequence]
         stays = self.sequence != sequence
         numbers = self.sequence[stays]
         return self._rebuilt(tables, numbers - (numbers > sequence), self.position[stays])
@@ -159,12 +172,12 @@ class Plan:
             tables[index] = tables[index].with_masks(mask)
         return self._rebuilt(tables, sequence, position)
 
-    def _arranged(self, refs: References, found: Segments, sequence: IntArray) -> Work:
+    def _arranged(self, sequence: IntArray) -> WorkList:
         return arrange(
-            refs,
-            found,
+            self.references,
+            self.segments,
             sequence,
-            len(self.page_tables),
+            self.num_sequences,
             page_size=self.page_size,
             kv_width=self.num_kv_heads * self.head_dim,
             share=self.share,
@@ -213,12 +226,14 @@ def build_plan(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         share=share,
-        page_tables=tables,
         sequence=sequence,
         position=position,
         num_pages=int(refs.page_id.max(initial=-1)) + 1,
+        laid_out=tables,
         references=refs,
         segments=found,
+        appended=(),
+        known_pages=set(refs.page_id.tolist()),
         work=work,
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mneme.kernels.merge import UNSEEN_SCORE
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray, full_mask
 from mneme.kernels.plan import Plan
-from mneme.kernels.work import Group
+from mneme.kernels.torch_groups import Group, groups_of
 
 BoolArray = npt.NDArray[np.bool_]
 PositionArray = npt.NDArray[np.int32]
@@ -85,7 +85,8 @@ class _Builder:
         self.window = None if window is None else min(window, FREE_SLOT_POSITION)
         self.with_alibi = with_alibi
         # int32 as slot positions are; |effective| < 2 * MAX_ABS_POSITION
-        effective = plan.position[plan.work.turned_row] - plan.work.turned_delta
+        self.groups = groups_of(plan.work, plan.page_size)
+        effective = plan.position[self.groups.turned_row] - self.groups.turned_delta
         self.effective = effective.astype(np.int32)
         self.seen = np.zeros(len(self.effective), bool)
 
@@ -156,7 +157,7 @@ class _Builder:
         yield self._block(turned, slots[:, trim], key_position[..., trim], visible[..., trim])
 
     def _block(self, turned: IntArray, slots: IntArray, key_position: PositionArray, visible: BoolArray) -> Block:
-        out_rows, repeats = self._out_rows(self.plan.work.turned_row[turned.ravel()])
+        out_rows, repeats = self._out_rows(self.groups.turned_row[turned.ravel()])
         effective = None
         if self.with_alibi:
             effective = self._float(self.effective[turned][:, :, None, None])
@@ -206,8 +207,8 @@ class _Builder:
 def lay_out(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: bool) -> Layout:
     """Apply the visibility rule to a plan's work; cached by `layout_of`."""
     builder = _Builder(plan, slot_position, window, with_alibi)
-    blocks = tuple(block for group in (*plan.work.shared, *plan.work.private) for block in builder.blocks(group))
-    turned_row = plan.work.turned_row
+    blocks = tuple(block for group in builder.groups.groups for block in builder.blocks(group))
+    turned_row = builder.groups.turned_row
     row_seen = np.zeros(plan.num_rows, bool)
     row_seen[turned_row[builder.seen]] = True
     unseen = np.flatnonzero(~row_seen)

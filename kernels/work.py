@@ -1,10 +1,4 @@
-"""From segments and query rows to work: which keys are read once for which query rows.
-
-A backend sees groups. A group is `n` equal-shaped pieces of work: each piece has the same number of query rows and
-(up to padding) of pages. Shared segments come first, one group each (phase one); private pages follow (phase two),
-those of short rows batched by size. A *turned row* is a query row with one delta: the same query, rotated to
-`position - delta`.
-"""
+"""From segments and query rows to a step's work list: which pages are read once for which query rows."""
 
 from __future__ import annotations
 
@@ -16,41 +10,13 @@ import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
 from mneme.kernels.segments import Segment, Segments, run_lengths, run_starts, sharer_keys, split_sharer_keys
+from mneme.kernels.share_cost import worth_sharing
+from mneme.kernels.work_list import WorkList
 
 Share = Literal["auto", "always", "never"]
 
-# Private work of up to this many rows per sequence is batched with that of other sequences.
-_MAX_BATCHED_ROWS = 8
-# Batched pieces are padded to the longest; buckets of powers of two, and none smaller than this many tokens.
-_SMALLEST_BUCKET_TOKENS = 128
-# A backend goes over the keys once for about this many rows of one group.
-_ROWS_PER_READING = 64
-# What a segment of its own costs in every layer (20 small operations, a merge), as elements of K that could be read
-# and multiplied instead. Measured on one CPU core with 8 query heads, 4 KV heads of 64: sharing breaks even at 250 to
-# 450 saved tokens in float32 and 500 to 900 in bfloat16.
-_BREAK_EVEN_ELEMENTS = 512 * 4 * 64
-
-
-class Group(NamedTuple):
-    """`n` pieces of work of one shape.
-
-    A piece reads the pages `page_ids[i]` for the turned rows `turned[i]`. Row r of the piece sees offset o of page p
-    iff bit o of `masks[i, mask_of_row[r], p]` is set and the visibility rule holds. Padding pages have mask 0.
-    """
-
-    turned: IntArray  # [n, R] indices of turned rows
-    page_ids: IntArray  # [n, P]
-    masks: IntArray  # [n, m, P]
-    mask_of_row: IntArray | None  # [R] which of the m masks a row reads; None: there is one
-
-
-class Work(NamedTuple):
-    """All of a step's work."""
-
-    turned_row: IntArray  # [U] the query row of each turned row, ascending
-    turned_delta: IntArray  # [U]
-    shared: tuple[Group, ...]
-    private: tuple[Group, ...]
+# Room behind each private run for pages that a sequence begins later: a plan is laid out anew once in this many pages.
+_SPARE_PAGES = 4
 
 
 class _RowSpans(NamedTuple):
@@ -58,24 +24,27 @@ class _RowSpans(NamedTuple):
     num_rows: IntArray  # [num_sequences] 0 for a sequence without rows
 
 
-class _Piece(NamedTuple):
-    """A group whose turned rows are still (row, delta)."""
-
-    row: IntArray  # [n, R]
-    delta: IntArray  # [n, R]
-    page_ids: IntArray
-    masks: IntArray
-    mask_of_row: IntArray | None
+class _SharedRun(NamedTuple):
+    row: IntArray  # [n] query rows, in query order
+    delta: IntArray  # [n]
+    mask_number: IntArray  # [n] 0 where there is one mask
+    page_ids: IntArray  # [c]
+    masks: IntArray  # [m, c]
 
 
-def worth_sharing(rows_per_sharer: IntArray, num_tokens: int, kv_width: int) -> bool:
-    """Whether a pass of its own over a segment costs less than reading it for every sharer.
+class _Runs(NamedTuple):
+    """Runs laid out flat; begins count from 0."""
 
-    Rows of a long prefill gain nothing: they fill a reading by themselves. `kv_width` is the size of a token's key.
-    """
-    readings_apart = np.ceil(rows_per_sharer / _ROWS_PER_READING).sum()
-    readings_shared = np.ceil(rows_per_sharer.sum() / _ROWS_PER_READING)
-    return bool((readings_apart - readings_shared) * num_tokens * kv_width >= _BREAK_EVEN_ELEMENTS)
+    row_counts: IntArray  # [P] rows of each piece
+    row: IntArray
+    run_counts: IntArray  # [P] runs of each piece
+    page_counts: IntArray  # [R]
+    page_id: IntArray
+    entry_counts: IntArray  # [R] rows of the run's piece
+    delta: IntArray
+    mask_number: IntArray
+    mask_counts: IntArray  # [R] masks per page
+    mask: IntArray
 
 
 def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
@@ -103,23 +72,25 @@ def arrange(
     page_size: int,
     kv_width: int,
     share: Share,
-) -> Work:
+) -> WorkList:
     """Decide for each segment whether it is shared, and lay out all work for the given rows."""
     spans = row_spans(sequence, num_sequences)
     chosen = np.zeros(len(found.segments) + 1, bool)  # the last one is PRIVATE's
-    shared = []
+    pieces: dict[bytes, list[_SharedRun]] = {}
     for index, segment in enumerate(found.segments):
         rows = spans.num_rows[segment.sequences]
         rows = rows[rows > 0]
         pays = share == "always" or worth_sharing(rows, len(segment.page_ids) * page_size, kv_width)
         if share != "never" and len(rows) > 1 and pays:
             chosen[index] = True
-            shared.append(_shared_piece(segment, spans))
-    private = _private_pieces(refs, ~chosen[found.segment_of_ref], spans, page_size)
-    return _turn(shared, private)
+            run = _shared_run(segment, spans)
+            pieces.setdefault(run.row.tobytes(), []).append(run)
+    shared = _shared_runs(list(pieces.values()))
+    private, sharers = _private_runs(refs, ~chosen[found.segment_of_ref], spans)
+    return _work_list(shared, private, sharers)
 
 
-def _shared_piece(segment: Segment, spans: _RowSpans) -> _Piece:
+def _shared_run(segment: Segment, spans: _RowSpans) -> _SharedRun:
     active = np.flatnonzero(spans.num_rows[segment.sequences])
     active = active[np.argsort(spans.start[segment.sequences[active]], kind="stable")]  # query order
     counts = spans.num_rows[segment.sequences[active]]
@@ -127,18 +98,32 @@ def _shared_piece(segment: Segment, spans: _RowSpans) -> _Piece:
     delta = np.repeat(segment.deltas[active], counts)
     masks = segment.masks[active]
     if (masks == masks[0]).all():
-        return _Piece(row[None], delta[None], segment.page_ids[None], masks[None, :1], None)
-    mask_of_row = np.repeat(np.arange(len(active)), counts)
-    return _Piece(row[None], delta[None], segment.page_ids[None], masks[None], mask_of_row)
+        return _SharedRun(row, delta, np.zeros(len(row), np.int64), segment.page_ids, masks[:1])
+    return _SharedRun(row, delta, np.repeat(np.arange(len(active)), counts), segment.page_ids, masks)
 
 
-def _private_pieces(
-    refs: References, is_private: npt.NDArray[np.bool_], spans: _RowSpans, page_size: int
-) -> list[_Piece]:
-    """One part per (sequence, delta), in buckets of similar size."""
+def _shared_runs(pieces: list[list[_SharedRun]]) -> _Runs:
+    """Runs of equal rows are one piece."""
+    runs = [run for piece in pieces for run in piece]
+    return _Runs(
+        row_counts=np.array([len(piece[0].row) for piece in pieces], np.int64),
+        row=_joined([piece[0].row for piece in pieces]),
+        run_counts=np.array([len(piece) for piece in pieces], np.int64),
+        page_counts=np.array([len(run.page_ids) for run in runs], np.int64),
+        page_id=_joined([run.page_ids for run in runs]),
+        entry_counts=np.array([len(run.row) for run in runs], np.int64),
+        delta=_joined([run.delta for run in runs]),
+        mask_number=_joined([run.mask_number for run in runs]),
+        mask_counts=np.array([len(run.masks) for run in runs], np.int64),
+        mask=_joined([run.masks.ravel() for run in runs]),
+    )
+
+
+def _private_runs(
+    refs: References, is_private: npt.NDArray[np.bool_], spans: _RowSpans
+) -> tuple[_Runs, list[tuple[int, int]]]:
+    """One piece per sequence, one run per delta with room for more pages; and the (sequence, delta) of each run."""
     wanted = np.flatnonzero(is_private & (spans.num_rows[refs.sequence] > 0))
-    if not len(wanted):
-        return []
     keys = sharer_keys(refs.sequence[wanted], refs.delta[wanted])
     if (keys[1:] < keys[:-1]).any():
         order = np.argsort(keys, kind="stable")
@@ -146,54 +131,74 @@ def _private_pieces(
     starts = run_starts(keys)
     lengths = run_lengths(starts, len(keys))
     sequences, deltas = split_sharer_keys(keys[starts])
-    bucket = _buckets(spans.num_rows[sequences], lengths, page_size)
-    pages, masks = refs.page_id[wanted], refs.mask[wanted]
-    pieces = []
-    for parts in _members(bucket):
-        lanes = np.arange(lengths[parts].max())
-        valid = lanes < lengths[parts][:, None]
-        entry = np.where(valid, starts[parts][:, None] + lanes, starts[parts][:, None])
-        num_rows = spans.num_rows[sequences[parts[0]]]
-        row = spans.start[sequences[parts]][:, None] + np.arange(num_rows)
-        delta = np.broadcast_to(deltas[parts][:, None], row.shape)
-        pieces.append(_Piece(row, delta, pages[entry], np.where(valid, masks[entry], 0)[:, None], None))
-    return pieces
+    piece_starts = run_starts(sequences)
+    owners = sequences[piece_starts]
+    entry_counts = spans.num_rows[sequences]
+    room = np.repeat(np.cumsum(lengths + _SPARE_PAGES) - lengths - _SPARE_PAGES - starts, lengths)
+    place = np.arange(len(wanted)) + room
+    page_id, mask = np.zeros((2, int(lengths.sum()) + _SPARE_PAGES * len(starts)), np.int64)
+    page_id[place], mask[place] = refs.page_id[wanted], refs.mask[wanted]
+    runs = _Runs(
+        row_counts=spans.num_rows[owners],
+        row=_ranges(spans.start[owners], spans.num_rows[owners]),
+        run_counts=run_lengths(piece_starts, len(sequences)),
+        page_counts=lengths,
+        page_id=page_id,
+        entry_counts=entry_counts,
+        delta=np.repeat(deltas, entry_counts),
+        mask_number=np.zeros(int(entry_counts.sum()), np.int64),
+        mask_counts=np.ones(len(starts), np.int64),
+        mask=mask,
+    )
+    return runs, list(zip(sequences.tolist(), deltas.tolist(), strict=True))
 
 
-def _buckets(num_rows: IntArray, num_pages: IntArray, page_size: int) -> IntArray:
-    """A number per part; parts of one number are batched. Parts of many rows stay alone."""
-    tokens = np.maximum(num_pages * page_size, _SMALLEST_BUCKET_TOKENS)
-    size_class = np.ceil(np.log2(tokens)).astype(np.int64)
-    alone = -1 - np.arange(len(num_rows))
-    return np.where(num_rows > _MAX_BATCHED_ROWS, alone, num_rows * 64 + size_class)
+def _work_list(shared: _Runs, private: _Runs, sharers: list[tuple[int, int]]) -> WorkList:
+    num_shared_runs = len(shared.page_counts)
+    both = _Runs(*(np.concatenate(pair) for pair in zip(shared, private, strict=True)))
+    spare = np.repeat((0, _SPARE_PAGES), (num_shared_runs, len(sharers)))
+    room = both.page_counts + spare
+    page_begin = np.cumsum(room) - room
+    page_end = _int32(page_begin + both.page_counts)
+    mask_room = np.where(spare > 0, room, both.page_counts * both.mask_counts)
+    return WorkList(
+        num_shared=len(shared.row_counts),
+        row_begin=_bounds(both.row_counts),
+        row=_int32(both.row),
+        run_begin=_bounds(both.run_counts),
+        page_begin=_int32(page_begin),
+        page_end=page_end,
+        page_id=_int32(both.page_id),
+        delta_begin=_bounds(both.entry_counts)[:-1],
+        delta=_int32(both.delta),
+        mask_number=_int32(both.mask_number),
+        mask_begin=_bounds(mask_room)[:-1],
+        mask_stride=_int32(np.where(both.mask_counts > 1, both.page_counts, 0)),
+        mask=both.mask,
+        run_of_sharer=dict(zip(sharers, range(num_shared_runs, len(room)), strict=True)),
+        room_end=_int32(page_begin + room),
+        filled_end=page_end.copy(),
+    )
 
 
-def _members(labels: IntArray) -> list[IntArray]:
-    """The indices of each label."""
-    if (labels == labels[0]).all() and labels[0] >= 0:
-        return [np.arange(len(labels))]
-    order = np.argsort(labels, kind="stable")
-    return np.split(order, run_starts(labels[order])[1:])
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _turn(shared: list[_Piece], private: list[_Piece]) -> Work:
-    """Number the distinct (row, delta) pairs."""
-    pieces = shared + private
-    if not pieces:
-        empty = np.zeros(0, np.int64)
-        return Work(empty, empty, (), ())
-    keys = np.concatenate([sharer_keys(piece.row, piece.delta).ravel() for piece in pieces])
-    distinct, inverse = np.unique(keys, return_inverse=True)
-    row, delta = split_sharer_keys(distinct)
-    ends = np.cumsum([piece.row.size for piece in pieces])
-    groups = [
-        Group(turned.reshape(piece.row.shape), piece.page_ids, piece.masks, piece.mask_of_row)
-        for piece, turned in zip(pieces, np.split(inverse, ends[:-1]), strict=True)
-    ]
-    return Work(row, delta, tuple(groups[: len(shared)]), tuple(groups[len(shared) :]))
+def _bounds(counts: IntArray) -> npt.NDArray[np.int32]:
+    """[0, counts[0], counts[0] + counts[1], ...]"""
+    return _int32(np.concatenate(([0], np.cumsum(counts))))
 
 
-def _ranges(starts: Sequence[int] | IntArray, counts: IntArray) -> IntArray:
+def _int32(array: IntArray) -> npt.NDArray[np.int32]:
+    if array.size and max(array.max(), -array.min()) >= 2**31:
+        raise ValueError(f"page_tables: {array.size} entries of work are too many")
+    return array.astype(np.int32)
+
+
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
     """start, start + 1, ... for each range, one behind the other."""
+    if not len(counts):
+        return np.zeros(0, np.int64)
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])

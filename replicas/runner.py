@@ -81,7 +81,7 @@ class Runner:
         )
         written = slots != _SPARE_SLOT
         mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
-        self.num_shared_segments += len(inputs.plan.work.shared)
+        self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels import torch_backend, torch_layout, work
+from mneme.kernels import torch_backend, torch_groups, torch_layout
 from mneme.kernels.attention import (
     PageRef,
     PageTable,
@@ -53,7 +53,7 @@ def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) ->
         patch.setattr(torch_layout, "TILE_SCORES", 64)
         patch.setattr(torch_layout, "BLOCK_ROWS", 3)
         patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
-        patch.setattr(work, "_SMALLEST_BUCKET_TOKENS", 1)
+        patch.setattr(torch_groups, "_SMALLEST_BUCKET_TOKENS", 1)
         assert_close(scene.attend(scene.plan(share=share)), wanted)
 
 

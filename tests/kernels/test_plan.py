@@ -39,7 +39,7 @@ def test_other_rows_reuse_the_segments() -> None:
     plan = two_sharers()
     stepped = plan.with_rows(QueryRows([1, 1], [8, 9]))
     assert stepped.segments is plan.segments
-    assert not stepped.work.shared
+    assert stepped.work.num_shared == 0
 
 
 def test_what_backends_prepared_is_not_carried_over() -> None:
@@ -49,14 +49,53 @@ def test_what_backends_prepared_is_not_carried_over() -> None:
     assert all(not edited.prepared for edited in edits)
 
 
+def private_pages(plan: Plan) -> list[list[int]]:
+    work = plan.work
+    runs = range(work.run_begin[work.num_shared], len(work.page_begin))
+    return [work.page_id[work.page_begin[run] : work.page_end[run]].tolist() for run in runs]
+
+
 def test_a_new_page_is_appended_without_looking_for_segments_again() -> None:
     plan = two_sharers()
     grown = plan.append_page([1, 0], [13, 12])
-    assert grown.segments.segments is plan.segments.segments
+    assert grown.segments is plan.segments
+    assert grown.work.page_id is plan.work.page_id
     assert page_ids(grown) == [[1, 2, 10, 12], [1, 2, 11, 13]]
     assert page_ids(plan) == [[1, 2, 10], [1, 2, 11]]
     assert grown.num_pages == 14
-    assert grown.work.private[0].page_ids.tolist() == [[10, 12], [11, 13]]
+    assert private_pages(grown) == [[10, 12], [11, 13]]
+    assert private_pages(plan) == [[10], [11]]
+
+
+def test_room_that_one_plan_filled_is_not_another_plans() -> None:
+    plan = two_sharers()
+    one, other = plan.append_page(0, 12), plan.append_page(0, 13)
+    assert [private_pages(one), private_pages(other)] == [[[10, 12], [11]], [[10, 13], [11]]]
+    assert [page_ids(one)[0], page_ids(other)[0]] == [[1, 2, 10, 12], [1, 2, 10, 13]]
+
+
+def test_a_plan_grows_page_by_page_beyond_its_room() -> None:
+    plan = two_sharers()
+    for page in range(20, 60):
+        plan = plan.append_page([0, 1], [page, 100 + page], mask=[-1, 0b0011])
+    assert private_pages(plan) == [[10, *range(20, 60)], [11, *range(120, 160)]]
+    assert page_ids(plan)[1] == [1, 2, 11, *range(120, 160)]
+    again = build_plan(plan.page_tables, plan.rows, **SIZES, share="always")
+    for ours, built in zip(runs_of(plan), runs_of(again), strict=True):
+        assert ours == built
+
+
+def runs_of(plan: Plan) -> list[tuple[list[int], list[int]]]:
+    work = plan.work
+    ranges = zip(work.page_begin, work.page_end, work.mask_begin, strict=True)
+    return [
+        (work.page_id[begin:end].tolist(), work.mask[mask : mask + end - begin].tolist()) for begin, end, mask in ranges
+    ]
+
+
+def test_other_rows_after_a_page_was_appended_see_it() -> None:
+    grown = two_sharers().append_page(0, 12).with_rows(QueryRows([0], [9]))
+    assert private_pages(grown) == [[1, 2, 10, 12]]
 
 
 def test_an_appended_page_that_another_table_shows_is_shared() -> None:
