@@ -44,7 +44,8 @@ def doctor(*, port: int, as_json: bool) -> int:
 
 
 def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
-    return [_versions, lambda: [_port(port)], _ray_environment, _shared_memory, _temp_dir, _haproxy, _cpu, _gpus]
+    machine = [_shared_memory, _temp_dir, _haproxy, _cpu, _compiled_kernels, _gpus]
+    return [_versions, lambda: [_port(port)], _ray_environment, *machine]
 
 
 def _versions() -> list[Finding]:
@@ -104,6 +105,16 @@ def _cpu() -> list[Finding]:
         flags = set(line.split())
     known = [flag for flag in _CPU_FLAGS if flag in flags]
     return [Finding("cpu", f"{len(os.sched_getaffinity(0))} usable, {' '.join(known) or 'no vector flags known'}")]
+
+
+def _compiled_kernels() -> list[Finding]:
+    """Built here if they are not yet, as the first replica would."""
+    from mneme.replicas.load import compiled_kernels  # imports torch
+
+    path = compiled_kernels()
+    if path is not None:
+        return [Finding("cpu kernels", path, True)]
+    return [Finding("cpu kernels", "torch, several times slower", None, "install g++, or see the log line above")]
 
 
 def _gpus() -> list[Finding]:

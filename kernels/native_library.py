@@ -13,6 +13,7 @@ meets a library that is not its own. Without a compiler `library()` is None and 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -63,7 +64,7 @@ def find_compiler() -> tuple[str, ...] | None:
 def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[str, ...] = ()) -> Path:
     """The library's path; compiles it if the cache `folder` has no such file.
 
-    Two processes may build at once: each writes a file of its own and renames it.
+    Of processes that want it at once, one compiles and the others wait for it.
     """
     sources = sorted(_FOLDER.glob("native_*.cpp"))
     folder = folder or cache_folder()
@@ -73,7 +74,10 @@ def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[st
         return path
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path
         built = Path(scratch) / path.name
         subprocess.run(
             [*command, *map(str, sources), "-o", str(built)],

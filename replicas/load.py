@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mneme.errors import ConfigError
+from mneme.kernels import native_library
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
@@ -47,6 +48,9 @@ def load_engine(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
+    if device.type == "cpu":
+        compiled_kernels()  # the first time takes as long as a compiler does
+        report("CPU kernels", 1.0)
     dtype = choose_dtype(config.dtype, device)
     weights = load_weights(model_dir, model_config, device, dtype, report)
     num_pages = choose_num_pages(config, model_config, device, dtype)
@@ -56,6 +60,12 @@ def load_engine(
     runner = Runner(decoder, num_pages, config.page_size)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     return Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
+
+
+def compiled_kernels() -> str | None:
+    """Path of the compiled CPU kernels, built now if they are not yet; None where torch has to do."""
+    found = native_library.library()
+    return None if found is None else found._name
 
 
 def load_engine_loop(model: str, config: EngineConfig, *, on_progress: Progress | None = None) -> EngineLoop:
