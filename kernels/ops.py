@@ -6,11 +6,15 @@ result is rounded once.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from mneme.kernels import torch_ops
+
+log = logging.getLogger(__name__)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -51,5 +55,15 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return _backend(gate_up).gated(gate_up, activation)
 
 
-def _backend(_x: Tensor) -> _Ops:
-    return torch_ops
+def _backend(x: Tensor) -> _Ops:
+    return _cuda_ops() if x.is_cuda else torch_ops
+
+
+@functools.cache
+def _cuda_ops() -> _Ops:
+    try:
+        from mneme.kernels import triton_ops
+    except ImportError as error:
+        log.warning("the decoder's operations run in torch: %s", error)
+        return torch_ops
+    return triton_ops
