@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
@@ -59,21 +58,21 @@ class Decoder:
             torch.tensor(config.rope.inv_freq, dtype=torch.float64),
             self.max_context,
             attention_factor=config.rope.attention_factor,
-        ).to(weights.embedding.device)
+        ).to(weights.norm.device)
 
     @property
     def device(self) -> torch.device:
-        return self._weights.embedding.device
+        return self._weights.norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.embedding.dtype
+        return self._weights.norm.dtype
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
         weights, eps = self._weights, self.config.norm_eps
-        hidden = F.embedding(inputs.token_ids, weights.embedding)
+        hidden = weights.embed(inputs.token_ids)
         normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
         next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
@@ -83,7 +82,7 @@ class Decoder:
             hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
             mlp = layer.down(gated(layer.gate_up(normed), "silu"))
             hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
-        return weights.head(normed).float()
+        return weights.head(normed, torch.float32)
 
     def _attend(
         self, layer: LayerWeights, index: int, hidden: torch.Tensor, inputs: StepInputs, pool: KvPool

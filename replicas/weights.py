@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from mneme.errors import CheckpointError, shown
-from mneme.kernels.linear import Linear
+from mneme.kernels.linear import Linear, make_linear
 from mneme.replicas.model_config import DecoderConfig
 
 Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
@@ -42,10 +43,16 @@ class LayerWeights:
 class DecoderWeights:
     """All tensors of a decoder on one device, in one dtype."""
 
-    embedding: torch.Tensor  # [vocab, hidden]
+    embedding: torch.Tensor | None  # [vocab, hidden]; None where it is tied to the head
     layers: list[LayerWeights]
     norm: torch.Tensor  # [hidden]
     head: Linear  # hidden -> vocab
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, hidden]"""
+        if self.embedding is None:
+            return self.head.weight_rows(token_ids)
+        return F.embedding(token_ids, self.embedding)
 
 
 def load_weights(
@@ -64,11 +71,12 @@ def load_weights(
             layers.append(_read_layer(reader, config, index))
             on_progress("loading weights", (index + 1) / config.num_layers)
         embedding = reader.tensor("model.embed_tokens.weight")
+        tied = config.tied_embeddings
         return DecoderWeights(
-            embedding=embedding,
+            embedding=None if tied else embedding,
             layers=layers,
             norm=reader.tensor("model.norm.weight"),
-            head=Linear(embedding if config.tied_embeddings else reader.tensor("lm_head.weight")),
+            head=make_linear(embedding if tied else reader.tensor("lm_head.weight")),
         )
 
 
@@ -79,7 +87,7 @@ def _read_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeig
     def projection(stem: str, names: tuple[str, ...], with_bias: bool) -> Linear:
         weights = [reader.tensor(f"{stem}{name}.weight") for name in names]
         biases = [reader.tensor(f"{stem}{name}.bias") for name in names] if with_bias else None
-        return Linear(torch.cat(weights), None if biases is None else torch.cat(biases))
+        return make_linear(torch.cat(weights), None if biases is None else torch.cat(biases))
 
     return LayerWeights(
         attn_norm=reader.tensor(prefix + "input_layernorm.weight"),

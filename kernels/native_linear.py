@@ -1,0 +1,96 @@
+"""A projection whose weight is packed for the compiled kernel (native_linear.cpp); the plain weight is not kept.
+
+One packed copy serves any number of rows: from one row, where it reads memory as fast as memory goes, to thousands,
+where it reaches the rate of oneDNN in bfloat16 and twice that in float32 (README, benchmarks). Each sum runs over k in
+one order whatever the number of rows, so a row's result is the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mneme.kernels.native_library import library
+
+_PANEL = 32  # output features that are kept side by side
+_STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
+_NUMBER_BY_DTYPE = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_features", ctypes.c_int64),
+        ("num_steps", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the compiled kernel multiplies this weight."""
+    return weight.device.type == "cpu" and weight.dtype in _STEP_BY_DTYPE and library() is not None
+
+
+class PackedLinear:
+    """See `Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [N, K], float32 or bfloat16, copied; bias [N]."""
+        self._num_features, self._num_inputs = weight.shape
+        self._packed = _pack(weight)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._dtype = weight.dtype
+        self._call = _function()
+        self._struct = _Weight(
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self._num_features,
+            self._packed.shape[1],
+            _NUMBER_BY_DTYPE[weight.dtype],
+        )
+        self._pointer = ctypes.addressof(self._struct)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        num_rows, num_inputs = x.shape
+        if num_inputs != self._num_inputs or x.dtype != self._dtype:
+            raise ValueError(
+                f"x: must be {self._dtype} [T, {self._num_inputs}], as the weight is (got {x.dtype} {tuple(x.shape)})"
+            )
+        if x.stride(1) != 1 or num_inputs % _STEP_BY_DTYPE[x.dtype]:
+            x = F.pad(x, (0, -num_inputs % _STEP_BY_DTYPE[x.dtype])).contiguous()
+        y = torch.empty((num_rows, self._num_features), dtype=out_dtype or x.dtype)
+        self._call(
+            self._pointer, x.data_ptr(), num_rows, x.stride(0), y.data_ptr(),
+            y.dtype == torch.float32, torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def weight_rows(self, index: Tensor) -> Tensor:
+        panels = self._packed[index // _PANEL, :, index % _PANEL]
+        return panels.flatten(1)[:, : self._num_inputs]
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 32), ceil(K / step), 32, step], zeros where there is no weight."""
+    num_features, num_inputs = weight.shape
+    step = _STEP_BY_DTYPE[weight.dtype]
+    padded = F.pad(weight, (0, -num_inputs % step, 0, -num_features % _PANEL))
+    panels = padded.view(len(padded) // _PANEL, _PANEL, padded.shape[1] // step, step)
+    return panels.transpose(1, 2).contiguous()
+
+
+@cache
+def _function() -> Any:
+    found = library()
+    assert found is not None, "callers ask can_pack first"
+    function = found.mneme_linear
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = (pointer, pointer, count, count, pointer, number, number)
+    function.restype = None
+    return function
