@@ -1,0 +1,129 @@
+"""What planning a step costs on the host: a plan built anew, moved on by a token, and with pages that were begun.
+
+The step that it is held against is attention alone in all layers (the products of the layers would only make it
+longer). `prepare` is what the backend derives from a new plan in its first layer: the time of that call over the time
+of the next ones. What a step costs must grow with the pages that changed, not with the context.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from attention.bench import DTYPES, Bench, NotRun, ran
+from attention.report import Check, PartResult, at_most
+from attention.scenes import Heads, Scene, prefix_scene
+
+from mneme.kernels.attention import Plan, QueryRows
+
+_SHARE_OF_STEP, _GROWTH = 0.05, 1.5
+_RUNS = 9
+
+
+class Point(NamedTuple):
+    batch: int
+    tokens: int  # per sequence, half of them shared by all
+
+
+def run(bench: Bench) -> PartResult:
+    """The promise: 128 sequences of 4,096 tokens; contexts of 1k to 16k for the growth."""
+    grid = bench.pick(cuda=[(128, 1024), (128, 4096), (128, 16384), (8, 4096)],
+                      cpu=[(128, 1024), (128, 4096), (128, 16384), (8, 4096)],
+                      quick=[(128, 1024), (128, 4096)])  # fmt: skip
+    points = [Point(*point) for point in grid]
+    rows = bench.sweep(points, lambda point: _measure(bench, point))
+    heads, layers = _model(bench)
+    title = f"host time of a step's plan, ms; attention of {layers} layers with heads {heads}"
+    return PartResult(name="plan_time", title=title, rows=rows, checks=_checks(bench, rows))
+
+
+def _model(bench: Bench) -> tuple[Heads, int]:
+    """Llama-3-8B on CUDA; the 31M model of the other benchmarks on a CPU."""
+    return (Heads(32, 8, 128), 32) if bench.is_cuda else (Heads(8, 4, 64), 8)
+
+
+def _measure(bench: Bench, point: Point) -> dict[str, Any]:
+    heads, num_layers = _model(bench)
+    token_bytes = 4 * heads.kv * heads.dim
+    if not bench.may_copy(point.batch * point.tokens // 2 * token_bytes):
+        raise NotRun("too long for this device")
+    half = point.tokens // 2
+    options = bench.options(heads, DTYPES["bfloat16"]) | {"cache_bytes": 0, "room": 1}
+    scene = prefix_scene(point.batch, half, half, **options)
+    plan = scene.plan()
+    attention_ms, prepare_ms = _attention_ms(scene, plan)
+    step_ms = num_layers * attention_ms
+    row = {
+        "build": _median_ms(scene.plan),
+        "with_rows": _median_ms(lambda: plan.with_rows(_next_rows(scene))),
+        "append_1_page": _median_ms(lambda: _appended(scene, plan, 1)),
+        "append_all": _median_ms(lambda: _appended(scene, plan, point.batch)),
+        "prepare": prepare_ms,
+        "attention_layer": attention_ms,
+    }
+    moved_on = row["with_rows"] + prepare_ms  # each step
+    return row | {"decode_of_step": moved_on / step_ms, "rebuild_of_step": (row["build"] + prepare_ms) / step_ms}
+
+
+def _attention_ms(scene: Scene, plan: Plan) -> tuple[float, float]:
+    """One layer's attention, and what the first layer of a new plan adds to it."""
+    scene.attend(0, plan)
+    first, later = [], []
+    for _ in range(5):
+        moved = plan.with_rows(_next_rows(scene))
+        first.append(_once_ms(lambda moved=moved: scene.attend(0, moved), scene.q.device))
+        later += [_once_ms(lambda moved=moved: scene.attend(0, moved), scene.q.device) for _ in range(2)]
+    layer_ms = statistics.median(later)
+    return layer_ms, max(0.0, statistics.median(first) - layer_ms)
+
+
+def _next_rows(scene: Scene) -> QueryRows:
+    sequence, position = scene.rows.arrays()
+    return QueryRows(sequence, position + 1)
+
+
+def _appended(scene: Scene, plan: Plan, num_pages: int) -> Plan:
+    """A step in which `num_pages` sequences begin a page, and all go on by a token."""
+    first = plan.num_pages
+    begun = plan.append_page(np.arange(num_pages), np.arange(first, first + num_pages))
+    return begun.with_rows(_next_rows(scene))
+
+
+def _median_ms(call: Callable[[], object]) -> float:
+    cpu = torch.device("cpu")
+    call()
+    return statistics.median(_once_ms(call, cpu) for _ in range(_RUNS))
+
+
+def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _checks(bench: Bench, rows: list[dict[str, Any]]) -> list[Check]:
+    by_point = {(row["batch"], row["tokens"]): row for row in ran(rows)}
+    promised = by_point.get((128, 4096), {})
+    contexts = sorted(tokens for batch, tokens in by_point if batch == 128)
+    growth = None
+    if len(contexts) > 1:
+        short, long = by_point[128, contexts[0]], by_point[128, contexts[-1]]
+        growth = max(long[column] / short[column] for column in ("with_rows", "append_1_page"))
+    device = bench.device.type
+    return [
+        at_most(f"{device}_plan_of_step_128x4k", promised.get("decode_of_step"), _SHARE_OF_STEP, "of attention"),
+        at_most(
+            f"{device}_plan_rebuilt_of_step_128x4k", promised.get("rebuild_of_step"), _SHARE_OF_STEP, "of attention"
+        ),
+        at_most(
+            f"{device}_plan_increment_growth_with_context", growth, _GROWTH, f"x from {contexts[:1]} to {contexts[-1:]}"
+        ),
+    ]

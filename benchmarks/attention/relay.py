@@ -1,0 +1,96 @@
+"""RelayAttention Fig. 1 and 5: latency, and the speed-up over sequence-first beside Eq. 10.
+
+Two baselines stand for "sequence-first": `never` reads the very pages that `auto` reads, and finds what fits in the
+last cache there; `unshared` reads pages of which every sequence has copies of its own, which is what Eq. 8 counts
+(elements between memory and chip), so it is the one that Eq. 10 is held against. The compute roof is the time of the
+shared part's products at the measured matrix rate, as a speed-up over reading all bytes at the measured copy rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attention.arms import contiguous, ours
+from attention.bench import DTYPES, Bench, NotRun, least, ran
+from attention.equations import relay_speedup, relay_speedup_bytes
+from attention.optional_arms import flashinfer_cascade, flashinfer_decode
+from attention.report import Check, PartResult, at_least
+from attention.scenes import Heads, Scene, prefix_scene, unshared
+
+_DTYPE = "bfloat16"
+_GQA, _MHA = Heads(32, 8, 128), Heads(32, 32, 128)
+_SHARE_OF_BOUND = 0.9
+_NOISE = 0.02  # two arms with one and the same plan differ by this
+
+
+class Point(NamedTuple):
+    heads: Heads
+    batch: int
+    shared: int
+    private: int
+
+
+def run(bench: Bench) -> PartResult:
+    """The whole grid with grouped heads, and batch 32 as in the paper, a KV head per query head, on CUDA."""
+    rows = bench.sweep(points(bench), lambda point: _measure(bench, point))
+    title = f"RelayAttention Fig. 1 and 5, {_DTYPE}; ms per call, x over sequence-first, Eq. 10"
+    return PartResult(name="relay", title=title, rows=rows, checks=_checks(bench, rows))
+
+
+def points(bench: Bench) -> list[Point]:
+    batches = bench.pick(cuda=(32, 1, 8, 64, 128), cpu=(32, 1, 8, 64, 128), quick=(1, 32))
+    lengths = bench.pick(cuda=(512, 2048, 8192, 16384), cpu=(512, 2048, 8192, 16384), quick=(512, 2048))
+    privates = bench.pick(cuda=(128, 768), cpu=(128, 768), quick=(128,))
+    grid = [Point(_GQA, b, s, c) for c in privates for b in batches for s in lengths]
+    return grid + ([Point(_MHA, 32, s, 128) for s in lengths] if bench.is_cuda and not bench.quick else [])
+
+
+def _measure(bench: Bench, point: Point) -> dict[str, Any]:
+    heads, batch, shared, private = point
+    if not bench.may_read(batch * (shared + private) * 4 * heads.kv * heads.dim):
+        raise NotRun("too long for this device")
+    scene = prefix_scene(batch, shared, private, **bench.options(heads, DTYPES[_DTYPE]))
+    arms = [ours(scene), ours(scene, "never", "never")]
+    peers = [lambda: flashinfer_decode(scene), lambda: flashinfer_cascade(scene, shared // scene.page_size)]
+    if bench.may_copy(scene.bytes_apart):
+        apart = unshared(scene, bench.ceilings.cache_bytes)
+        arms += [ours(apart, "unshared", "never"), *contiguous(scene, bench.ceilings.cache_bytes)]
+    times = bench.time(scene, arms, peers if batch > 1 else [])
+    row: dict[str, Any] = {"launched": times.launched["auto"]}
+    for arm in ("auto", "never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade"):
+        row[arm] = times.ms(arm) if arm in times else None
+    for arm in ("never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade"):
+        row[f"{arm}/auto"] = times.ratio(arm, "auto") if arm in times else None
+    return row | _bounds(bench, scene, point)
+
+
+def _bounds(bench: Bench, scene: Scene, point: Point) -> dict[str, Any]:
+    """What theory says; `roof` is the compute roof of the shared part."""
+    heads, batch, shared, private = point
+    read_s = scene.bytes_apart / bench.ceilings.copy_bytes_per_s
+    shared_flops = 4.0 * batch * shared * heads.q * heads.dim
+    return {
+        "eq10_paper": relay_speedup(batch, shared, private),
+        "eq10": relay_speedup_bytes(batch, shared, private, heads.group),
+        "roof": read_s / (shared_flops / bench.ceilings.flops_per_s[scene.q.dtype]),
+    }
+
+
+def _checks(bench: Bench, rows: list[dict[str, Any]]) -> list[Check]:
+    """Promised for the GPU."""
+    measured = ran(rows) if bench.is_cuda else []
+    batched = [row for row in measured if row["batch"] > 1]
+    of_bound = least(
+        row["unshared/auto"] / min(row["eq10"], row["roof"]) for row in batched if row["unshared/auto"] is not None
+    )
+    alone = least(row["never/auto"] for row in measured if row["batch"] == 1)
+    long = least(row["never/auto"] for row in batched if (row["batch"], row["shared"]) == (32, 8192))
+    cascade = least(row["flashinfer_cascade/auto"] for row in batched if row["flashinfer_cascade/auto"] is not None)
+    decode = least(row["flashinfer_decode/auto"] for row in batched if row["flashinfer_decode/auto"] is not None)
+    return [
+        at_least("gpu_two_phase_over_unshared_of_min_eq10_and_roof", of_bound, _SHARE_OF_BOUND),
+        at_least("gpu_auto_over_never_batch_1", alone, 1.0, noise=_NOISE),
+        at_least("gpu_auto_over_never_shared_8192_batch_32", long, 3.0),
+        at_least("gpu_auto_over_flashinfer_decode_shared_prefix", decode, 1.0),
+        at_least("gpu_auto_over_flashinfer_cascade", cascade, 1.0),
+    ]

@@ -1,0 +1,93 @@
+"""Tables, promised figures and the closing line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NOT_MEASURED = "not measured"
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A promised figure. `value` None: it was not measured on this device, and then neither met nor missed."""
+
+    name: str
+    value: float | None
+    unit: str
+    target: str
+    ok: bool | None
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of the closing line's `checks`."""
+        value = NOT_MEASURED if self.value is None else round(self.value, 4)
+        return {"name": self.name, "value": value, "unit": self.unit, "target": self.target, "ok": self.ok}
+
+
+def at_least(name: str, value: float | None, target: float, unit: str = "x", noise: float = 0.0) -> Check:
+    """A figure that must reach its target; `noise` is the share by which two equal arms may differ by chance."""
+    ok = None if value is None else value >= target * (1 - noise)
+    return Check(name=name, value=value, unit=unit, target=f">={target:g}{_margin(noise)}", ok=ok)
+
+
+def at_most(name: str, value: float | None, target: float, unit: str = "x", noise: float = 0.0) -> Check:
+    """A figure that must not pass its target."""
+    ok = None if value is None else value <= target * (1 + noise)
+    return Check(name=name, value=value, unit=unit, target=f"<={target:g}{_margin(noise)}", ok=ok)
+
+
+def _margin(noise: float) -> str:
+    return f" (noise {noise:.0%})" if noise else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class PartResult:
+    """What one part of the benchmark found. A row is one line of its table: column -> value."""
+
+    name: str
+    title: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def print_part(part: PartResult) -> None:
+    """The part's table and what it was held against."""
+    print(f"\n== {part.name}: {part.title}")
+    columns = list(dict.fromkeys(column for row in part.rows for column in row))
+    lines = [columns, *([_shown(row.get(column)) for column in columns] for row in part.rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)] if columns else []
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for check in part.checks:
+        print_check(check)
+
+
+def print_check(check: Check) -> None:
+    verdict = {True: "ok", False: "MISSED", None: NOT_MEASURED}[check.ok]
+    value = "" if check.value is None else f"{check.value:.3g} {check.unit}, "
+    print(f"  [{verdict}] {check.name}: {value}target {check.target}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five digits, all through nested lists and mappings."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(entry) for entry in value]
+    return value

@@ -1,0 +1,131 @@
+"""Runs the parts one after the other, each within its share of the time, and writes what they found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention import (
+    bandwidth,
+    chunk,
+    documents,
+    headline,
+    pensieve,
+    plan_time,
+    plots,
+    regret,
+    relay,
+    roofline,
+    rotation,
+)
+from attention.bench import DTYPES, Bench
+from attention.machine import measure_ceilings
+from attention.report import PartResult, print_part, rounded
+from workloads import cpu_name, load_average
+
+# Name -> what runs it and its share of the time, in parts of a hundred.
+PARTS: dict[str, tuple[Callable[[Bench], PartResult], int]] = {
+    "headline": (headline.run, 12),
+    "relay": (relay.run, 22),
+    "bandwidth": (bandwidth.run, 6),
+    "documents": (documents.run, 10),
+    "rotation": (rotation.run, 5),
+    "regret": (regret.run, 20),
+    "plan_time": (plan_time.run, 5),
+    "pensieve": (pensieve.run, 6),
+    "chunk": (chunk.run, 9),
+    "roofline": (roofline.run, 5),
+}
+# (GPU, CPU, quick): seconds for everything, and for the rounds of one point.
+_BUDGET_S = (200.0, 900.0, 70.0)
+_POINT_S = (0.12, 1.0, 0.15)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what was asked for; returns the exit status: 1 if a promised figure was missed and `--strict` was given."""
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    load_before, started = load_average(), time.perf_counter()
+    bench = _bench(args, device)
+    budget_s = args.budget_s or bench.pick(cuda=_BUDGET_S[0], cpu=_BUDGET_S[1], quick=_BUDGET_S[2])
+    chosen = args.only or list(PARTS)
+    print(f"{device_name(device)}: copy {bench.ceilings.copy_bytes_per_s / 1e9:.3g} GB/s, products "
+          + ", ".join(f"{name} {bench.ceilings.flops_per_s[DTYPES[name]] / 1e12:.3g} TFLOP/s" for name in DTYPES
+                      if DTYPES[name] in bench.ceilings.flops_per_s)
+          + f"; load {load_before}")  # fmt: skip
+    parts = []
+    ends_s = started + budget_s
+    for index, name in enumerate(chosen):
+        runner, share = PARTS[name]
+        remaining = sum(PARTS[other][1] for other in chosen[index:])
+        bench.begin_part(max(0.0, ends_s - time.perf_counter()) * share / remaining)  # what a part saves, others get
+        parts.append(runner(bench))
+        print_part(parts[-1])
+    closing = _closing(args, bench, parts, (load_before, load_average()), time.perf_counter() - started)
+    _write(args, parts, closing, device)
+    print(json.dumps(closing))
+    missed = [check["name"] for check in closing["checks"] if check["ok"] is False]
+    return 1 if missed and args.strict else 0
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the CPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def _bench(args: argparse.Namespace, device: torch.device) -> Bench:
+    dtypes = [torch.bfloat16, torch.float32, *([torch.float16] if device.type == "cuda" else [])]
+    kind = 2 if args.quick else 0 if device.type == "cuda" else 1
+    return Bench(
+        device=device, quick=args.quick, num_threads=args.threads, ceilings=measure_ceilings(device, dtypes),
+        point_s=_POINT_S[kind], seed=args.seed,
+    )  # fmt: skip
+
+
+def _closing(
+    args: argparse.Namespace, bench: Bench, parts: list[PartResult], loads: tuple[float, float], elapsed_s: float
+) -> dict[str, Any]:
+    """The line that ends the benchmark."""
+    return {
+        "benchmark": "attention", "device": device_name(bench.device), "kind": bench.device.type,
+        "quick": args.quick, "threads": args.threads, "seed": args.seed, "elapsed_s": round(elapsed_s, 1),
+        "python": platform.python_version(), "torch": torch.__version__, "load_average": list(loads),
+        "ceilings": {
+            "copy_GB_per_s": rounded(bench.ceilings.copy_bytes_per_s / 1e9),
+            "TFLOP_per_s": {str(d).removeprefix("torch."): rounded(rate / 1e12)
+                            for d, rate in bench.ceilings.flops_per_s.items()},
+            "cache_MiB": bench.ceilings.cache_bytes / 2**20,
+        },
+        "notes": bench.notes,
+        "results": {part.name: {"title": part.title, "rows": rounded(part.rows)} for part in parts},
+        "checks": [check.as_json() for part in parts for check in part.checks],
+    }  # fmt: skip
+
+
+def _write(args: argparse.Namespace, parts: list[PartResult], closing: dict[str, Any], device: torch.device) -> None:
+    if args.out is None:
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "attention.json").write_text(json.dumps(closing) + "\n")
+    drawn = plots.draw(parts, args.out, f"{device_name(device)}, {time.strftime('%Y-%m-%d')}")
+    print(f"\nwrote {args.out / 'attention.json'} and {len(drawn)} plots")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    default_out = Path(__file__).parents[1] / "results"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", choices=tuple(PARTS), action="append", help="this part; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="small grids: at most 90 s on two CPU cores")
+    parser.add_argument("--threads", type=int, default=1, help="of torch and OpenMP, on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget-s", type=float, help="for everything; points that do not fit are 'not run'")
+    parser.add_argument("--out", type=Path, help=f"folder for JSON and plots, such as one in {default_out.name}/")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a promised figure is missed")

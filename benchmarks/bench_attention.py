@@ -1,0 +1,49 @@
+"""Our attention against theory and against other ways to call it, in the form of the papers' tables and figures.
+
+    python benchmarks/bench_attention.py [--device cpu|cuda] [--quick] [--only PART] [--threads 1] [--out FOLDER]
+
+| part      | what is measured                                                                           |
+|-----------|--------------------------------------------------------------------------------------------|
+| headline  | batch 32, 2,048 shared + 128 private: `auto` against contiguous SDPA and gather + SDPA     |
+| relay     | RelayAttention Fig. 1 and 5: latency, speed-up over sequence-first beside Eq. 10           |
+| bandwidth | sequence-first decode: share of the measured copy bandwidth                                |
+| documents | documents at other positions in every sequence; virtual queries, sequence-first, SDPA      |
+| rotation  | random deltas against deltas of zero                                                       |
+| regret    | `auto` against the better of `always` and `never`                                          |
+| plan_time | host time of a step's plan                                                                 |
+| pensieve  | Pensieve Fig. 10: several rows over scattered pages, copy-out, rounds, contiguous          |
+| chunk     | ChunkAttention Fig. 3-5: token rates, latency of the first token, memory operations        |
+| roofline  | ChunkAttention appendix A: each module's work, intensity and time                          |
+
+What bounds it: decode over private KV reads every key and value once (the copy bandwidth); a shared segment is read
+once per batch, and from some batch size on its products bound it (the matrix rate). Both ceilings are measured in the
+same run. Arms take turns, medians are reported, every arm is checked against float64 before it is timed, weights and
+KV are random (the seed is stated). Each part has its share of the time; points that do not fit, or are too long for the
+device, are "not run". The run ends in one line of JSON with all figures and the promised ones as `checks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def _threads(arguments: list[str]) -> str:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--threads", type=int, default=1)
+    return str(parser.parse_known_args(arguments)[0].threads)
+
+
+def main() -> int:
+    # Before torch is imported: compiled kernels may bring an OpenMP of their own, which reads this once.
+    os.environ["OMP_NUM_THREADS"] = _threads(sys.argv[1:])
+    from attention import suite
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suite.add_arguments(parser)
+    return suite.run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
