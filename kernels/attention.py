@@ -16,11 +16,13 @@ with a delta per query row, is this project's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from mneme.kernels import native_backend, native_library
 from mneme.kernels.kv_write import mark_free, mark_written, new_slot_position, write_kv
 from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
@@ -44,10 +46,10 @@ __all__ = [
     "write_kv",
 ]
 
-Backend = Literal["auto", "reference", "torch", "triton"]
+Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BACKENDS = {"auto": attend_torch, "reference": attend_reference, "torch": attend_torch}
+_Attention = Callable[..., tuple[Tensor, Tensor]]  # of the arguments of `attend` but the backend
 
 
 def attend(
@@ -85,11 +87,7 @@ def attend(
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)
     _check_options(q.device, rope, plan, window, alibi_slopes, soft_cap)
-    if backend not in _BACKENDS:
-        known = backend in get_args(Backend)
-        reason = "is not built yet; use 'torch'" if known else f"must be one of {', '.join(get_args(Backend))}"
-        raise ValueError(f"backend: {reason} (got {backend!r})")
-    return _BACKENDS[backend](
+    return _choose(backend, q.device, q.dtype)(
         q,
         k_pages,
         v_pages,
@@ -101,6 +99,35 @@ def attend(
         alibi_slopes=alibi_slopes,
         soft_cap=soft_cap,
     )
+
+
+def _choose(backend: Backend, device: torch.device, dtype: torch.dtype) -> _Attention:
+    """The one place that chooses. `auto`: compiled code where it can be had, else torch."""
+    if backend == "reference":
+        return attend_reference
+    if backend == "torch":
+        return attend_torch
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: must be one of {', '.join(get_args(Backend))} (got {backend!r})")
+    if backend == "triton":
+        raise ValueError(f"backend: is not built yet; use 'torch' (got {backend!r})")
+    obstacle = _native_obstacle(device, dtype)
+    if obstacle is None:
+        return native_backend.attend_native
+    if backend == "native":
+        raise ValueError(f"backend: {obstacle} (got {backend!r})")
+    return attend_torch
+
+
+def _native_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the compiled CPU kernels cannot be used, if they cannot."""
+    if device.type != "cpu":
+        return f"runs on the CPU, q is on {device}"
+    if not native_backend.supports(dtype):
+        return f"takes float32 and bfloat16, q is {dtype}"
+    if native_library.library() is None:
+        return "the compiled kernels are switched off or could not be built (see the log)"
+    return None
 
 
 def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, slot_position: Tensor, plan: Plan) -> None:

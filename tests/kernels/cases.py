@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mneme.kernels.attention import PageRef, Plan, QueryRows, RopeTable, attend, build_plan, new_slot_position
+from mneme.kernels.native_library import library
 
 MAX_POSITION = 256  # the rope tables reach 2 * MAX_POSITION
 MAX_ROW_POSITION = 300
@@ -21,14 +23,19 @@ class Tolerance(NamedTuple):
     """Absolute, for values of standard deviation 1 and scores of order 1."""
 
     out: float
-    lse: float
+    lse: float  # of backends that round the rotated query once to the keys' type
+    lse_of_unrounded: float = 2e-5  # of the torch backend, which does not
 
 
 TOLERANCE = {
     torch.float32: Tolerance(out=2e-5, lse=2e-5),
-    torch.float16: Tolerance(out=4e-3, lse=2e-5),
-    torch.bfloat16: Tolerance(out=3e-2, lse=2e-5),
+    torch.float16: Tolerance(out=4e-3, lse=2e-3),
+    torch.bfloat16: Tolerance(out=3e-2, lse=1.5e-2),
 }
+
+needs_native = pytest.mark.skipif(library() is None, reason="the compiled kernels are off or cannot be built")
+# The backends of a CPU, beside the oracle.
+CPU_BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,13 +84,14 @@ class Scene:
         return attend(q, *pool, self.rope, plan, **(self.options | changes))
 
 
-def assert_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Both out and lse, within the tolerance of out's type; -inf must match exactly."""
+def assert_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], backend: str = "native") -> None:
+    """Both out and lse, within the tolerance of out's type (and of the backend); -inf must match exactly."""
     tolerance = TOLERANCE[wanted[0].dtype]
+    lse_tolerance = tolerance.lse_of_unrounded if backend == "torch" else tolerance.lse
     assert got[0].dtype == wanted[0].dtype
     assert got[1].dtype == torch.float32
     torch.testing.assert_close(got[0].float(), wanted[0].float(), atol=tolerance.out, rtol=tolerance.out)
-    torch.testing.assert_close(got[1], wanted[1], atol=tolerance.lse, rtol=tolerance.lse)
+    torch.testing.assert_close(got[1], wanted[1], atol=lse_tolerance, rtol=lse_tolerance)
 
 
 def random_tables(

@@ -24,7 +24,7 @@ from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene
 
 PAGE_SIZE = 4
 ROPE = RopeTable.from_theta(100.0, 8, 64)  # reaches 128
-both_backends = pytest.mark.parametrize("backend", ["reference", "torch"])
+both_backends = pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 
 
 def positions_of(**first_position_by_page: int) -> Tensor:

@@ -21,27 +21,36 @@ from mneme.kernels.attention import (
     mark_written,
     new_slot_position,
 )
-from tests.kernels.cases import Scene, assert_close, make_scene, scenes
+from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
 bounded = settings(deadline=None, max_examples=120)
+each_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
 
 
+@each_backend
 @given(scene=scenes())
 @bounded
-def test_sharing_always_never_and_by_cost_equal_the_reference(scene: Scene) -> None:
+def test_sharing_always_never_and_by_cost_equal_the_reference(backend: str, scene: Scene) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never", "auto"):
-        assert_close(scene.attend(scene.plan(share=share), backend="torch"), wanted)
+        assert_close(scene.attend(scene.plan(share=share), backend=backend), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("torch", torch.bfloat16),
+        ("torch", torch.float16),
+        pytest.param("native", torch.bfloat16, marks=needs_native),
+    ],
+)
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_16_bit_types_equal_the_reference(dtype: torch.dtype, data: Any) -> None:
+def test_16_bit_types_equal_the_reference(backend: str, dtype: torch.dtype, data: Any) -> None:
     scene = data.draw(scenes(dtype=dtype))
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never"):
-        assert_close(scene.attend(scene.plan(share=share)), wanted)
+        assert_close(scene.attend(scene.plan(share=share), backend=backend), wanted, backend)
 
 
 @given(scene=scenes(most_rows=40), share=st.sampled_from(["always", "never"]))
@@ -54,9 +63,10 @@ def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) ->
         patch.setattr(torch_layout, "BLOCK_ROWS", 3)
         patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
         patch.setattr(torch_groups, "_SMALLEST_BUCKET_TOKENS", 1)
-        assert_close(scene.attend(scene.plan(share=share)), wanted)
+        assert_close(scene.attend(scene.plan(share=share), backend="torch"), wanted)
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("num_sequences", "num_shared", "num_private", "num_rows"),
     [(24, 8, 8, 1), (2, 40, 5, 80)],
@@ -64,7 +74,7 @@ def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) ->
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_real_sizes_equal_the_reference(
-    num_sequences: int, num_shared: int, num_private: int, num_rows: int, dtype: torch.dtype
+    num_sequences: int, num_shared: int, num_private: int, num_rows: int, dtype: torch.dtype, backend: str
 ) -> None:
     """More pieces, keys and rows than one tile holds, with the sizes as they are; 64 dimensions, pages of 32."""
     first_private = num_shared * 32
@@ -85,7 +95,7 @@ def test_real_sizes_equal_the_reference(
     scene = make_scene(np.random.default_rng(0), tables, rows, rope=rope, dtype=dtype, **sizes)
     wanted = scene.attend(scene.plan(), backend="reference")
     for share in ("always", "never"):
-        assert_close(scene.attend(scene.plan(share=share)), wanted)
+        assert_close(scene.attend(scene.plan(share=share), backend=backend), wanted, backend)
 
 
 def test_tiles_stay_within_their_scratch() -> None:
@@ -106,19 +116,21 @@ def test_tiles_stay_within_their_scratch() -> None:
     assert sum(tile.num_keys for tile in first.tiles) == 3072 + torch_layout.BLOCK_ROWS
 
 
+@each_backend
 @given(scene=scenes(), data=st.data())
 @bounded
-def test_a_row_does_not_depend_on_the_other_rows(scene: Scene, data: Any) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(backend: str, scene: Scene, data: Any) -> None:
     plan = scene.plan()
-    out, lse = scene.attend(plan)
+    out, lse = scene.attend(plan, backend=backend)
     kept = np.array(data.draw(st.lists(st.booleans(), min_size=plan.num_rows, max_size=plan.num_rows)), bool)
     fewer = plan.restrict(kept)
-    assert_close(scene.attend(fewer, scene.q[kept]), (out[kept], lse[kept]))
+    assert_close(scene.attend(fewer, scene.q[kept], backend=backend), (out[kept], lse[kept]))
 
 
+@each_backend
 @given(scene=scenes(), data=st.data())
 @bounded
-def test_edited_plans_equal_fresh_ones(scene: Scene, data: Any) -> None:
+def test_edited_plans_equal_fresh_ones(backend: str, scene: Scene, data: Any) -> None:
     """Join, leave, append and restrict, in any order, against a plan built from the final tables and rows."""
     plan = scene.plan(share=data.draw(st.sampled_from(["always", "never", "auto"])))
     spare = iter(range(24, 32))
@@ -142,16 +154,17 @@ def test_edited_plans_equal_fresh_ones(scene: Scene, data: Any) -> None:
     fresh = scene.plan(tables=list(plan.page_tables), rows=plan.rows, share=plan.share)
     q = torch.randn(plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1))
     wanted = scene.attend(fresh, q, backend="reference")
-    assert_close(scene.attend(plan, q), wanted)
-    assert_close(scene.attend(fresh, q), wanted)
+    assert_close(scene.attend(plan, q, backend=backend), wanted)
+    assert_close(scene.attend(fresh, q, backend=backend), wanted)
 
 
+@each_backend
 @given(scene=scenes(), data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_the_next_rows_of_a_plan_equal_a_fresh_plan(scene: Scene, data: Any) -> None:
+def test_the_next_rows_of_a_plan_equal_a_fresh_plan(backend: str, scene: Scene, data: Any) -> None:
     """`with_rows`, for the same sequences (the decode step) and for others."""
     plan = scene.plan()
-    scene.attend(plan)  # what the plan keeps from this step must not leak into the next
+    scene.attend(plan, backend=backend)  # what the plan keeps from this step must not leak into the next
     sequence, position = plan.rows.arrays()
     if data.draw(st.booleans()):
         rows = QueryRows(sequence, position + 1)
@@ -159,7 +172,7 @@ def test_the_next_rows_of_a_plan_equal_a_fresh_plan(scene: Scene, data: Any) -> 
     else:
         rows, q = QueryRows(sequence[::-1], position[::-1]), scene.q.flip(0)
     wanted = scene.attend(scene.plan(rows=rows), q, backend="reference")
-    assert_close(scene.attend(plan.with_rows(rows), q), wanted)
+    assert_close(scene.attend(plan.with_rows(rows), q, backend=backend), wanted)
 
 
 @given(scene=scenes(), seed=st.integers(0, 99))

@@ -1,0 +1,204 @@
+"""The compiled CPU backend: `native_attention.cpp` over the plan's work list.
+
+Like the torch backend it reads shared segments once for all their rows, rotates queries and merges by log-sum-exp; it
+differs in reading pages where they lie. Products are summed in float32. Of bfloat16 keys the CPU's own dot product is
+used where it has one (AVX512_BF16) and many rows meet: the rotated, scaled query is then rounded once to bfloat16. Few
+rows, and CPUs without it, widen keys and values instead, with the query in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mneme.kernels.native_library import library
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.plan import Plan
+from mneme.kernels.rope import RopeTable
+
+_LOG2_E = math.log2(math.e)
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
+_WORK_ARRAYS = (
+    "row_begin", "row", "run_begin", "page_begin", "page_end", "page_id",
+    "delta_begin", "delta", "mask_number", "mask_begin", "mask_stride", "mask",
+)  # fmt: skip
+_INTEGERS = (
+    "num_shared", "num_pieces", "num_rows", "num_loose_rows", "num_q_heads", "num_kv_heads", "head_dim", "page_size",
+    "window", "dtype", "rotary_half", "num_positions",
+)  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    """native_attention.h: Step."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in _INTEGERS),
+        ("score_scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _WORK_ARRAYS),
+        ("position", ctypes.c_void_p),
+        ("slot_position", ctypes.c_void_p),
+        ("loose_row", ctypes.c_void_p),
+        ("rope", ctypes.c_void_p),
+        ("alibi_slopes", ctypes.c_void_p),
+        ("page_first", ctypes.c_void_p),
+        ("page_last", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What all layers of a step with the same options have in common."""
+
+    step: _Step
+    address: int  # of `step`
+    version: int | None  # of slot_position when this was made
+    alive: tuple[Any, ...]  # everything that `step` points into
+    total: Tensor | None  # float32 [T, Hq, D] what rows got from shared segments
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels take tensors of this type; any head_dim, page size and ratio of heads will do."""
+    return dtype in _DTYPE_NUMBERS
+
+
+def attend_native(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_position: Tensor,
+    rope: RopeTable | None,
+    plan: Plan,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `mneme.kernels.attention.attend`.
+
+    Scratch: 4 bytes per element of q if there are shared segments, and per thread about 0.3 MB.
+    """
+    options = (rope, softmax_scale, window, alibi_slopes, soft_cap, q.dtype)
+    prepared = _prepared_for(plan, slot_position, options)
+    if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
+        q = q.contiguous()
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+    _attend()(
+        prepared.address,
+        q.data_ptr(),
+        q.stride(0),
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        k_pages.shape[1] * plan.page_size,
+        out.data_ptr(),
+        lse.data_ptr(),
+        None if prepared.total is None else prepared.total.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out, lse
+
+
+@cache
+def _attend() -> Any:
+    loaded = library()
+    assert loaded is not None  # the chooser asked
+    function = loaded.mneme_attend
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = (
+        pointer,
+        pointer,
+        integer,
+        pointer,
+        pointer,
+        integer,
+        pointer,
+        pointer,
+        pointer,
+        ctypes.c_int32,
+    )
+    function.restype = None
+    return function
+
+
+@cache
+def _prepare() -> Any:
+    loaded = library()
+    assert loaded is not None
+    function = loaded.mneme_attend_prepare
+    function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int64
+    return function
+
+
+def _prepared_for(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
+    """From the plan, unless `slot_position` has changed since."""
+    rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
+    key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, id(alibi_slopes), soft_cap, dtype)
+    version = None if slot_position.is_inference() else slot_position._version
+    found: _Prepared | None = plan.prepared.get(key)
+    if found is None or found.version != version:
+        found = plan.prepared[key] = _make(plan, slot_position, options, version)
+    return found
+
+
+def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: int | None) -> _Prepared:
+    rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
+    work = plan.work
+    position = plan.position.astype(np.int32)
+    loose = _loose_rows(plan)
+    page_bounds = np.empty((2, len(work.page_id)), np.int32)
+    slopes = None if alibi_slopes is None else alibi_slopes.float().mul(_LOG2_E).contiguous()
+    table = None if rope is None else rope.table.contiguous()
+    step = _Step(
+        num_shared=work.num_shared,
+        num_pieces=work.num_pieces,
+        num_rows=plan.num_rows,
+        num_loose_rows=len(loose),
+        num_q_heads=plan.num_q_heads,
+        num_kv_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        page_size=plan.page_size,
+        window=FREE_SLOT_POSITION if window is None else min(window, FREE_SLOT_POSITION),
+        dtype=_DTYPE_NUMBERS[dtype],
+        rotary_half=0 if rope is None else rope.rotary_dim // 2,
+        num_positions=0 if rope is None else rope.num_positions,
+        score_scale=softmax_scale * _LOG2_E if soft_cap is None else softmax_scale / soft_cap,
+        soft_cap=0.0 if soft_cap is None else soft_cap * _LOG2_E,
+        position=_address(position),
+        slot_position=slot_position.data_ptr(),
+        loose_row=_address(loose),
+        rope=None if table is None else table.data_ptr(),
+        alibi_slopes=None if slopes is None else slopes.data_ptr(),
+        page_first=_address(page_bounds[0]),
+        page_last=_address(page_bounds[1]),
+        **{name: _address(getattr(work, name)) for name in _WORK_ARRAYS},
+    )
+    _refuse_rows_beyond(step)
+    total = torch.empty(plan.num_rows, plan.num_q_heads, plan.head_dim) if work.num_shared else None
+    alive = (work, position, loose, page_bounds, slopes, table, slot_position, rope, alibi_slopes)
+    return _Prepared(step, ctypes.addressof(step), version, alive, total)
+
+
+def _refuse_rows_beyond(step: _Step) -> None:
+    beyond = _prepare()(ctypes.addressof(step))
+    if beyond >= 0:
+        raise ValueError(f"rows: a visible pair is {beyond} apart, the rope table ends at {step.num_positions}")
+
+
+def _loose_rows(plan: Plan) -> npt.NDArray[np.int32]:
+    """The rows that are in no private piece."""
+    is_loose = np.ones(plan.num_rows, bool)
+    is_loose[plan.work.row[plan.work.row_begin[plan.work.num_shared] :]] = False
+    return np.flatnonzero(is_loose).astype(np.int32)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return array.ctypes.data

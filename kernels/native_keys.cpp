@@ -1,0 +1,120 @@
+// Which keys a block of rows reads: the rule of visibility (DESIGN.md section 2), page by page.
+#include "native_attention.h"
+
+namespace mneme::attention {
+
+RunRows run_rows(const Step& s, int piece, int run, int first, int count) {
+  int lowest = INT32_MAX, highest = INT32_MIN;
+  for (int i = first; i < first + count; ++i) {
+    const int position = effective_position(s, piece, run, i);
+    lowest = position < lowest ? position : lowest;
+    highest = position > highest ? position : highest;
+  }
+  return {run, first, count, lowest, highest};
+}
+
+KeyCursor::KeyCursor(const Step& step, const RunRows& rows)
+    : step_(step), rows_(rows), page_(step.page_begin[rows.run]), page_end_(step.page_end[rows.run]) {}
+
+// The masks of a page, of all rows of the block.
+KeyCursor::Seen KeyCursor::masks(int page) const {
+  const int64_t* mask = step_.mask + step_.mask_begin[rows_.run] + page - step_.page_begin[rows_.run];
+  const int stride = step_.mask_stride[rows_.run];
+  if (stride == 0) return {static_cast<uint64_t>(*mask), static_cast<uint64_t>(*mask)};
+  Seen seen{0, ~uint64_t{0}};
+  const int32_t* number = step_.mask_number + step_.delta_begin[rows_.run];
+  for (int i = rows_.first; i < rows_.first + rows_.count; ++i) {
+    const uint64_t bits = static_cast<uint64_t>(mask[static_cast<int64_t>(number[i]) * stride]);
+    seen.by_any |= bits;
+    seen.by_all &= bits;
+  }
+  return seen;
+}
+
+// `by_any` may hold a key that a window hides from every row: such a key is partial.
+KeyCursor::Seen KeyCursor::seen(int page) const {
+  const Step& s = step_;
+  if (s.page_first[page] > rows_.highest) return {0, 0};
+  Seen seen = masks(page);
+  const bool in_window = s.page_first[page] > rows_.highest - s.window;
+  if (s.page_last[page] <= rows_.lowest && in_window) return seen;
+  const int32_t* position = s.slot_position + static_cast<int64_t>(s.page_id[page]) * s.page_size;
+  uint64_t some = 0, all = 0;
+  for (int offset = 0; offset < s.page_size; ++offset) {
+    const int at = position[offset];
+    some |= static_cast<uint64_t>(at <= rows_.highest && at > rows_.lowest - s.window) << offset;
+    all |= static_cast<uint64_t>(at <= rows_.lowest && at > rows_.highest - s.window) << offset;
+  }
+  return {seen.by_any & some, seen.by_all & all};
+}
+
+bool KeyCursor::next(KeyTile& tile) {
+  tile.count = 0;
+  tile.is_mixed = false;
+  const int first_page = step_.page_begin[rows_.run];
+  while (tile.count < kTileKeys) {
+    if (left_by_any_ == 0) {
+      if (page_ == page_end_) break;
+      const Seen found = seen(page_++);
+      left_by_any_ = found.by_any;
+      by_all_ = found.by_all;
+      continue;
+    }
+    const int offset = __builtin_ctzll(left_by_any_);
+    left_by_any_ &= left_by_any_ - 1;
+    const int slot = step_.page_id[page_ - 1] * step_.page_size + offset;
+    const bool is_partial = !(by_all_ >> offset & 1);
+    tile.slot[tile.count] = slot;
+    tile.position[tile.count] = step_.slot_position[slot];
+    tile.page[tile.count] = page_ - 1 - first_page;
+    tile.is_partial[tile.count] = is_partial;
+    tile.is_mixed |= is_partial;
+    ++tile.count;
+  }
+  return tile.count > 0;
+}
+
+// Whether row i of the piece sees any key of the run.
+static bool sees_any(const Step& s, int piece, int run, int i) {
+  const RunRows row = run_rows(s, piece, run, i, 1);
+  KeyCursor cursor(s, row);
+  KeyTile tile;
+  while (cursor.next(tile)) {  // of one row, a key in its window is seen
+    return true;
+  }
+  return false;
+}
+
+}  // namespace mneme::attention
+
+using namespace mneme;
+using namespace mneme::attention;
+
+// Once per step and kind of layer: fills page_first and page_last. Returns the effective position of a row that sees a
+// key but lies beyond the rope table, or -1.
+extern "C" int64_t mneme_attend_prepare(const Step* step) {
+  const Step& s = *step;
+  const int num_runs = s.run_begin[s.num_pieces];
+  for (int run = 0; run < num_runs; ++run) {
+    for (int page = s.page_begin[run]; page < s.page_end[run]; ++page) {
+      const int32_t* position = s.slot_position + static_cast<int64_t>(s.page_id[page]) * s.page_size;
+      int32_t first = position[0], last = position[0];
+      for (int i = 1; i < s.page_size; ++i) {
+        first = position[i] < first ? position[i] : first;
+        last = position[i] > last ? position[i] : last;
+      }
+      s.page_first[page] = first;
+      s.page_last[page] = last;
+    }
+  }
+  if (!s.rope) return -1;
+  for (int piece = 0; piece < s.num_pieces; ++piece) {
+    for (int run = s.run_begin[piece]; run < s.run_begin[piece + 1]; ++run) {
+      for (int i = 0; i < s.row_begin[piece + 1] - s.row_begin[piece]; ++i) {
+        const int position = effective_position(s, piece, run, i);
+        if (position >= s.num_positions && sees_any(s, piece, run, i)) return position;
+      }
+    }
+  }
+  return -1;
+}

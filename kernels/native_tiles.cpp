@@ -1,0 +1,385 @@
+// Many query rows over tiles of keys. Query heads stand in lanes: a score is a key's cell, splat, times a vector of queries,
+// so that keys are used where they lie in their pages, and the softmax runs lane by lane. Values are packed once per tile
+// (zeros where a NaN is not everybody's) and multiplied with splat probabilities, head_dim in lanes.
+#include "native_attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "native_products.h"
+
+namespace mneme::attention {
+namespace {
+
+constexpr int kMostLanes = kMostColumns * kLanes;  // of a group: query heads whose scores are computed together
+constexpr int kRowsOfValues = 4;                   // query heads per product with values
+constexpr int kKeyStep = 8;                        // keys are padded to a multiple of this
+constexpr int kRowsOfTwo = kMostColumns == 4 ? 8 : 4;  // keys per product with two vectors of queries
+
+template <class Dot, class Elem>
+class Tiles {
+ public:
+  Tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
+  void run_through();
+  void finish();
+
+ private:
+  static constexpr bool kWidens = sizeof(Elem) * Dot::kPerCell != 4;  // keys become float32 tile by tile
+
+  void begin_run(int run);
+  void pack_query(int lane, int row, int head);
+  void add_tile();
+  void pack_values();
+  void pack_value_row(int n, const Elem* values);
+  const Elem* usable_values(int n);
+  void find_keys();
+  void add_group(int first_lane, int lanes);
+  int visible_keys(int first_lane, int lanes) const;
+  void scores(int first_lane, int cols, int num_keys);
+  void adjust(int first_lane, int cols, int num_keys);
+  void hide(int first_lane, int cols, int num_keys);
+  void softmax(int first_lane, int cols, int num_keys);
+  void add_values(int first_lane, int cols, int num_keys);
+  void add_broken_values(int first_lane, int lanes, int num_keys);
+  bool sees(int lane, int n) const;
+  const Elem* row_of(const void* pool, int n) const {
+    return static_cast<const Elem*>(pool) + (kv_head_ * layer_.num_slots + tile_.slot[n]) * step_.head_dim;
+  }
+
+  const Step& step_;
+  const Layer& layer_;
+  const int64_t kv_head_;
+  const int piece_, first_, count_, num_groups_;
+  const int dim_, padded_dim_, query_steps_;
+  const int num_lanes_, padded_lanes_;
+  RunRows rows_{};
+  KeyTile tile_;
+  int num_broken_ = 0;
+  int broken_[kTileKeys];  // partial keys whose values hold a NaN or an infinity
+  const float* key_[kTileKeys + kKeyStep];
+  // Scratch; L is padded_lanes_, D padded_dim_.
+  float *query_, *out_;                 // cells [steps, L]; [num_lanes_, D]
+  float *score_, *probability_;         // [keys, lanes of a group]; cells of the same
+  float *value_, *wide_key_, *rotated_;  // cells [keys, D]; [keys, D] where keys are widened; [D]
+  float *top_, *weight_, *scale_, *slope_;  // [L]
+  int32_t* position_;                   // [L] effective positions of this run
+};
+
+template <class Dot, class Elem>
+Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count)
+    : step_(step),
+      layer_(layer),
+      kv_head_(kv_head),
+      piece_(piece),
+      first_(first),
+      count_(count),
+      num_groups_(step.num_q_heads / step.num_kv_heads),
+      dim_(step.head_dim),
+      padded_dim_(round_up(step.head_dim, kLanes)),
+      query_steps_(step.head_dim / Dot::kPerCell),
+      num_lanes_(count * num_groups_),
+      padded_lanes_(round_up(num_lanes_, kLanes)) {
+  const size_t lanes = padded_lanes_, dim = padded_dim_, tile = kTileKeys;
+  struct {
+    float** part;
+    size_t size;
+  } parts[] = {{&query_, query_steps_ * lanes}, {&out_, round_up(num_lanes_, kRowsOfValues) * dim},
+               {&score_, tile * kMostLanes},    {&probability_, tile * kMostLanes},
+               {&value_, tile * dim},           {&wide_key_, kWidens ? tile * dim : 0},
+               {&rotated_, dim},                {&top_, lanes},
+               {&weight_, lanes},               {&scale_, lanes},
+               {&slope_, lanes},                {reinterpret_cast<float**>(&position_), lanes}};
+  size_t total = 0;
+  for (const auto& [part, size] : parts) total += size;
+  float* next = thread_scratch(total);
+  for (const auto& [part, size] : parts) {
+    *part = next;
+    next += size;
+  }
+  std::fill_n(query_, query_steps_ * lanes, 0.0f);
+  std::fill_n(out_, round_up(num_lanes_, kRowsOfValues) * dim, 0.0f);
+  std::fill_n(value_, tile * dim, 0.0f);
+  std::fill_n(top_, lanes, kUnseen);
+  std::fill_n(weight_, lanes, 0.0f);
+  std::fill_n(slope_, lanes, 0.0f);
+  for (int lane = 0; step.alibi_slopes && lane < num_lanes_; ++lane) {
+    slope_[lane] = step.alibi_slopes[kv_head * num_groups_ + lane % num_groups_];
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::run_through() {
+  for (int run = step_.run_begin[piece_]; run < step_.run_begin[piece_ + 1]; ++run) {
+    rows_ = run_rows(step_, piece_, run, first_, count_);
+    KeyCursor cursor(step_, rows_);
+    if (!cursor.next(tile_)) continue;
+    begin_run(run);
+    do {
+      add_tile();
+    } while (cursor.next(tile_));
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::begin_run(int run) {
+  for (int lane = 0; lane < padded_lanes_; ++lane) {
+    const int row = std::min(lane, num_lanes_ - 1) / num_groups_;
+    position_[lane] = effective_position(step_, piece_, run, first_ + row);
+    if (lane < num_lanes_) pack_query(lane, step_.row[step_.row_begin[piece_] + first_ + row], lane % num_groups_);
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::pack_query(int lane, int row, int head) {
+  const int64_t at = row * layer_.q_stride + (kv_head_ * num_groups_ + head) * dim_;
+  rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_[lane], rotated_);
+  for (int step = 0; step < query_steps_; ++step) {
+    float* cell = query_ + static_cast<int64_t>(step) * padded_lanes_ + lane;
+    if constexpr (Dot::kPerCell == 1) {
+      *cell = rotated_[step];
+    } else {
+      const bf16 pair[2] = {to_bf16(rotated_[2 * step]), to_bf16(rotated_[2 * step + 1])};
+      std::memcpy(cell, pair, 4);
+    }
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::add_tile() {
+  find_keys();
+  pack_values();
+  for (int first = 0; first < padded_lanes_; first += kMostLanes) {
+    const int cols = std::min(kMostLanes, padded_lanes_ - first) / kLanes;
+    const int num_keys = visible_keys(first, cols * kLanes);
+    if (num_keys == 0) continue;
+    scores(first, cols, num_keys);
+    if (step_.soft_cap > 0 || step_.alibi_slopes) adjust(first, cols, num_keys);
+    if (tile_.is_mixed) hide(first, cols, num_keys);
+    softmax(first, cols, num_keys);
+    add_values(first, cols, num_keys);
+    if (num_broken_) add_broken_values(first, std::min(cols * kLanes, num_lanes_ - first), num_keys);
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::find_keys() {
+  for (int n = 0; n < round_up(tile_.count, kKeyStep); ++n) {
+    const int real = std::min(n, tile_.count - 1);
+    const Elem* key = row_of(layer_.k, real);
+    if constexpr (kWidens) {
+      if (n == real) {
+        for (int i = 0; i < dim_; ++i) wide_key_[n * padded_dim_ + i] = to_float(key[i]);
+      }
+      key_[n] = wide_key_ + real * padded_dim_;
+    } else {
+      key_[n] = reinterpret_cast<const float*>(key);
+    }
+  }
+}
+
+// A key's values, or null for zeros: a NaN or an infinity of a key that not every row sees is added row by row.
+template <class Dot, class Elem>
+const Elem* Tiles<Dot, Elem>::usable_values(int n) {
+  const Elem* values = row_of(layer_.v, n);
+  if (!tile_.is_partial[n]) return values;
+  float product = 0;
+  for (int i = 0; i < dim_; ++i) product += to_float(values[i]) * 0.0f;
+  if (product == 0) return values;
+  broken_[num_broken_++] = n;
+  return nullptr;
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::pack_values() {
+  num_broken_ = 0;
+  for (int n = 0; n < tile_.count; n += Dot::kPerCell) {
+    float* cells = value_ + n / Dot::kPerCell * static_cast<int64_t>(padded_dim_);
+    const Elem* first = usable_values(n);
+    if constexpr (Dot::kPerCell == 1) {
+      for (int i = 0; i < dim_; ++i) cells[i] = first ? to_float(first[i]) : 0.0f;
+    } else {
+      const Elem* second = n + 1 < tile_.count ? usable_values(n + 1) : nullptr;
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(cells);
+      if (first && second) {
+        for (int i = 0; i < dim_; ++i) pairs[i] = first[i] | static_cast<uint32_t>(second[i]) << 16;
+      } else {
+        for (int i = 0; i < dim_; ++i) pairs[i] = (first ? first[i] : 0) | (second ? second[i] : 0u) << 16;
+      }
+    }
+  }
+}
+
+// How many of the tile's keys these lanes need: none behind the last one that a lane sees.
+template <class Dot, class Elem>
+int Tiles<Dot, Elem>::visible_keys(int first_lane, int lanes) const {
+  int count = tile_.count;
+  if (!tile_.is_mixed) return count;
+  const int highest = *std::max_element(position_ + first_lane, position_ + first_lane + lanes);
+  while (count > 0 && tile_.position[count - 1] > highest) --count;
+  return count;
+}
+
+// score_ [keys, cols * kLanes]
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
+  const float* query = query_ + first_lane;
+  const int stride = cols * kLanes;
+  for (int n = 0; n < num_keys; n += kKeyStep) {
+    float* score = score_ + n * stride;
+    if (cols == 1) {
+      product<Dot, 8, 1>(key_ + n, 1, query, padded_lanes_, query_steps_, score, stride, nullptr);
+    } else if (cols == 2) {
+      product<Dot, kRowsOfTwo, 2>(key_ + n, 1, query, padded_lanes_, query_steps_, score, stride, nullptr);
+      if constexpr (kRowsOfTwo == 4) {
+        product<Dot, 4, 2>(key_ + n + 4, 1, query, padded_lanes_, query_steps_, score + 4 * stride, stride, nullptr);
+      }
+    } else if constexpr (kMostColumns == 4) {
+      for (int half = 0; half < kKeyStep; half += 4) {
+        float* at = score + half * stride;
+        if (cols == 3) {
+          product<Dot, 4, 3>(key_ + n + half, 1, query, padded_lanes_, query_steps_, at, stride, nullptr);
+        } else {
+          product<Dot, 4, 4>(key_ + n + half, 1, query, padded_lanes_, query_steps_, at, stride, nullptr);
+        }
+      }
+    }
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::adjust(int first_lane, int cols, int num_keys) {
+  for (int n = 0; n < num_keys; ++n) {
+    for (int j = 0; j < cols; ++j) {
+      const int lane = first_lane + j * kLanes;
+      float* score = score_ + (n * cols + j) * kLanes;
+      const IntVec distance = splat(tile_.position[n]) - load(position_ + lane);
+      store(score, adjusted(step_, load(score), load(slope_ + lane), distance));
+    }
+  }
+}
+
+template <class Dot, class Elem>
+bool Tiles<Dot, Elem>::sees(int lane, int n) const {
+  const int at = tile_.position[n], position = position_[lane], page = tile_.page[n];
+  return at <= position && at > position - step_.window &&
+         is_shown(step_, rows_.run, first_ + lane / num_groups_, page, tile_.slot[n] % step_.page_size);
+}
+
+// Scores of pairs that are invisible become -inf, whatever they were.
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::hide(int first_lane, int cols, int num_keys) {
+  const bool has_masks = step_.mask_stride[rows_.run] != 0;
+  for (int n = 0; n < num_keys; ++n) {
+    if (!tile_.is_partial[n]) continue;
+    const IntVec at = splat(tile_.position[n]);
+    for (int j = 0; j < cols; ++j) {
+      const int lane = first_lane + j * kLanes;
+      const IntVec position = load(position_ + lane);
+      IntVec visible = (at <= position) & (at > position - step_.window);
+      for (int i = 0; has_masks && i < std::min(kLanes, num_lanes_ - lane); ++i) {
+        if (visible[i] && !sees(lane + i, n)) visible[i] = 0;
+      }
+      float* score = score_ + (n * cols + j) * kLanes;
+      store(score, visible ? load(score) : splat(-INFINITY));
+    }
+  }
+}
+
+// Scores become probabilities relative to the new maximum; scale_ is what the old sums are to be multiplied with.
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::softmax(int first_lane, int cols, int num_keys) {
+  const int stride = cols * kLanes;
+  for (int j = 0; j < cols; ++j) {
+    const int lane = first_lane + j * kLanes;
+    const float* score = score_ + j * kLanes;
+    const Vec old = load(top_ + lane);
+    Vec top = old, sum = {};
+    for (int n = 0; n < num_keys; ++n) top = larger(top, load(score + n * stride));
+    float* cell = probability_ + j * kLanes;
+    for (int n = 0; n < num_keys; n += Dot::kPerCell, cell += stride) {
+      const Vec first = exp2(load(score + n * stride) - top);
+      sum += first;
+      if constexpr (Dot::kPerCell == 1) {
+        store(cell, first);
+      } else {
+        const Vec second = n + 1 < num_keys ? exp2(load(score + (n + 1) * stride) - top) : Vec{};
+        sum += second;
+        store(cell, to_pairs(first, second));
+      }
+    }
+    const Vec scale = exp2(old - top);
+    store(scale_ + lane, scale);
+    store(top_ + lane, top);
+    store(weight_ + lane, load(weight_ + lane) * scale + sum);
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::add_values(int first_lane, int cols, int num_keys) {
+  const int stride = cols * kLanes, steps = (num_keys + Dot::kPerCell - 1) / Dot::kPerCell;
+  const int end = std::min(first_lane + stride, num_lanes_);
+  for (int lane = first_lane; lane < end; lane += kRowsOfValues) {
+    const float* row[kRowsOfValues];
+    for (int r = 0; r < kRowsOfValues; ++r) row[r] = probability_ + lane - first_lane + r;
+    float* out = out_ + static_cast<int64_t>(lane) * padded_dim_;
+    const float* scale = scale_ + lane;
+    int i = 0;
+    for (; i + kMostColumns * kLanes <= padded_dim_; i += kMostColumns * kLanes) {
+      product<Dot, kRowsOfValues, kMostColumns>(row, stride, value_ + i, padded_dim_, steps, out + i, padded_dim_, scale);
+    }
+    for (; i < padded_dim_; i += kLanes) {
+      product<Dot, kRowsOfValues, 1>(row, stride, value_ + i, padded_dim_, steps, out + i, padded_dim_, scale);
+    }
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::add_broken_values(int first_lane, int lanes, int num_keys) {
+  const int stride = round_up(lanes, kLanes);
+  for (int i = 0; i < num_broken_ && broken_[i] < num_keys; ++i) {
+    const int n = broken_[i];
+    const Elem* values = row_of(layer_.v, n);
+    for (int lane = first_lane; lane < first_lane + lanes; ++lane) {
+      if (!sees(lane, n)) continue;
+      const float* cell = probability_ + n / Dot::kPerCell * stride + lane - first_lane;
+      const float weight = Dot::kPerCell == 1 ? *cell : to_float(reinterpret_cast<const bf16*>(cell)[n % Dot::kPerCell]);
+      float* out = out_ + static_cast<int64_t>(lane) * padded_dim_;
+      for (int d = 0; d < dim_; ++d) out[d] += weight * to_float(values[d]);
+    }
+  }
+}
+
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::finish() {
+  const bool is_last = piece_ >= step_.num_shared;
+  for (int lane = 0; lane < num_lanes_; ++lane) {
+    const int row = step_.row[step_.row_begin[piece_] + first_ + lane / num_groups_];
+    const int head = static_cast<int>(kv_head_) * num_groups_ + lane % num_groups_;
+    const Partial part{out_ + static_cast<int64_t>(lane) * padded_dim_, top_[lane], weight_[lane]};
+    merge_part(step_, layer_, row, head, part, is_last);
+  }
+}
+
+template <class Dot, class Elem>
+void run(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
+  Tiles<Dot, Elem> tiles(step, layer, kv_head, piece, first, count);
+  tiles.run_through();
+  tiles.finish();
+}
+
+}  // namespace
+
+template <>
+void attend_tiles<float>(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
+  run<FloatDot, float>(step, layer, kv_head, piece, first, count);
+}
+
+template <>
+void attend_tiles<bf16>(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count) {
+#if defined(__AVX512BF16__)
+  if (step.head_dim % 2 == 0) return run<PairDot, bf16>(step, layer, kv_head, piece, first, count);
+#endif
+  run<FloatDot, bf16>(step, layer, kv_head, piece, first, count);
+}
+
+}  // namespace mneme::attention
