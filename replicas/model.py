@@ -34,6 +34,7 @@ class StepInputs:
     positions: torch.Tensor  # int32 [T]
     slots: torch.Tensor  # int64 [T] where each row's KV is written
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
+    num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
 
 

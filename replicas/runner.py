@@ -8,6 +8,7 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from mneme.kernels.attention import (
     new_slot_position,
 )
 from mneme.kernels.page_table import IntArray
+from mneme.replicas.cuda_graphs import DecodeGraphs, Run
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.sequence import Chunk
@@ -30,6 +32,7 @@ from mneme.replicas.sequence import Chunk
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
 _SPARE_SLOT = 0
+_NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
 class _Seen(NamedTuple):
@@ -45,7 +48,14 @@ class Runner:
 
     first_page = _SPARE_PAGES
 
-    def __init__(self, decoder: Decoder, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_pages: int,
+        page_size: int,
+        make_graphs: Callable[[Run], DecodeGraphs] | None = None,
+    ) -> None:
+        """`make_graphs` gets the forward pass that decode graphs are to capture."""
         config = decoder.config
         self._decoder = decoder
         self.num_pages = num_pages
@@ -60,6 +70,7 @@ class Runner:
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
+        self._graphs = None if make_graphs is None else make_graphs(self._run)
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
@@ -72,15 +83,14 @@ class Runner:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered])
         slots = np.concatenate([self._slots(chunk) for chunk in ordered])
         token_ids = [t for chunk in ordered for t in chunk.sequence.ids[chunk.start : chunk.end]]
-        inputs = StepInputs(
-            token_ids=self._tensor(np.array(token_ids, np.int64)),
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            sampled_rows=self._tensor(_sampled_rows(chunks, ordered)),
-            plan=self._step_plan(ordered, positions),
-        )
+        arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
+        bucket = self._bucket(ordered)
+        inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         written = slots != _SPARE_SLOT
-        mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
+        if written.all():
+            mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
+        else:
+            mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
         self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 
@@ -88,10 +98,36 @@ class Runner:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""
         if inputs is None:
             return torch.empty(0, self.vocab_size)
+        logits = self._run(inputs) if self._graphs is None else self._graphs.forward(inputs)
+        return logits[: inputs.num_sampled]
+
+    def _run(self, inputs: StepInputs) -> torch.Tensor:
         return self._decoder.forward(inputs, self.pool)
+
+    def _bucket(self, ordered: list[Chunk]) -> int | None:
+        """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
+        if self._graphs is None or not all(chunk.num_rows == 1 and chunk.samples for chunk in ordered):
+            return None
+        return self._graphs.bucket(len(ordered))
+
+    def _inputs(self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None) -> StepInputs:
+        token_ids, positions, slots, sampled_rows = arrays
+        if bucket is not None and self._graphs is not None:
+            padded = [np.pad(array, (0, bucket - len(array))) for array in arrays]
+            return self._graphs.inputs(padded, plan, len(sampled_rows))
+        return StepInputs(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            sampled_rows=self._tensor(sampled_rows),
+            num_sampled=len(sampled_rows),
+            plan=plan,
+        )
 
     def _hide(self, page_ids: list[int]) -> None:
         """Nothing of what the pages held may be seen by their next owner."""
+        if not page_ids:
+            return
         slots = np.array(page_ids, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
         mark_free(self.pool.slot_position, self._tensor(slots.ravel()))
 
@@ -103,18 +139,23 @@ class Runner:
             return [chunk for chunk in kept if chunk is not None]
         return sorted(chunks, key=lambda chunk: _path(chunk).page_ids)
 
-    def _step_plan(self, ordered: list[Chunk], positions: IntArray) -> Plan:
-        sequence = np.repeat(np.arange(len(ordered)), [chunk.num_rows for chunk in ordered])
-        rows = QueryRows(sequence, positions)
+    def _step_plan(self, ordered: list[Chunk], positions: IntArray, bucket: int | None) -> Plan:
+        """Rows up to the bucket, if there is one, are at position 0 of sequences that have no pages."""
+        counts = [chunk.num_rows for chunk in ordered]
+        num_padding = 0 if bucket is None else bucket - len(ordered)
+        sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
+        rows = QueryRows(sequence, np.pad(positions, (0, num_padding)))
         paths = [_path(chunk) for chunk in ordered]
-        plan = self._appended(paths)
-        self._plan = self._new_plan(paths, rows) if plan is None else plan.with_rows(rows)
+        plan = self._appended(paths, len(ordered) + num_padding)
+        self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
         self._seen = [_Seen(path, len(path.page_ids), path.num_cuts) for path in paths]
         return self._plan
 
-    def _appended(self, paths: list[Path]) -> Plan | None:
+    def _appended(self, paths: list[Path], num_sequences: int) -> Plan | None:
         """The kept plan with the pages begun since; None where that is not all that changed."""
         if self._plan is None or [id(path) for path in paths] != [id(seen.path) for seen in self._seen]:
+            return None
+        if self._plan.num_sequences != num_sequences:
             return None
         grown: list[tuple[int, int]] = []
         for index, (path, seen) in enumerate(zip(paths, self._seen, strict=True)):
@@ -126,10 +167,10 @@ class Runner:
         sequences, page_ids = np.array(grown, np.int64).T
         return self._plan.append_page(sequences, page_ids)
 
-    def _new_plan(self, paths: list[Path], rows: QueryRows) -> Plan:
+    def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
         config = self._decoder.config
         return build_plan(
-            [_page_table(path) for path in paths],
+            [*map(_page_table, paths), *[_NO_PAGES] * num_padding],
             rows,
             page_size=self.page_size,
             num_q_heads=config.num_q_heads,

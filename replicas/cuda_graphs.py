@@ -1,0 +1,185 @@
+"""Decode steps as CUDA graphs: hundreds of launches become one.
+
+A step in which every sequence has one row is padded to a bucket of rows: 1, 2, 4, 8, ... Its inputs lie in buffers
+that never move, and the plan's data in the attention backend's own. When a shape of launches is met for the second time
+it is captured, from then on replayed. A shape is the bucket and what the attention backend says its launches depend on;
+where that changes, as when a buffer had to grow, the step has another shape, so no graph outlives what it points to.
+
+Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
+Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from mneme.kernels.attention import Plan
+from mneme.kernels.page_table import IntArray
+from mneme.replicas.model import StepInputs
+
+log = logging.getLogger(__name__)
+
+MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
+_MAX_GRAPHS = 48  # each keeps a few MB of the driver's memory; the least recently used goes
+_MAX_MET = 1024  # shapes met once that are remembered
+_NUM_INPUTS = 4  # token ids, positions, slots, sampled rows
+
+Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
+Stage = Callable[[Plan], Hashable | None]
+
+
+class Graph(Protocol):
+    """Launches that were recorded."""
+
+    def replay(self) -> None: ...
+
+
+class Shape(NamedTuple):
+    """What a captured step's launches depend on."""
+
+    num_rows: int
+    attention: Hashable
+
+
+class DecodeGraphs:
+    """The captured decode steps of one runner."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        capture: Callable[[Callable[[], None]], Graph],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        max_graphs: int = _MAX_GRAPHS,
+    ) -> None:
+        """
+        run      the forward pass; launches the same work for inputs of one shape, and waits for nothing
+        stage    brings a plan's data to where launches find it and says what they depend on; None: cannot be captured
+        capture  records what a function launches
+        """
+        self._run, self._stage, self._capture = run, stage, capture
+        self._max_rows = min(bucket_of(max_rows), MAX_BUCKET)
+        self._vocab_size = vocab_size
+        self._max_graphs = max_graphs
+        self._host = torch.zeros(_NUM_INPUTS * self._max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self._logits: torch.Tensor | None = None
+        self._met: OrderedDict[Shape, None] = OrderedDict()
+        self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
+        self._inputs: StepInputs | None = None  # what the buffers hold
+        self._is_on = True
+        self.num_replays = 0
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def bucket(self, num_rows: int) -> int | None:
+        """The rows that a decode step of so many is padded to; None if it is not to be."""
+        return bucket_of(num_rows) if self._is_on and 0 < num_rows <= self._max_rows else None
+
+    def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
+        """A padded step's inputs in the buffers of its bucket, which the next step overwrites.
+
+        arrays  token ids, positions, slots, sampled rows; each has as many entries as the bucket has rows
+        """
+        num_rows = len(arrays[0])
+        host = self._host[: _NUM_INPUTS * num_rows]
+        np.concatenate(arrays, out=host.numpy())
+        device = self._device[: len(host)]
+        device.copy_(host, non_blocking=True)
+        token_ids, positions, slots, sampled_rows = device.view(_NUM_INPUTS, num_rows)
+        self._inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            sampled_rows=sampled_rows,
+            plan=plan,
+            num_sampled=num_sampled,
+        )
+        return self._inputs
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of a step, with those of padding rows; the next step may overwrite them."""
+        attention = self._stage(inputs.plan) if self._is_on and inputs is self._inputs else None
+        if attention is None:
+            return self._run(inputs)
+        shape = Shape(len(inputs.token_ids), attention)
+        if shape not in self._graphs and not self._try_capture(shape):
+            return self._run(inputs)
+        self._graphs.move_to_end(shape)
+        self._graphs[shape].replay()
+        self.num_replays += 1
+        return self._logits_of(shape.num_rows)
+
+    def _try_capture(self, shape: Shape) -> bool:
+        """Whether the shape has a graph now; one that is met for the first time is only noted."""
+        if shape not in self._met:
+            self._met[shape] = None
+            if len(self._met) > _MAX_MET:
+                self._met.popitem(last=False)
+            return False
+        self._logits_of(shape.num_rows)  # outside the graph's memory, which the next graph uses too
+        if len(self._graphs) >= self._max_graphs:
+            evicted, _ = self._graphs.popitem(last=False)
+            self._met.pop(evicted, None)
+        try:
+            self._graphs[shape] = self._capture(self._step)
+        except RuntimeError as error:
+            log.warning("decode steps run without CUDA graphs from now on: %s", error)
+            self._is_on = False
+            self._graphs.clear()
+            return False
+        log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
+        return True
+
+    def _step(self) -> None:
+        """What is captured: the forward pass, its logits copied to where every graph leaves them."""
+        assert self._inputs is not None
+        logits = self._run(self._inputs)
+        self._logits_of(len(logits)).copy_(logits)
+
+    def _logits_of(self, num_rows: int) -> torch.Tensor:
+        """float32 [num_rows, vocab], the same memory for all graphs."""
+        if self._logits is None:
+            self._logits = torch.zeros(self._max_rows, self._vocab_size, device=self._device.device)
+        return self._logits[:num_rows]
+
+
+class CudaCapture:
+    """Captures on a side stream into one pool of memory for all graphs.
+
+    One pool is right because a graph's results are copied out before another graph runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], None]) -> Graph:
+        """Runs once before, so that kernels are compiled and libraries have their workspaces."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        return graph
+
+
+def bucket_of(num_rows: int) -> int:
+    """The least power of two that is not below a positive number."""
+    return 1 << (num_rows - 1).bit_length()
