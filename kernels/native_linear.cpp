@@ -4,16 +4,15 @@
 // 32 features, then over the k's of one step. A step is one k in float32 and a pair of k's in bfloat16, which is what
 // one lane of a bf16 dot product takes. A tile of MR rows keeps its sums in registers over all of k. So
 // each sum is one chain in the order of k, whatever the number of rows: a row's result never depends on its batch.
-#include "native_common.h"
+#include "native_vector.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace mneme {
 namespace {
 
 constexpr int kPanel = 32;             // output features of a panel
-constexpr int kVectors = kPanel / 16;  // of a panel's step
+constexpr int kVectors = kPanel / kLanes;  // of a panel's step
 // Registers hold MR * kVectors sums: 24 of 32 with AVX-512, where a vector is one register; else it is two or four.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;
@@ -23,8 +22,6 @@ constexpr int kMaxRows = 3;
 constexpr int kMaxRows = 1;
 #endif
 constexpr int kAheadBytes = 8192;  // about what memory takes to answer, at 30 GB/s and more
-
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 
 struct Float32 {
   using Value = float;
@@ -85,7 +82,7 @@ inline Ahead ahead_of(const Problem& problem, int64_t panel, int64_t tile, int64
 }
 
 // Adds the bias, rounds and writes the sums of `num_rows` rows from `row`, one panel.
-__attribute__((noinline)) void store(const Problem& problem, int64_t row, int num_rows, int64_t panel, float* sums) {
+__attribute__((noinline)) void finish(const Problem& problem, int64_t row, int num_rows, int64_t panel, float* sums) {
   const int64_t feature = panel * kPanel;
   const int count = static_cast<int>(std::min<int64_t>(kPanel, problem.num_features - feature));
   for (int r = 0; r < num_rows; ++r) {
@@ -98,14 +95,7 @@ __attribute__((noinline)) void store(const Problem& problem, int64_t row, int nu
       continue;
     }
     bf16* y = static_cast<bf16*>(problem.y) + at;
-#if defined(__AVX512BF16__)
-    if (count == kPanel) {
-      const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values));
-      std::memcpy(y, &rounded, sizeof(rounded));
-      continue;
-    }
-#endif
-    for (int i = 0; i < count; ++i) y[i] = to_bf16(values[i]);
+    for (int i = 0; i < count; i += kLanes) store(y + i, load(values + i), count - i);
   }
 }
 
@@ -121,7 +111,7 @@ __attribute__((noinline)) void tile(const Problem& problem, int64_t row, int64_t
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       __builtin_prefetch(ahead.at + v * ahead.stride);
-      weights[v] = *reinterpret_cast<const f32x16*>(weight + v * 16);
+      weights[v] = load(weight + v * kLanes);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < MR; ++r) {
@@ -133,12 +123,12 @@ __attribute__((noinline)) void tile(const Problem& problem, int64_t row, int64_t
     x += Type::kStep;
     ahead.at += kVectors * ahead.stride;
   }
-  alignas(64) float rounded_later[MR * kPanel];
+  alignas(64) float values[MR * kPanel];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) *reinterpret_cast<f32x16*>(rounded_later + r * kPanel + v * 16) = sums[r][v];
-  store(problem, row, MR, panel, rounded_later);
+    for (int v = 0; v < kVectors; ++v) store(values + r * kPanel + v * kLanes, sums[r][v]);
+  finish(problem, row, MR, panel, values);
 }
 
 // One panel for rows [row, row + num_rows), num_rows <= MR: finds the tile of that many rows.

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from mneme.kernels import torch_ops
+from mneme.kernels import native_ops, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def _backend(x: Tensor) -> _Ops:
-    return _cuda_ops() if x.is_cuda else torch_ops
+    if x.is_cuda:
+        return _cuda_ops()
+    return native_ops if native_ops.can_compute(x) else torch_ops
 
 
 @functools.cache

@@ -1,0 +1,144 @@
+// The decoder's row-wise operations: RMS norm, with or without the residual's addition, and the gate of the MLP.
+// Each row is computed alone and in one order, so it does not depend on the rows beside it.
+#include "native_vector.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace mneme {
+namespace {
+
+constexpr int64_t kParallelElements = 1 << 15;  // fewer are done before a team of threads has begun
+
+template <class T>
+float sum_of_squares(const T* x, int64_t count) {
+  f32x16 even = {}, odd = {};
+  for (int64_t i = 0; i < count; i += 2 * kLanes) {
+    const f32x16 first = load(x + i, count - i);
+    even += first * first;
+    if (count - i <= kLanes) break;
+    const f32x16 second = load(x + i + kLanes, count - i - kLanes);
+    odd += second * second;
+  }
+  return sum(even + odd);
+}
+
+template <class T>
+void norm_row(const T* x, const T* weight, T* out, int64_t count, float eps) {
+  const float scale = 1.0f / std::sqrt(sum_of_squares(x, count) / static_cast<float>(count) + eps);
+  for (int64_t i = 0; i < count; i += kLanes)
+    store(out + i, load(x + i, count - i) * scale * load(weight + i, count - i), count - i);
+}
+
+template <class T>
+void add_row(T* hidden, const T* delta, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    store(hidden + i, load(hidden + i, count - i) + load(delta + i, count - i), count - i);
+}
+
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+// x times the normal distribution function; erfc by Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
+inline f32x16 gelu(f32x16 x) {
+  const f32x16 z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+  const f32x16 t = 1.0f / (1.0f + 0.3275911f * z);
+  f32x16 series = t * 1.061405429f - 1.453152027f;
+  series = series * t + 1.421413741f;
+  series = series * t - 0.284496736f;
+  series = series * t + 0.254829592f;
+  const f32x16 below = 0.5f * series * t * exponential(-z * z);
+  return x * (x < 0.0f ? below : 1.0f - below);
+}
+
+template <int kActivation>
+f32x16 activated(f32x16 x) {
+  if (kActivation == kGelu) return gelu(x);
+  // tanh(u) = 2 / (1 + e^-2u) - 1, so both others are x / (1 + e^-s) for some s.
+  const f32x16 s = kActivation == kSilu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exponential(-s));
+}
+
+template <class T, int kActivation>
+void gate_rows(const T* gate_up, T* out, int64_t num_rows, int64_t count, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T* gate = gate_up + row * 2 * count;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const f32x16 up = load(gate + count + i, count - i);
+      store(out + row * count + i, activated<kActivation>(load(gate + i, count - i)) * up, count - i);
+    }
+  }
+}
+
+template <class T>
+void gate(const T* gate_up, T* out, int64_t num_rows, int64_t count, int32_t activation, int num_threads) {
+  if (activation == kSilu)
+    gate_rows<T, kSilu>(gate_up, out, num_rows, count, num_threads);
+  else if (activation == kGelu)
+    gate_rows<T, kGelu>(gate_up, out, num_rows, count, num_threads);
+  else
+    gate_rows<T, kGeluTanh>(gate_up, out, num_rows, count, num_threads);
+}
+
+// A row of x is [num_inner, count] with strides: the heads of a token inside a wider projection, or one row.
+template <class T>
+void norm(const T* x, const T* weight, T* out, int64_t num_outer, int64_t outer_stride, int64_t num_inner,
+          int64_t inner_stride, int64_t count, float eps, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t outer = 0; outer < num_outer; ++outer)
+    for (int64_t inner = 0; inner < num_inner; ++inner)
+      norm_row(x + outer * outer_stride + inner * inner_stride, weight, out + (outer * num_inner + inner) * count,
+               count, eps);
+}
+
+template <class T>
+void add_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t num_rows, int64_t count, float eps,
+              int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    add_row(hidden + row * count, delta + row * count, count);
+    norm_row(hidden + row * count, weight, out + row * count, count, eps);
+  }
+}
+
+int team(int64_t num_elements, int num_threads) { return num_elements < kParallelElements ? 1 : num_threads; }
+
+}  // namespace
+}  // namespace mneme
+
+using mneme::bf16;
+
+// x [num_outer, num_inner, count] by strides, in elements; weight [count]; out like x, contiguous.
+extern "C" void mneme_rms_norm(const void* x, const void* weight, void* out, int64_t num_outer, int64_t outer_stride,
+                               int64_t num_inner, int64_t inner_stride, int64_t count, float eps, int32_t dtype,
+                               int32_t num_threads) {
+  const int threads = mneme::team(num_outer * num_inner * count, num_threads);
+  if (dtype == mneme::kFloat32)
+    mneme::norm(static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<float*>(out), num_outer,
+                outer_stride, num_inner, inner_stride, count, eps, threads);
+  else
+    mneme::norm(static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<bf16*>(out), num_outer,
+                outer_stride, num_inner, inner_stride, count, eps, threads);
+}
+
+// hidden += delta, rounded; out = norm of that. All [num_rows, count], contiguous.
+extern "C" void mneme_add_rms_norm(void* hidden, const void* delta, const void* weight, void* out, int64_t num_rows,
+                                   int64_t count, float eps, int32_t dtype, int32_t num_threads) {
+  const int threads = mneme::team(num_rows * count, num_threads);
+  if (dtype == mneme::kFloat32)
+    mneme::add_norm(static_cast<float*>(hidden), static_cast<const float*>(delta), static_cast<const float*>(weight),
+                    static_cast<float*>(out), num_rows, count, eps, threads);
+  else
+    mneme::add_norm(static_cast<bf16*>(hidden), static_cast<const bf16*>(delta), static_cast<const bf16*>(weight),
+                    static_cast<bf16*>(out), num_rows, count, eps, threads);
+}
+
+// gate_up [num_rows, 2 count], out [num_rows, count], contiguous. activation: 0 silu, 1 gelu, 2 its tanh form.
+extern "C" void mneme_gated(const void* gate_up, void* out, int64_t num_rows, int64_t count, int32_t activation,
+                            int32_t dtype, int32_t num_threads) {
+  const int threads = mneme::team(num_rows * count, num_threads);
+  if (dtype == mneme::kFloat32)
+    mneme::gate(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, count, activation, threads);
+  else
+    mneme::gate(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), num_rows, count, activation, threads);
+}

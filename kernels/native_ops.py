@@ -1,0 +1,73 @@
+"""The decoder's row-wise operations in compiled code (native_ops.cpp), for CPU tensors in float32 or bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mneme.kernels.native_library import library
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_POINTER, _COUNT, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_ARGUMENTS = {
+    "mneme_rms_norm": (*[_POINTER] * 3, *[_COUNT] * 5, _REAL, _NUMBER, _NUMBER),
+    "mneme_add_rms_norm": (*[_POINTER] * 4, *[_COUNT] * 2, _REAL, _NUMBER, _NUMBER),
+    "mneme_gated": (*[_POINTER] * 2, *[_COUNT] * 2, _NUMBER, _NUMBER, _NUMBER),
+}
+
+
+def can_compute(x: Tensor) -> bool:
+    """Whether there is compiled code for such a tensor."""
+    return x.device.type == "cpu" and (x.dtype is torch.bfloat16 or x.dtype is torch.float32) and library() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    count = weight.shape[0]
+    rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, count)
+    outer, inner = rows.stride()[:-1] if rows.ndim == 3 else (rows.stride(0), 0)
+    num_inner = rows.shape[1] if rows.ndim == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _function("mneme_rms_norm")(
+        rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
+        eps, x.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    hidden, delta = hidden.contiguous(), _like(delta, hidden)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    _function("mneme_add_rms_norm")(
+        hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
+        weight.shape[0], eps, hidden.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return hidden, out
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    gate_up = gate_up.contiguous()
+    num_rows, count = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, count), dtype=gate_up.dtype)
+    _function("mneme_gated")(
+        gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
+        gate_up.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _like(tensor: Tensor, x: Tensor) -> Tensor:
+    """Contiguous and of x's dtype, which the compiled code takes for granted."""
+    return tensor.to(x.dtype).contiguous()
+
+
+@cache
+def _function(name: str) -> Any:
+    found = library()
+    assert found is not None, "callers ask can_compute first"
+    function = getattr(found, name)
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function

@@ -1,0 +1,115 @@
+"""Packed linears against float64, in the builds for three kinds of CPU, and against themselves in other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mneme.kernels.linear import PlainLinear, make_linear
+from mneme.kernels.native_linear import PackedLinear
+from tests.kernels.native_variants import VARIANTS, use_variant
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Rows, inputs, outputs: one and many tiles of rows, panels that are full and cut, inputs that are odd.
+SHAPES = [(1, 1, 1), (1, 64, 32), (3, 7, 5), (8, 512, 96), (12, 33, 31), (13, 48, 33), (40, 100, 130), (97, 16, 64)]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
+        yield
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Within the rounding of a float32 sum in any order, and of the result."""
+    wanted = x.double() @ weight.double().T
+    terms = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        wanted, terms = wanted + bias.double(), terms + bias.double().abs()
+    result_eps = torch.finfo(y.dtype).eps / 2
+    allowed = wanted.abs() * result_eps + terms * 2.0**-23 * (4 + x.shape[1] / 16) + 1e-30
+    assert ((y.double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_equals_float64(dtype: torch.dtype, rows: int, inputs: int, outputs: int, with_bias: bool) -> None:
+    x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
+    bias = draw(outputs, dtype=dtype, seed=2) if with_bias else None
+    linear = PackedLinear(weight, bias)
+    assert_close(linear(x), x, weight, bias)
+    assert linear(x).dtype == dtype
+    assert linear(x, torch.float32).dtype == torch.float32
+    assert_close(linear(x, torch.float32), x, weight, bias)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    x = draw(50, 130, dtype=dtype)
+    linear = PackedLinear(draw(70, 130, dtype=dtype, seed=1))
+    together = linear(x)
+    for begin, end in ((0, 1), (3, 7), (10, 22), (10, 23), (49, 50), (1, 50)):
+        assert torch.equal(linear(x[begin:end]), together[begin:end])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_weight_come_back(dtype: torch.dtype) -> None:
+    weight = draw(70, 33, dtype=dtype)
+    index = torch.tensor([0, 69, 31, 32, 32])
+    assert torch.equal(PackedLinear(weight).weight_rows(index), weight[index])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_and_no_rows(dtype: torch.dtype) -> None:
+    weight, wide = draw(40, 24, dtype=dtype), draw(9, 60, dtype=dtype, seed=1)
+    linear = PackedLinear(weight)
+    rows = wide[::2, 8:32]
+    assert_close(linear(rows), rows, weight, None)
+    turned = wide[:, :9].T[:, :9]
+    assert_close(PackedLinear(weight[:, :9])(turned), turned, weight[:, :9], None)
+    assert linear(wide[:0, :24]).shape == (0, 40)
+
+
+def test_threads_change_nothing() -> None:
+    x, linear = draw(30, 64, dtype=torch.bfloat16), make_linear(draw(200, 64, dtype=torch.bfloat16, seed=1))
+    alone = linear(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(linear(x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("native")
+def test_what_does_not_fit_is_refused() -> None:
+    linear = PackedLinear(draw(8, 16, dtype=torch.float32))
+    with pytest.raises(ValueError, match="x: must be"):
+        linear(draw(2, 15, dtype=torch.float32))
+    with pytest.raises(ValueError, match="x: must be"):
+        linear(draw(2, 16, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_plain_equals_float64(dtype: torch.dtype) -> None:
+    x, weight, bias = draw(5, 24, dtype=dtype), draw(7, 24, dtype=dtype, seed=1), draw(7, dtype=dtype, seed=2)
+    linear = PlainLinear(weight, bias)
+    assert_close(linear(x), x, weight, bias)
+    assert linear(x, torch.float32).dtype == torch.float32
+    assert torch.equal(linear.weight_rows(torch.tensor([6, 0])), weight[[6, 0]])
+
+
+def test_a_type_without_compiled_code_stays_plain() -> None:
+    assert isinstance(make_linear(draw(4, 4, dtype=torch.float16)), PlainLinear)

@@ -1,0 +1,119 @@
+"""Norms and gates against float64, in torch and in the builds for three kinds of CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mneme.kernels import native_ops, ops, torch_ops
+from tests.kernels.native_variants import VARIANTS, use_variant
+
+DTYPES = (torch.float32, torch.bfloat16)
+EPS = 1e-5
+
+
+@pytest.fixture(scope="module", params=("torch", *VARIANTS))
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let `ops` choose this one."""
+    if request.param == "torch":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_ops, "can_compute", lambda _x: False)
+            yield
+    else:
+        with use_variant(request.param, tmp_path_factory.getbasetemp() / "variants"):
+            yield
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def assert_rounded(found: Tensor, wanted: Tensor, num_roundings: int = 1, scale: Tensor | float = 1.0) -> None:
+    """Equal up to so many roundings to the type, and float32's own on the way, of numbers of that scale."""
+    allowed = wanted.abs() * (num_roundings * torch.finfo(found.dtype).eps / 2 + 2e-6) + 1e-6 * scale
+    assert found.dtype in DTYPES
+    assert ((found.double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 16), (3, 17), (8, 512), (5, 100), (2, 2047)])
+def test_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
+    x, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype, seed=1)
+    assert_rounded(ops.rms_norm(x, weight, EPS), normed(x, weight), 2)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_inside_a_wider_row(dtype: torch.dtype) -> None:
+    heads = draw(4, 6, 40, dtype=dtype)
+    weight = draw(40, dtype=dtype, seed=1)
+    for view in (heads[:, 1:4], heads[:, 5:], heads[:0], heads.transpose(0, 1), heads[..., ::2].repeat(1, 1, 2)):
+        assert_rounded(ops.rms_norm(view, weight, EPS), normed(view, weight), 2)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 5), (7, 512), (0, 16)])
+def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
+    hidden, delta = draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype, seed=1)
+    weight = draw(size, dtype=dtype, seed=2)
+    total = hidden.double() + delta.double()
+    added, norm = ops.add_rms_norm(hidden, delta, weight, EPS)
+    assert_rounded(added, total)
+    assert_rounded(norm, normed(added, weight), 2)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (6, 112), (3, 37)])
+def test_gated(dtype: torch.dtype, activation: ops.Activation, rows: int, size: int) -> None:
+    gate_up = draw(rows, 2 * size, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    wide = {"silu": F.silu(gate), "gelu": F.gelu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[activation]
+    assert_rounded(ops.gated(gate_up, activation), wide * up, 3, 1 + (gate * up).abs())
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gates_far_out_stay_finite(activation: ops.Activation) -> None:
+    gate = torch.tensor([[-1e30, -200.0, -89.0, -0.0, 0.0, 1e-30, 89.0, 200.0, 1e18]])
+    found = ops.gated(torch.cat((gate, torch.ones_like(gate)), -1), activation)
+    assert torch.allclose(found, gate.clamp(min=0), atol=1e-6)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_one_and_harms_no_other_row(dtype: torch.dtype) -> None:
+    x, weight = draw(3, 32, dtype=dtype), torch.ones(32, dtype=dtype)
+    x[1, 7] = torch.nan
+    bad = torch.tensor([False, True, False])
+    for found in (ops.rms_norm(x, weight, EPS), ops.add_rms_norm(x.clone(), x, weight, EPS)[1]):
+        assert torch.equal(found.isnan().any(-1), bad)
+    assert torch.equal(ops.gated(x, "silu").isnan().any(-1), bad)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    x, weight = draw(20, 98, dtype=dtype), draw(98, dtype=dtype, seed=1)
+    for row in (0, 19):
+        one = slice(row, row + 1)
+        assert torch.equal(ops.rms_norm(x, weight, EPS)[one], ops.rms_norm(x[one], weight, EPS))
+        assert torch.equal(ops.gated(x, "silu")[one], ops.gated(x[one], "silu"))
+
+
+def test_half_floats_are_left_to_torch() -> None:
+    x = draw(2, 8, dtype=torch.float16)
+    assert ops._backend(x) is torch_ops
+    assert ops.gated(x, "silu").dtype == torch.float16
