@@ -31,6 +31,7 @@ class Bench:
     num_threads: int
     ceilings: Ceilings
     point_s: float  # time for the rounds of one point
+    now_s: Callable[[], float] = time.perf_counter  # what a CPU's arms are timed with
     seed: int = 0
     notes: list[str] = field(default_factory=list)  # what was left out, and why
     _ends_s: float = 0.0
@@ -82,8 +83,10 @@ class Bench:
             check(arm, wanted, scene.q.dtype)
         for other, arm in others:
             check(arm, reference_rows(other), other.q.dtype)
-        extra = [arm for build in optional if (arm := self._optional(build, wanted, scene)) is not None]
-        return interleaved([*arms, *(arm for _, arm in others), *extra], self.device, budget_s=self.point_s)
+        extra = [peer for build in optional if (peer := self._optional(build, wanted, scene)) is not None]
+        return interleaved(
+            [*arms, *(arm for _, arm in others), *extra], self.device, budget_s=self.point_s, now_s=self.now_s
+        )
 
     def sweep(self, points: Iterable[NamedTuple], measure: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
         """A row for each point: its coordinates and what was measured, or why it was not."""

@@ -4,7 +4,7 @@ token; memory operations beside its Eq. 3 and 4.
 A completion of n tokens is not decoded token by token: steps are timed at some lengths of it, and the mean step is the
 trapezoid through them. As in the paper a sequence has 64 tokens of its own when decoding begins, a KV head per query
 head, pages (its chunks) of 64 tokens; on a CPU there are fewer heads. The elements that a plan moves are counted from
-its segments; Eq. 3 reads queries and writes partial results once per chunk, ours once per segment, so ours are fewer.
+its work; Eq. 3 reads queries and writes partial results once per chunk, ours once per segment, so ours are fewer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from attention.report import PartResult
 from attention.scenes import Heads, Scene, prefix_scene
 
 from mneme.kernels.plan import Plan
-from mneme.kernels.segments import PRIVATE
 
 _PAGE_SIZE = 64
 _PROMPT_TAIL = 64  # private tokens before the first completion token
@@ -76,26 +75,17 @@ def _memory_ops(scene: Scene, point: Point) -> dict[str, Any]:
     eq4 = naive_memory_ops(point.batch, heads.q, length, heads.dim)
     return {
         "eq3_M": eq3 / 1e6,
-        "planned_M": planned_memory_ops(scene.plan("always")) / 1e6,
+        "always_M": planned_memory_ops(scene.plan("always")) / 1e6,
         "eq4_M": eq4 / 1e6,
-        "planned_never_M": planned_memory_ops(scene.plan("never")) / 1e6,
+        "never_M": planned_memory_ops(scene.plan("never")) / 1e6,
     }
 
 
 def planned_memory_ops(plan: Plan) -> int:
-    """Elements that a plan of one row per sequence moves when it shares all segments, or none (`never`).
-
-    Each pass over a sequence's pages, or over a segment for all its rows, reads the queries and writes as much.
-    """
+    """Elements that a plan moves: every piece of its work reads its pages once, its queries, and writes as much."""
     token, row = 2 * plan.num_kv_heads * plan.head_dim, 2 * plan.num_q_heads * plan.head_dim
-    page = plan.page_size * token
-    if plan.share == "never":
-        return len(plan.references.page_id) * page + len(np.unique(plan.references.sequence)) * row
-    alone = plan.segments.segment_of_ref == PRIVATE
-    total = int(alone.sum()) * page + len(np.unique(plan.references.sequence[alone])) * row
-    for segment in plan.segments.segments:
-        total += len(segment.page_ids) * page + len(segment.sequences) * row
-    return total
+    num_pages = int((plan.work.page_end - plan.work.page_begin).sum())
+    return num_pages * plan.page_size * token + int(plan.work.row_begin[-1]) * row
 
 
 def _add_token_rates(rows: list[dict[str, Any]]) -> None:

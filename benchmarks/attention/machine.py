@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,8 @@ def measure_ceilings(device: torch.device, dtypes: list[torch.dtype], num_runs: 
     side = _PRODUCT_SIDE[device.type]
     flops = {}
     for dtype in dtypes:
-        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        flops[dtype] = 2 * side**3 / _median_s(lambda a=a, b=b: torch.mm(a, b), device, num_runs)
+        factors = [torch.randn(side, side, device=device).to(dtype) for _ in range(2)]
+        flops[dtype] = 2 * side**3 / _median_s(partial(torch.mm, *factors), device, num_runs)
     return Ceilings(2 * num_bytes / copy_s, flops, last_cache_bytes(device))
 
 

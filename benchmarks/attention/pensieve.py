@@ -62,8 +62,8 @@ def one_row_at_a_time(scene: Scene) -> Arm:
         plan_of(scene.tables, QueryRows(sequence[:, i], position[:, i]), scene.heads, scene.page_size, "auto")
         for i in range(num_rows)
     ]
-    queries = scene.q.view(batch, num_rows, scene.heads.q, scene.heads.dim).unbind(1)
-    queries = [q.contiguous() for q in queries]
+    by_row = scene.q.view(batch, num_rows, scene.heads.q, scene.heads.dim).unbind(1)
+    queries = [q.contiguous() for q in by_row]
 
     def call(layer: int) -> list[torch.Tensor]:
         return [scene.attend_rows(layer, plan, q)[0] for plan, q in zip(plans, queries, strict=True)]

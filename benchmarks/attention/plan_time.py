@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +61,8 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     row = {
         "build": _median_ms(scene.plan),
         "with_rows": _median_ms(lambda: plan.with_rows(_next_rows(scene))),
-        "append_1_page": _median_ms(lambda: _appended(scene, plan, 1)),
-        "append_all": _median_ms(lambda: _appended(scene, plan, point.batch)),
+        "append_1_page": _appending_ms(scene, 1),
+        "append_all": _appending_ms(scene, point.batch),
         "prepare": prepare_ms,
         "attention_layer": attention_ms,
     }
@@ -72,11 +73,13 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
 def _attention_ms(scene: Scene, plan: Plan) -> tuple[float, float]:
     """One layer's attention, and what the first layer of a new plan adds to it."""
     scene.attend(0, plan)
-    first, later = [], []
+    first: list[float] = []
+    later: list[float] = []
     for _ in range(5):
         moved = plan.with_rows(_next_rows(scene))
-        first.append(_once_ms(lambda moved=moved: scene.attend(0, moved), scene.q.device))
-        later += [_once_ms(lambda moved=moved: scene.attend(0, moved), scene.q.device) for _ in range(2)]
+        call = partial(scene.attend, 0, moved)
+        first.append(_once_ms(call, scene.q.device))
+        later += [_once_ms(call, scene.q.device) for _ in range(2)]
     layer_ms = statistics.median(later)
     return layer_ms, max(0.0, statistics.median(first) - layer_ms)
 
@@ -86,11 +89,16 @@ def _next_rows(scene: Scene) -> QueryRows:
     return QueryRows(sequence, position + 1)
 
 
-def _appended(scene: Scene, plan: Plan, num_pages: int) -> Plan:
-    """A step in which `num_pages` sequences begin a page, and all go on by a token."""
-    first = plan.num_pages
-    begun = plan.append_page(np.arange(num_pages), np.arange(first, first + num_pages))
-    return begun.with_rows(_next_rows(scene))
+def _appending_ms(scene: Scene, num_pages: int) -> float:
+    """Steps one after the other in which so many sequences begin a page and all go on by a token; the median."""
+    plan, times = scene.plan(), []
+    sequences, (numbers, positions) = np.arange(num_pages), scene.rows.arrays()
+    for step in range(_RUNS):
+        started = time.perf_counter()
+        plan = plan.append_page(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
+        plan = plan.with_rows(QueryRows(numbers, positions + 1 + step))
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
 
 
 def _median_ms(call: Callable[[], object]) -> float:

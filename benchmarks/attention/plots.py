@@ -153,7 +153,7 @@ def _bars(axes: Any, rows: Rows, x: str, columns: dict[str, str], x_label: str, 
         places = [i + index * width for i in range(len(rows))]
         axes.bar(places, [row.get(column) or 0 for row in rows], width, label=label)
     axes.set_xticks([i + 0.4 for i in range(len(rows))], [str(row[x]) for row in rows], fontsize=7)
-    _axes(axes, x_label, y_label, log_x=False, log_y=True)
+    _axes(axes, x_label, y_label, log_x=False)
     return True
 
 

@@ -15,6 +15,9 @@ from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.report import PartResult, at_most, geometric_mean
 from attention.scenes import Block, Heads, Scene, Use, build_scene, documents_scene, prefix_scene
 
+from mneme.kernels.work import Share
+from mneme.kernels.work_list import WorkList
+
 _GEOMETRIC_MEAN_TARGET, _WORST_TARGET = 1.03, 1.10
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
 
@@ -84,7 +87,7 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     scene = scene_of(point, bench.options(point.heads, DTYPES[point.dtype]))
     plans = {share: scene.plan(share) for share in ("auto", "always", "never")}
     twin = next((share for share in ("always", "never") if same_work(plans["auto"].work, plans[share].work)), None)
-    shares = ("always", "never") if twin else ("auto", "always", "never")
+    shares: tuple[Share, ...] = ("always", "never") if twin else ("auto", "always", "never")
     times = bench.time(scene, [ours(scene, share, share) for share in shares])
     better = min(("always", "never"), key=times.ms)
     chosen = twin or "auto"
@@ -97,10 +100,17 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     }
 
 
-def same_work(left: Any, right: Any) -> bool:
-    """Whether two plans' work is equal, array by array."""
-    if isinstance(left, np.ndarray):
-        return np.array_equal(left, right)
-    if isinstance(left, tuple):
-        return len(left) == len(right) and all(same_work(a, b) for a, b in zip(left, right, strict=True))
-    return bool(left == right)
+def same_work(left: WorkList, right: WorkList) -> bool:
+    """Whether two plans of one scene read the same pages for the same rows in the same pieces."""
+    same = left.num_shared == right.num_shared and all(
+        np.array_equal(getattr(left, name), getattr(right, name))
+        for name in ("row_begin", "row", "run_begin", "delta_begin", "delta")
+    )
+    return same and all(
+        np.array_equal(left.page_id[left_pages], right.page_id[right_pages])
+        for left_pages, right_pages in zip(_page_ranges(left), _page_ranges(right), strict=True)
+    )
+
+
+def _page_ranges(work: WorkList) -> list[slice]:
+    return [slice(begin, end) for begin, end in zip(work.page_begin, work.page_end, strict=True)]

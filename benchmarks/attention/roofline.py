@@ -98,7 +98,7 @@ def _measure(bench: Bench, point: Point, products: _Products) -> list[dict[str, 
     attention = ours(scene, "attention")
     check(attention, reference_rows(scene), products.dtype)
     arms = [Arm(name, call) for name, call in products.calls(rows).items()]
-    times = interleaved([*arms, attention], bench.device, budget_s=bench.point_s, min_rounds=2)
+    times = interleaved([*arms, attention], bench.device, budget_s=bench.point_s, now_s=bench.now_s, min_rounds=2)
     return [
         _row(bench, name, papers[name], fused[name], times.ms(name), products.dtype)
         for name in ("qkv", "attention", "mlp", "output")

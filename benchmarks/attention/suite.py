@@ -85,7 +85,7 @@ def _bench(args: argparse.Namespace, device: torch.device) -> Bench:
     kind = 2 if args.quick else 0 if device.type == "cuda" else 1
     return Bench(
         device=device, quick=args.quick, num_threads=args.threads, ceilings=measure_ceilings(device, dtypes),
-        point_s=_POINT_S[kind], seed=args.seed,
+        point_s=_POINT_S[kind], seed=args.seed, now_s=time.process_time if args.clock == "cpu" else time.perf_counter,
     )  # fmt: skip
 
 
@@ -95,7 +95,8 @@ def _closing(
     """The line that ends the benchmark."""
     return {
         "benchmark": "attention", "device": device_name(bench.device), "kind": bench.device.type,
-        "quick": args.quick, "threads": args.threads, "seed": args.seed, "elapsed_s": round(elapsed_s, 1),
+        "quick": args.quick, "threads": args.threads, "seed": args.seed, "clock": args.clock,
+        "elapsed_s": round(elapsed_s, 1),
         "python": platform.python_version(), "torch": torch.__version__, "load_average": list(loads),
         "ceilings": {
             "copy_GB_per_s": rounded(bench.ceilings.copy_bytes_per_s / 1e9),
@@ -125,6 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=tuple(PARTS), action="append", help="this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small grids: at most 90 s on two CPU cores")
     parser.add_argument("--threads", type=int, default=1, help="of torch and OpenMP, on a CPU")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall",
+                        help="cpu: the process's CPU time, for one thread on a machine that others use")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, help="for everything; points that do not fit are 'not run'")
     parser.add_argument("--out", type=Path, help=f"folder for JSON and plots, such as one in {default_out.name}/")

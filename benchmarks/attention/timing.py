@@ -63,13 +63,19 @@ def _in_family(name: str, family: str) -> bool:
 
 
 def interleaved(
-    arms: Sequence[Arm], device: torch.device, *, budget_s: float, min_rounds: int = 3, max_rounds: int = 25
+    arms: Sequence[Arm],
+    device: torch.device,
+    *,
+    budget_s: float,
+    now_s: Callable[[], float] = time.perf_counter,
+    min_rounds: int = 3,
+    max_rounds: int = 25,
 ) -> Timings:
     """Rounds in which every arm has a turn, forwards and backwards in alternation, until time or rounds are used up.
 
-    The first round warms up and is not counted.
+    The first round warms up and is not counted. `now_s` is the clock of a CPU's arms.
     """
-    clocks = {arm.name: (_CudaClock if device.type == "cuda" else _CpuClock)(arm) for arm in arms}
+    clocks = {arm.name: _CudaClock(arm) if device.type == "cuda" else _CpuClock(arm, now_s) for arm in arms}
     for clock in clocks.values():
         clock.sample_ms()
     samples: dict[str, list[float]] = {name: [] for name in clocks}
@@ -86,14 +92,15 @@ def interleaved(
 class _CpuClock:
     launched = "direct"
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: Arm, now_s: Callable[[], float]) -> None:
         self._arm = arm
+        self._now_s = now_s
 
     def sample_ms(self) -> float:
-        started = time.perf_counter()
+        started = self._now_s()
         for layer in range(self._arm.num_layers):
             self._arm.call(layer)
-        return (time.perf_counter() - started) * 1e3 / self._arm.num_layers
+        return (self._now_s() - started) * 1e3 / self._arm.num_layers
 
 
 class _CudaClock:
@@ -107,7 +114,7 @@ class _CudaClock:
         self._replays = max(1, min(_MAX_REPLAYS, int(_SAMPLE_MS / max(self.sample_ms() * arm.num_layers, 1e-3))))
 
     def sample_ms(self) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(self._replays):
             self._pass()
@@ -121,7 +128,7 @@ class _CudaClock:
 
     def _warm_up(self) -> None:
         """Compile, tune and prepare what a first call does, on a stream of its own, as capturing wants it."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
