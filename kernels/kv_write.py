@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,11 +35,25 @@ def write_kv(
         raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
     if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
         raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
+    on_cuda = _write_kv_on_cuda() if k.is_cuda else None
+    if on_cuda is not None:
+        on_cuda(k, v, slots, positions, k_pages, v_pages, rope)
+        return
     pool = (k_pages.shape[0], -1, k_pages.shape[3])
     rotated = k if rope is None else rope.rotate(k, positions)
     index = slots.to(torch.int64)
     k_pages.view(pool).index_copy_(1, index, rotated.to(k_pages.dtype).transpose(0, 1))
     v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
+
+
+@functools.cache
+def _write_kv_on_cuda() -> Callable[..., None] | None:
+    """One launch for all of it; None without triton."""
+    try:
+        from mneme.kernels import triton_kv
+    except ImportError:
+        return None
+    return triton_kv.write_kv
 
 
 def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:

@@ -90,6 +90,8 @@ def write_kv(
     if not num_rows:
         return
     assert k.stride(2) == v.stride(2) == 1, "head dimensions are contiguous"
+    assert k_pages.is_contiguous(), "a layer's pool is contiguous"
+    assert v_pages.is_contiguous(), "a layer's pool is contiguous"
     half = 0 if rope is None else rope.rotary_dim // 2
     table = k if rope is None else rope.table  # any pointer where none is read
     dim_block = triton.next_power_of_2(head_dim)
