@@ -3,6 +3,9 @@
 #   PYTHON    the interpreter that .venv is made from
 #   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (README, "CPU or CUDA")
 #   PORT      where `make serve` listens on 127.0.0.1
+#
+# `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6, transformers, pytest and hypothesis
+# (matplotlib for plots); it installs nothing, needs no network and takes at most 9 minutes.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -14,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: setup setup-dev serve test test-all lint format train clean
+.PHONY: setup setup-dev serve test test-all lint format train gpu clean
 
 setup: $(READY)
 setup-dev: $(DEV_READY)
@@ -48,6 +51,20 @@ lint: $(DEV_READY)
 format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Each step has its own time limit and runs whatever became of the one before; the first failure is the exit status.
+GPU_OUT ?= benchmarks/results/gpu-$(shell date +%Y-%m-%d)
+GPU_TESTS ?= tests/kernels tests/replicas tests/benchmarks
+GPU := PYTHONPATH=src HF_HUB_OFFLINE=1 timeout --kill-after=10
+
+gpu:
+	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_preflight.py
+	@mkdir -p $(GPU_OUT); failed=0; \
+	$(GPU) 150 $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider -o addopts=--import-mode=importlib \
+	  -W ignore::pytest.PytestConfigWarning $(GPU_TESTS) || failed=$$?; \
+	$(GPU) 220 $(PYTHON) benchmarks/bench_attention.py --device cuda --out $(GPU_OUT) || failed=$$?; \
+	$(GPU) 150 $(PYTHON) benchmarks/bench_gpu_engine.py --device cuda --budget-s 120 --out $(GPU_OUT) || failed=$$?; \
+	exit $$failed
 
 train: $(DEV_READY)
 	$(BIN)/python training/train_tiny.py $(TRAIN_ARGS)

@@ -44,7 +44,7 @@ def run(bench: Bench) -> PartResult:
 
 def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     zero = _zero_scene(bench, point)
-    turned = replace(zero, tables=_with_random_deltas(zero, point, np.random.default_rng(bench.seed)))
+    turned = replace(zero, tables=with_random_deltas(zero, point, np.random.default_rng(bench.seed)))
     times = bench.time(zero, [ours(zero, "zero")], others=[(turned, ours(turned, "random"))])
     return {
         "launched": times.launched["random"],
@@ -62,7 +62,7 @@ def _zero_scene(bench: Bench, point: Point) -> Scene:
     return prefix_scene(point.batch, 0, point.tokens, **options)
 
 
-def _with_random_deltas(scene: Scene, point: Point, rng: np.random.Generator) -> tuple[PageTable, ...]:
+def with_random_deltas(scene: Scene, point: Point, rng: np.random.Generator) -> tuple[PageTable, ...]:
     run_pages = {"pages": 1, "documents": _DOCUMENT_TOKENS // scene.page_size}.get(point.deltas)
     tables = []
     for table in scene.tables:

@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[Callable[[Bench], PartResult], int]] = {
     "roofline": (roofline.run, 5),
 }
 # (GPU, CPU, quick): seconds for everything, and for the rounds of one point.
-_BUDGET_S = (200.0, 900.0, 70.0)
+_BUDGET_S = (190.0, 900.0, 70.0)
 _POINT_S = (0.12, 1.0, 0.15)
 
 
@@ -56,11 +56,8 @@ def run(args: argparse.Namespace) -> int:
     bench = _bench(args, device)
     budget_s = args.budget_s or bench.pick(cuda=_BUDGET_S[0], cpu=_BUDGET_S[1], quick=_BUDGET_S[2])
     chosen = args.only or list(PARTS)
-    print(f"{device_name(device)}: copy {bench.ceilings.copy_bytes_per_s / 1e9:.3g} GB/s, products "
-          + ", ".join(f"{name} {bench.ceilings.flops_per_s[DTYPES[name]] / 1e12:.3g} TFLOP/s" for name in DTYPES
-                      if DTYPES[name] in bench.ceilings.flops_per_s)
-          + f"; load {load_before}")  # fmt: skip
-    parts = []
+    print(f"{device_name(device)}: {_shown_ceilings(bench)}; load {load_before}")
+    parts: list[PartResult] = []
     ends_s = started + budget_s
     for index, name in enumerate(chosen):
         runner, share = PARTS[name]
@@ -68,11 +65,20 @@ def run(args: argparse.Namespace) -> int:
         bench.begin_part(max(0.0, ends_s - time.perf_counter()) * share / remaining)  # what a part saves, others get
         parts.append(runner(bench))
         print_part(parts[-1])
-    closing = _closing(args, bench, parts, (load_before, load_average()), time.perf_counter() - started)
-    _write(args, parts, closing, device)
+        closing = _closing(args, bench, parts, (load_before, load_average()), time.perf_counter() - started)
+        _write(args.out, closing)  # after each part: a run that is cut short leaves what it has
+    if args.out is not None:
+        drawn = plots.draw(parts, args.out, f"{device_name(device)}, {time.strftime('%Y-%m-%d')}")
+        print(f"\nwrote {args.out / 'attention.json'} and {len(drawn)} plots")
     print(json.dumps(closing))
     missed = [check["name"] for check in closing["checks"] if check["ok"] is False]
     return 1 if missed and args.strict else 0
+
+
+def _shown_ceilings(bench: Bench) -> str:
+    rates = bench.ceilings.flops_per_s
+    products = [f"{name} {rates[dtype] / 1e12:.3g} TFLOP/s" for name, dtype in DTYPES.items() if dtype in rates]
+    return f"copy {bench.ceilings.copy_bytes_per_s / 1e9:.3g} GB/s, products {', '.join(products)}"
 
 
 def device_name(device: torch.device) -> str:
@@ -110,13 +116,10 @@ def _closing(
     }  # fmt: skip
 
 
-def _write(args: argparse.Namespace, parts: list[PartResult], closing: dict[str, Any], device: torch.device) -> None:
-    if args.out is None:
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "attention.json").write_text(json.dumps(closing) + "\n")
-    drawn = plots.draw(parts, args.out, f"{device_name(device)}, {time.strftime('%Y-%m-%d')}")
-    print(f"\nwrote {args.out / 'attention.json'} and {len(drawn)} plots")
+def _write(folder: Path | None, closing: dict[str, Any]) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "attention.json").write_text(json.dumps(closing) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,139 @@
+"""Every arm computes the attention that it is timed for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention import rotation
+from attention.arms import TOLERANCE, backends, check, contiguous, error_of, gathered, ours, reference_rows
+from attention.chunk import mean_step, planned_memory_ops
+from attention.documents import virtual_queries
+from attention.equations import chunk_memory_ops, naive_memory_ops
+from attention.pensieve import one_row_at_a_time
+from attention.regret import Point, same_work, scene_of
+from attention.scenes import Heads, Scene, contiguous_kv, documents_scene, layers_for, prefix_scene, unshared
+from attention.timing import Arm, interleaved
+
+HEADS = Heads(4, 2, 16)
+
+
+def options(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+    return {"heads": HEADS, "dtype": dtype, "device": torch.device("cpu"), "page_size": 16} | changes
+
+
+def all_arms(scene: Scene) -> list[Arm]:
+    shares = [ours(scene, share, share) for share in ("auto", "always", "never")]
+    named = [ours(scene, name, backend=name) for name in backends(scene)]
+    return [*shares, *named, ours(unshared(scene), "unshared", "never"), *contiguous(scene)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_arms_over_a_prefix(dtype: torch.dtype, rows: int) -> None:
+    scene = prefix_scene(3, 32, 16, rows_per_sequence=rows, **options(dtype))
+    wanted = reference_rows(scene)
+    for arm in (*all_arms(scene), *gathered(scene), one_row_at_a_time(scene)):
+        check(arm, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_arms_over_documents_at_different_positions(dtype: torch.dtype) -> None:
+    scene = documents_scene([[0, 1], [2, 0], [1, 2]], 3, 32, 16, **options(dtype))
+    wanted = reference_rows(scene)
+    for arm in (*all_arms(scene), virtual_queries(scene), virtual_queries(scene, "always")):
+        check(arm, wanted, dtype)
+
+
+@pytest.mark.parametrize(("deltas", "num_runs"), [("pages", 34), ("documents", 3), ("shared", 1)])
+def test_arms_with_random_deltas(deltas: str, num_runs: int) -> None:
+    zero = prefix_scene(2, 0, 34 * 32, **options(room=4096, page_size=32))
+    point = rotation.Point(deltas, "float32", 2, 34 * 32)
+    turned = replace(zero, tables=rotation.with_random_deltas(zero, point, np.random.default_rng(0)))
+    assert [1 + np.count_nonzero(np.diff(table.deltas)) for table in turned.tables] == [num_runs] * 2
+    for scene in (zero, turned):
+        check(ours(scene), reference_rows(scene), torch.float32)
+
+
+def test_a_wrong_arm_is_not_timed() -> None:
+    scene = prefix_scene(2, 32, 16, **options())
+    wrong = Arm("wrong", lambda layer: scene.attend(layer, scene.plan()) * 1.01)
+    with pytest.raises(AssertionError, match="wrong: relative error"):
+        check(wrong, reference_rows(scene), torch.float32)
+    nan = Arm("nan", lambda layer: scene.attend(layer, scene.plan()) * torch.nan)
+    with pytest.raises(AssertionError, match="nan: relative error"):
+        check(nan, reference_rows(scene), torch.float32)
+
+
+def test_the_check_looks_at_several_sequences() -> None:
+    scene = prefix_scene(5, 32, 16, **options())
+    wanted = reference_rows(scene)
+    assert sorted(wanted) == [0, 2, 4]
+    out = scene.attend(0, scene.plan())
+    assert error_of(out, wanted) < TOLERANCE[torch.float32]
+    out[2] = 0
+    assert error_of(out, wanted) == pytest.approx(1.0)
+
+
+def test_layers_hold_the_same_numbers_in_other_memory() -> None:
+    scene = prefix_scene(2, 32, 16, **options(cache_bytes=8192))
+    assert len(scene.layers) == layers_for(4 * 16 * HEADS.kv * HEADS.dim * 4 * 2, 8192) == 2
+    (first, _), (second, _) = scene.layers
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_bytes_of_a_scene() -> None:
+    scene = prefix_scene(3, 32, 16, **options())
+    assert scene.token_bytes == 2 * HEADS.kv * HEADS.dim * 4
+    assert scene.bytes_apart == 3 * 48 * scene.token_bytes
+    assert scene.bytes_once == (32 + 3 * 16) * scene.token_bytes
+    copies = unshared(scene)
+    assert copies.bytes_once == copies.bytes_apart == scene.bytes_apart
+    for left, right in zip(contiguous_kv(scene), contiguous_kv(copies), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_plans_memory_operations_are_the_equations() -> None:
+    """Equation 3 with the whole shared prefix as one chunk, as a segment is; equation 4 without sharing."""
+    heads = Heads(4, 4, 16)
+    scene = prefix_scene(4, 64, 32, **options(heads=heads))
+    shared = chunk_memory_ops(4, heads.q, 96, heads.dim, 64 / 96, 64)
+    assert planned_memory_ops(scene.plan("always")) == pytest.approx(shared)
+    assert planned_memory_ops(scene.plan("never")) == naive_memory_ops(4, heads.q, 96, heads.dim)
+
+
+def test_mean_step_is_the_trapezoid() -> None:
+    assert mean_step([(0, 1.0), (64, 3.0)]) == 2.0
+    assert mean_step([(0, 1.0), (10, 1.0), (30, 4.0)]) == pytest.approx((10 + 50) / 30)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "tree", "documents"])
+def test_plans_with_the_same_work_are_told_apart_from_others(kind: str) -> None:
+    scene = scene_of(Point(kind, "float32", HEADS, 5, 32, 16), options())
+    check(ours(scene, "always", "always"), reference_rows(scene), torch.float32)
+    assert same_work(scene.plan("always").work, scene.plan("always").work)
+    assert not same_work(scene.plan("always").work, scene.plan("never").work)
+    assert not same_work(scene.plan("never").work, unshared(scene).plan("never").work)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_arms_on_a_gpu(rows: int) -> None:
+    cuda = torch.device("cuda")
+    heads = Heads(8, 2, 64)
+    scene = prefix_scene(3, 64, 32, **options(torch.float16, device=cuda, heads=heads), rows_per_sequence=rows)
+    arms = [*all_arms(scene), *gathered(scene), one_row_at_a_time(scene)]
+    wanted = reference_rows(scene)
+    for arm in arms:
+        check(arm, wanted, torch.float16)
+    times = interleaved(arms, cuda, budget_s=0.1)
+    assert set(times.launched.values()) <= {"graph", "eager"}
+    assert times.launched["gather/batched"] == "graph"
+    assert all(times.ms(arm.name) > 0 for arm in arms)
+    for arm in arms:  # what was captured left the arms as they were
+        check(arm, wanted, torch.float16)

@@ -1,0 +1,91 @@
+"""The benchmarks as commands: they end in one line of JSON of a known form, and leave files where they are told to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+jsonschema = pytest.importorskip("jsonschema")
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CHECK = {
+    "type": "object",
+    "required": ["name", "value", "unit", "target", "ok"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "value": {"anyOf": [{"type": "number"}, {"const": "not measured"}]},
+        "unit": {"type": "string"},
+        "target": {"type": "string", "pattern": "^[<>]="},
+        "ok": {"type": ["boolean", "null"]},
+    },
+}
+CLOSING = {
+    "type": "object",
+    "required": ["benchmark", "device", "kind", "quick", "seed", "load_average", "elapsed_s", "results", "checks"],
+    "properties": {
+        "kind": {"enum": ["cpu", "cuda"]},
+        "load_average": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+        "checks": {"type": "array", "items": CHECK},
+    },
+}
+
+
+def closing_line(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.validate(found, CLOSING)
+    return found
+
+
+def test_bench_attention(tmp_path: Path) -> None:
+    parts = ["--only", "rotation", "--only", "pensieve"]
+    found = closing_line(["benchmarks/bench_attention.py", "--quick", *parts, "--out", str(tmp_path)])
+    assert found["threads"] == 1
+    assert set(found["results"]) == {"rotation", "pensieve"}
+    assert [row["deltas"] for row in found["results"]["rotation"]["rows"]] == ["documents", "shared", "pages"]
+    assert all(row["random"] > 0 for row in found["results"]["rotation"]["rows"])
+    # promised for a GPU only: on a CPU neither met nor missed
+    promised = {check["name"]: check["ok"] for check in found["checks"]}
+    assert promised == {"gpu_rotation_random_over_zero_deltas": None}
+    assert json.loads((tmp_path / "attention.json").read_text()) == found
+    assert (tmp_path / "pensieve_fig10.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_attention_without_time_says_so() -> None:
+    found = closing_line(["benchmarks/bench_attention.py", "--quick", "--only", "regret", "--budget-s", "0.001"])
+    rows = found["results"]["regret"]["rows"]
+    assert {row["status"] for row in rows} == {"not run: out of time"}
+    assert [check["value"] for check in found["checks"]] == ["not measured"] * 2
+
+
+def test_bench_gpu_engine_on_a_cpu(tmp_path: Path) -> None:
+    found = closing_line(
+        ["benchmarks/bench_gpu_engine.py", "--quick", "--device", "cpu", "--budget-s", "60", "--out", str(tmp_path)]
+    )
+    measured = {(row["what"], row["batch"], row["prompt"]): row for row in found["results"]}
+    assert {("ttft", 1, 64), ("private", 4, 64), ("shared", 4, 160)} <= set(measured)
+    decode = measured["private", 4, 64]
+    assert decode["tok/s"] == pytest.approx(4e3 / decode["ms"], rel=1e-3)
+    assert decode["of_floor"] == pytest.approx(decode["floor_ms"] / decode["ms"], rel=1e-3)
+    assert (tmp_path / "engine.json").exists()
+    assert (tmp_path / "engine.png").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_make_gpu_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ***")]
+    assert lines == [f"make gpu: not run: {sys.executable} finds no CUDA device"]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,143 @@
+"""Turns, medians and checks, with clocks and arms made up."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from attention.bench import Bench, NotRun, ran
+from attention.machine import Ceilings, measure_ceilings
+from attention.report import at_least, at_most, geometric_mean, rounded
+from attention.timing import Arm, interleaved
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Time passes only when an arm works."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.calls: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def arm(self, name: str, ms: list[float], num_layers: int = 1) -> Arm:
+        times = iter(ms)
+
+        def call(layer: int) -> None:
+            self.calls.append(f"{name}{layer}")
+            self.now_s += next(times) / 1e3
+
+        return Arm(name, call, num_layers)
+
+
+def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
+    clock = Clock()
+    arms = [clock.arm("a", [100, 1, 2, 3]), clock.arm("b", [100, 4, 6, 9])]
+    times = interleaved(arms, CPU, budget_s=0.0, now_s=clock)
+    assert clock.calls == ["a0", "b0", "b0", "a0", "a0", "b0", "b0", "a0"]
+    assert times.samples == {"a": pytest.approx([1, 2, 3]), "b": pytest.approx([4, 6, 9])}
+    assert times.ms("a") == pytest.approx(2)
+    assert times.ratio("b", "a") == pytest.approx(3)  # the median of 4, 3 and 3
+
+
+def test_time_is_per_layer() -> None:
+    clock = Clock()
+    times = interleaved([clock.arm("a", [1, 3] * 4, num_layers=2)], CPU, budget_s=0.0, now_s=clock)
+    assert times.ms("a") == pytest.approx(2)
+
+
+def test_the_fastest_of_a_family_counts() -> None:
+    clock = Clock()
+    arms = [clock.arm(name, [ms] * 4) for name, ms in (("sdpa/slow", 5), ("sdpa/fast", 2), ("sdpa2", 1), ("ours", 1))]
+    times = interleaved(arms, CPU, budget_s=0.0, now_s=clock)
+    assert times.best("sdpa") == "sdpa/fast"
+    assert times.ratio("sdpa", "ours") == pytest.approx(2)
+    assert "sdpa" in times
+    assert "flash" not in times
+
+
+def test_checks() -> None:
+    assert at_least("n", 3.0, 3.0).as_json() == {"name": "n", "value": 3.0, "unit": "x", "target": ">=3", "ok": True}
+    assert at_least("n", 2.99, 3.0).ok is False
+    assert at_least("n", 0.99, 1.0, noise=0.02).ok is True
+    assert at_least("n", 0.97, 1.0, noise=0.02).ok is False
+    assert at_most("n", 1.11, 1.1).ok is False
+    assert at_most("n", float("nan"), 1.1).ok is False
+    unmeasured = at_most("n", None, 1.1, "of it").as_json()
+    assert unmeasured == {"name": "n", "value": "not measured", "unit": "of it", "target": "<=1.1", "ok": None}
+
+
+def test_figures() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2)
+    assert rounded({"a": [1.23456789, (2.0, None)], "b": "x"}) == {"a": [1.2346, [2.0, None]], "b": "x"}
+
+
+class Point(NamedTuple):
+    number: int
+
+
+def make_bench() -> Bench:
+    ceilings = Ceilings(1e9, {torch.float32: 1e9}, 1 << 20)
+    return Bench(device=CPU, quick=True, num_threads=1, ceilings=ceilings, point_s=0.0)
+
+
+def test_a_point_that_does_not_run_says_why() -> None:
+    bench = make_bench()
+
+    def measure(point: Point) -> dict[str, Any]:
+        if point.number == 1:
+            raise NotRun("too long")
+        if point.number == 2:
+            raise torch.OutOfMemoryError
+        return {"ms": 1.0}
+
+    bench.begin_part(100)
+    rows = bench.sweep(map(Point, range(3)), measure)
+    assert rows == [
+        {"number": 0, "ms": 1.0},
+        {"number": 1, "status": "not run: too long"},
+        {"number": 2, "status": "not run: out of memory"},
+    ]
+    assert ran(rows) == rows[:1]
+    bench.begin_part(0)
+    assert bench.sweep([Point(0)], measure) == [{"number": 0, "status": "not run: out of time"}]
+
+
+def test_an_error_of_ours_is_not_hidden() -> None:
+    bench = make_bench()
+    bench.begin_part(100)
+
+    def measure(_point: Point) -> dict[str, Any]:
+        raise AssertionError("wrong")
+
+    with pytest.raises(AssertionError, match="wrong"):
+        bench.sweep([Point(0)], measure)
+
+
+def test_a_peer_that_fails_is_left_out_and_noted() -> None:
+    from attention.arms import ours
+    from attention.scenes import Heads, prefix_scene
+
+    bench = make_bench()
+    scene = prefix_scene(2, 32, 32, heads=Heads(2, 1, 16), dtype=torch.float32, device=CPU)
+
+    def broken() -> Arm | None:
+        raise RuntimeError("no such kernel")
+
+    def wrong() -> Arm | None:
+        return Arm("wrong", lambda _layer: torch.zeros_like(scene.q))
+
+    times = bench.time(scene, [ours(scene)], [broken, wrong, lambda: None])
+    assert list(times.samples) == ["auto"]
+    assert [note.split(":")[1] for note in bench.notes] == [" RuntimeError", " AssertionError"]
+
+
+def test_ceilings_are_positive() -> None:
+    ceilings = measure_ceilings(CPU, [torch.float32], num_runs=1)
+    assert ceilings.copy_bytes_per_s > 1e8
+    assert ceilings.flops_per_s[torch.float32] > 1e8
+    assert ceilings.cache_bytes >= 1 << 18
