@@ -2,8 +2,8 @@
 
 Each baseline is called in the ways that could be fastest and the fastest of a family counts: over the batch in one call
 and sequence by sequence; the query heads of a group as rows of one head (`enable_gqa` copies on a CPU, and costs 7
-times the whole there, so it is tried on CUDA only). Baselines get queries that were rotated beforehand; our arms
-rotate theirs. Contiguous KV was copied, and keys turned to their positions, outside of the timing.
+times the whole there, so it is tried on CUDA only: optional_arms.py). Baselines get queries that were rotated
+beforehand; our arms rotate theirs. Contiguous KV was copied, and keys turned to their positions, outside of the timing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention.scenes import Scene, contiguous_kv, layers_for, plan_of, rotated_q
+from attention.scenes import Scene, contiguous_layers, plan_of, rotated_q
 from attention.timing import Arm
 from torch import Tensor
 
@@ -29,16 +29,19 @@ _LONG_TOKENS = 4096
 def ours(scene: Scene, name: str = "auto", share: Share = "auto", backend: str = "auto") -> Arm:
     """Our attention; the plan is built once, as for all layers of a step."""
     plan = scene.plan(share)
-    return Arm(name, lambda layer: scene.attend(layer, plan, backend=backend), len(scene.layers))
+    # The torch backend waits for the host, which ends a capture.
+    is_capturable = backend != "torch"
+    return Arm(
+        name, lambda layer: scene.attend(layer, plan, backend=backend), len(scene.layers), is_capturable=is_capturable
+    )
 
 
-def contiguous(scene: Scene, cache_bytes: int = 0, max_layers: int = 32) -> list[Arm]:
+def contiguous(scene: Scene, cache_bytes: int = 0) -> list[Arm]:
     """SDPA over [B, Hkv, L, D]; sequences must have one length."""
-    keys, values = contiguous_kv(scene)
-    num_layers = min(max_layers, layers_for(2 * keys.numel() * keys.element_size(), cache_bytes))
-    layers = [(keys, values), *((keys.clone(), values.clone()) for _ in range(num_layers - 1))]
+    layers = contiguous_layers(scene, cache_bytes)
+    num_layers = len(layers)
     grouped = _grouped_q(scene)
-    mask = _causal_mask(scene, keys.shape[2])
+    mask = _causal_mask(scene, scene.lengths[0])
 
     def batched(layer: int) -> Tensor:
         return F.scaled_dot_product_attention(grouped, *layers[layer], attn_mask=mask)
@@ -54,8 +57,6 @@ def contiguous(scene: Scene, cache_bytes: int = 0, max_layers: int = 32) -> list
     found = [_grouped_arm("contiguous/batched", batched, num_layers, scene)]
     if len(scene.tables) > 1:
         found.append(_grouped_arm("contiguous/per_sequence", per_sequence, num_layers, scene))
-    if scene.q.device.type == "cuda":
-        found.append(_cuda_contiguous(scene, layers))
     return found
 
 
@@ -163,20 +164,3 @@ def _grouped_arm(
         return rows.permute(0, 3, 1, 2, 4).reshape(-1, heads.q, heads.dim)
 
     return Arm(name, call, num_layers, unpack)
-
-
-def _cuda_contiguous(scene: Scene, layers: list[tuple[Tensor, Tensor]]) -> Arm:
-    """Rows of a head kept apart, which lets torch choose its flash kernels."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    heads, rows, length = scene.heads, scene.rows_per_sequence, layers[0][0].shape[2]
-    q = rotated_q(scene).view(-1, rows, heads.q, heads.dim).transpose(1, 2).contiguous()
-    mask = None if rows == 1 else causal_lower_right(rows, length)
-
-    def call(layer: int) -> Tensor:
-        return F.scaled_dot_product_attention(q, *layers[layer], attn_mask=mask, enable_gqa=heads.group > 1)
-
-    def unpack(out: Tensor) -> Tensor:
-        return out.transpose(1, 2).reshape(-1, heads.q, heads.dim)
-
-    return Arm("contiguous/gqa", call, len(layers), unpack)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, least, ran
-from attention.optional_arms import flashinfer_decode
+from attention.optional_arms import contiguous_by_head, flashinfer_decode
 from attention.report import PartResult, at_least
 from attention.scenes import Heads, prefix_scene
 
@@ -45,7 +45,11 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     if not bench.may_read(point.batch * point.tokens * 2 * _HEADS.kv * _HEADS.dim * dtype.itemsize):
         raise NotRun("too long for this device")
     scene = prefix_scene(point.batch, 0, point.tokens, **bench.options(_HEADS, dtype))
-    times = bench.time(scene, [ours(scene, "never", "never"), *contiguous(scene)], [lambda: flashinfer_decode(scene)])
+    times = bench.time(
+        scene,
+        [ours(scene, "never", "never"), *contiguous(scene)],
+        [lambda: flashinfer_decode(scene), lambda: contiguous_by_head(scene)],
+    )
     read_per_s = scene.bytes_apart / times.ms("never") * 1e3
     has_peer = "flashinfer_decode" in times
     return {

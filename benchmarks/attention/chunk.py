@@ -15,7 +15,7 @@ import numpy as np
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.equations import chunk_memory_ops, naive_memory_ops
-from attention.optional_arms import flashinfer_decode
+from attention.optional_arms import contiguous_by_head, flashinfer_decode
 from attention.report import PartResult
 from attention.scenes import Heads, Scene, prefix_scene
 
@@ -59,10 +59,11 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
         raise NotRun("too long for this device")
     options = bench.options(heads, DTYPES[_dtype(bench)], _PAGE_SIZE)
     scene = prefix_scene(point.batch, point.shared, private, **options)
-    arms = [ours(scene), ours(scene, "never", "never")]
+    arms, peers = [ours(scene), ours(scene, "never", "never")], [lambda: flashinfer_decode(scene)]
     if bench.may_copy(scene.bytes_apart):
         arms += contiguous(scene, bench.ceilings.cache_bytes)
-    times = bench.time(scene, arms, [lambda: flashinfer_decode(scene)])
+        peers.append(lambda: contiguous_by_head(scene, bench.ceilings.cache_bytes))
+    times = bench.time(scene, arms, peers)
     row = {name: times.ms(name) if name in times else None for name in ("auto", "never", "contiguous")}
     row["flashinfer"] = times.ms("flashinfer_decode") if "flashinfer_decode" in times else None
     return row | _memory_ops(scene, point)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from attention.arms import backends, contiguous, gathered, ours
 from attention.bench import DTYPES, Bench
-from attention.optional_arms import flashinfer_cascade, flashinfer_decode, flex
+from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode, flex
 from attention.report import Check, PartResult, at_least
 from attention.scenes import Heads, prefix_scene
 
@@ -33,7 +33,7 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     arms = [ours(scene), ours(scene, "never", "never"), *named, *contiguous(scene), *gathered(scene)]
     peers = [
         lambda: flashinfer_decode(scene), lambda: flashinfer_cascade(scene, SHARED // scene.page_size),
-        lambda: flex(scene),
+        lambda: flex(scene), lambda: contiguous_by_head(scene),
     ]  # fmt: skip
     times = bench.time(scene, arms, peers)
     row: dict[str, Any] = {"launched": times.launched["auto"], "auto": times.ms("auto"), "never": times.ms("never")}

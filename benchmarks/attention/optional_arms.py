@@ -1,4 +1,4 @@
-"""Arms that need CUDA and may be missing: FlashInfer's decode and cascade, FlexAttention."""
+"""Arms that need CUDA and may be missing or fail: FlashInfer's decode and cascade, FlexAttention, `enable_gqa`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention.scenes import Scene, contiguous_kv, rotated_q
+import torch.nn.functional as F
+from attention.scenes import Scene, contiguous_kv, contiguous_layers, rotated_q
 from attention.timing import Arm
 from torch import Tensor
 
@@ -72,6 +73,26 @@ def flex(scene: Scene) -> Arm | None:
         return out
 
     return Arm("flex", call, 1, lambda out: out.squeeze(2))
+
+
+def contiguous_by_head(scene: Scene, cache_bytes: int = 0) -> Arm | None:
+    """SDPA over contiguous KV with rows of a head kept apart, which lets torch choose its flash kernels."""
+    if scene.q.device.type != "cuda":
+        return None
+    from torch.nn.attention.bias import causal_lower_right
+
+    heads, rows, length = scene.heads, scene.rows_per_sequence, scene.lengths[0]
+    layers = contiguous_layers(scene, cache_bytes)
+    q = rotated_q(scene).view(-1, rows, heads.q, heads.dim).transpose(1, 2).contiguous()
+    mask = None if rows == 1 else causal_lower_right(rows, length)
+
+    def call(layer: int) -> Tensor:
+        return F.scaled_dot_product_attention(q, *layers[layer], attn_mask=mask, enable_gqa=heads.group > 1)
+
+    def unpack(out: Tensor) -> Tensor:
+        return out.transpose(1, 2).reshape(-1, heads.q, heads.dim)
+
+    return Arm("contiguous/by_head", call, len(layers), unpack)
 
 
 def _paged_arm(name: str, wrapper: Any, scene: Scene) -> Arm:

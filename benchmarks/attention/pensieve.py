@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from attention.arms import contiguous, gathered, ours
 from attention.bench import DTYPES, Bench, NotRun
+from attention.optional_arms import contiguous_by_head
 from attention.report import PartResult
 from attention.scenes import Heads, Scene, plan_of, prefix_scene
 from attention.timing import Arm
@@ -47,7 +48,7 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     options = bench.options(heads, DTYPES[_dtype(bench)])
     scene = prefix_scene(_BATCH, 0, point.context, rows_per_sequence=_ROWS, **options)
     arms = [ours(scene), one_row_at_a_time(scene), *gathered(scene), *contiguous(scene)]
-    times = bench.time(scene, arms)
+    times = bench.time(scene, arms, [lambda: contiguous_by_head(scene)])
     row: dict[str, Any] = {"launched": times.launched["auto"]}
     names = {"auto": "ours", "gather": "copy_out", "rounds": "rounds", "contiguous": "ideal"}
     row |= {column: times.ms(family) for family, column in names.items()}

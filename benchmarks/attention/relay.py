@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, least, ran
 from attention.equations import relay_speedup, relay_speedup_bytes
-from attention.optional_arms import flashinfer_cascade, flashinfer_decode
+from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.report import Check, PartResult, at_least
 from attention.scenes import Heads, Scene, prefix_scene, unshared
 
@@ -52,10 +52,12 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     scene = prefix_scene(batch, shared, private, **bench.options(heads, DTYPES[_DTYPE]))
     arms = [ours(scene), ours(scene, "never", "never")]
     peers = [lambda: flashinfer_decode(scene), lambda: flashinfer_cascade(scene, shared // scene.page_size)]
+    peers = peers if batch > 1 else []
     if bench.may_copy(scene.bytes_apart):
         apart = unshared(scene, bench.ceilings.cache_bytes)
         arms += [ours(apart, "unshared", "never"), *contiguous(scene, bench.ceilings.cache_bytes)]
-    times = bench.time(scene, arms, peers if batch > 1 else [])
+        peers.append(lambda: contiguous_by_head(scene, bench.ceilings.cache_bytes))
+    times = bench.time(scene, arms, peers)
     row: dict[str, Any] = {"launched": times.launched["auto"]}
     for arm in ("auto", "never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade"):
         row[arm] = times.ms(arm) if arm in times else None

@@ -210,6 +210,13 @@ def contiguous_kv(scene: Scene) -> tuple[Tensor, Tensor]:
     return torch.stack(keys), torch.stack(values)
 
 
+def contiguous_layers(scene: Scene, cache_bytes: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """`contiguous_kv` in as many copies as overflow the cache."""
+    keys, values = contiguous_kv(scene)
+    num_layers = layers_for(2 * keys.numel() * keys.element_size(), cache_bytes)
+    return [(keys, values), *((keys.clone(), values.clone()) for _ in range(num_layers - 1))]
+
+
 def rotated_q(scene: Scene) -> Tensor:
     """The queries at their own positions, [T, Hq, D]."""
     positions = torch.from_numpy(scene.rows.arrays()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,13 +46,19 @@ PARTS: dict[str, tuple[Callable[[Bench], PartResult], int]] = {
 # (GPU, CPU, quick): seconds for everything, and for the rounds of one point.
 _BUDGET_S = (190.0, 900.0, 70.0)
 _POINT_S = (0.12, 1.0, 0.15)
+_RESULTS = Path(__file__).parents[1] / "results"
 
 
 def run(args: argparse.Namespace) -> int:
     """Run what was asked for; returns the exit status: 1 if a promised figure was missed and `--strict` was given."""
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("bench_attention: not run: no CUDA device", file=sys.stderr)
+        return 2
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
+    if args.out is None and not args.quick:
+        args.out = _RESULTS / f"attention-{time.strftime('%Y-%m-%d')}-{args.device}"
     load_before, started = load_average(), time.perf_counter()
     bench = _bench(args, device)
     budget_s = args.budget_s or bench.pick(cuda=_BUDGET_S[0], cpu=_BUDGET_S[1], quick=_BUDGET_S[2])
@@ -124,7 +131,6 @@ def _write(folder: Path | None, closing: dict[str, Any]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    default_out = Path(__file__).parents[1] / "results"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=tuple(PARTS), action="append", help="this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small grids: at most 90 s on two CPU cores")
@@ -133,5 +139,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="cpu: the process's CPU time, for one thread on a machine that others use")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, help="for everything; points that do not fit are 'not run'")
-    parser.add_argument("--out", type=Path, help=f"folder for JSON and plots, such as one in {default_out.name}/")
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots; default, if not --quick: one in results/")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a promised figure is missed")

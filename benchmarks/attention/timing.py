@@ -26,6 +26,7 @@ class Arm(NamedTuple):
     call: Callable[[int], Any]  # layer -> result
     num_layers: int = 1
     unpack: Callable[[Any], torch.Tensor] | None = None  # result -> [T, Hq, D]; None: it is that already
+    is_capturable: bool = True  # False: it is known to wait for the host
 
     def output(self) -> torch.Tensor:
         """[T, Hq, D] of the first layer."""
@@ -107,7 +108,7 @@ class _CudaClock:
     def __init__(self, arm: Arm) -> None:
         self._arm = arm
         self._warm_up()
-        graph = self._capture()
+        graph = self._capture() if arm.is_capturable else None
         self.launched = "eager" if graph is None else "graph"
         self._pass: Callable[[], Any] = self._all_layers if graph is None else graph.replay
         self._replays = 1
@@ -137,11 +138,12 @@ class _CudaClock:
         torch.cuda.synchronize()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
                 self._all_layers()
         except RuntimeError:
+            torch.cuda.set_stream(stream)  # a capture that fails to end does not put it back
             torch.cuda.synchronize()
             return None
         return graph

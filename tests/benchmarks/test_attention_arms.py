@@ -13,6 +13,7 @@ from attention.arms import TOLERANCE, backends, check, contiguous, error_of, gat
 from attention.chunk import mean_step, planned_memory_ops
 from attention.documents import virtual_queries
 from attention.equations import chunk_memory_ops, naive_memory_ops
+from attention.optional_arms import contiguous_by_head
 from attention.pensieve import one_row_at_a_time
 from attention.regret import Point, same_work, scene_of
 from attention.scenes import Heads, Scene, contiguous_kv, documents_scene, layers_for, prefix_scene, unshared
@@ -127,7 +128,9 @@ def test_arms_on_a_gpu(rows: int) -> None:
     cuda = torch.device("cuda")
     heads = Heads(8, 2, 64)
     scene = prefix_scene(3, 64, 32, **options(torch.float16, device=cuda, heads=heads), rows_per_sequence=rows)
-    arms = [*all_arms(scene), *gathered(scene), one_row_at_a_time(scene)]
+    by_head = contiguous_by_head(scene)
+    assert by_head is not None
+    arms = [*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head]
     wanted = reference_rows(scene)
     for arm in arms:
         check(arm, wanted, torch.float16)
