@@ -16,8 +16,11 @@ with a delta per query row, is this project's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Literal, get_args
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +51,7 @@ __all__ = [
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
+_logger = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _Attention = Callable[..., tuple[Tensor, Tensor]]  # of the arguments of `attend` but the backend
 
@@ -87,7 +91,7 @@ def attend(
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)
     _check_options(q.device, rope, plan, window, alibi_slopes, soft_cap)
-    return _choose(backend, q.device, q.dtype)(
+    return _choose(backend, q.device, q.dtype, plan)(
         q,
         k_pages,
         v_pages,
@@ -101,7 +105,7 @@ def attend(
     )
 
 
-def _choose(backend: Backend, device: torch.device, dtype: torch.dtype) -> _Attention:
+def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
     """The one place that chooses. `auto`: compiled code where it can be had, else torch."""
     if backend == "reference":
         return attend_reference
@@ -109,14 +113,31 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype) -> _Atte
         return attend_torch
     if backend not in get_args(Backend):
         raise ValueError(f"backend: must be one of {', '.join(get_args(Backend))} (got {backend!r})")
-    if backend == "triton":
-        raise ValueError(f"backend: is not built yet; use 'torch' (got {backend!r})")
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        triton_backend = _triton_backend()
+        obstacle = "is not installed" if triton_backend is None else triton_backend.reason_against(device, plan)
+        if triton_backend is not None and obstacle is None:
+            attend_triton: _Attention = triton_backend.attend_triton
+            return attend_triton
+        if backend == "triton":
+            raise ValueError(f"backend: 'triton' {obstacle}")
+        return attend_torch
     obstacle = _native_obstacle(device, dtype)
     if obstacle is None:
         return native_backend.attend_native
     if backend == "native":
         raise ValueError(f"backend: {obstacle} (got {backend!r})")
     return attend_torch
+
+
+@cache
+def _triton_backend() -> Any:
+    """The module, imported when a CUDA tensor first needs it; None, with one warning, without triton."""
+    try:
+        return import_module("mneme.kernels.triton_backend")
+    except ImportError as error:
+        _logger.warning("triton cannot be imported; attention on CUDA runs in plain torch error=%s", error)
+        return None
 
 
 def _native_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -252,7 +252,6 @@ def test_inference_mode_works() -> None:
         ("soft_cap", {"soft_cap": 0.0}),
         ("alibi_slopes", {"alibi_slopes": torch.ones(2)}),
         ("backend", {"backend": "cuda"}),
-        ("backend", {"backend": "triton"}),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(name: str, change: dict[str, Any]) -> None:

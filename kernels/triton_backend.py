@@ -1,0 +1,186 @@
+"""`attend` on CUDA: one launch for all of a layer's attention, and one to merge rows that have several parts.
+
+Once per step the work is cut into tiles and what changed is uploaded; every layer of the step then launches with the
+same buffers, which keep their addresses from step to step unless they must grow.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from mneme.kernels.plan import Plan
+from mneme.kernels.rope import RopeTable
+from mneme.kernels.triton_attention import attention_kernel
+from mneme.kernels.triton_configs import MAX_GROUPS, Config, Phase, config_of, next_power_of_2
+from mneme.kernels.triton_merge import merge_kernel
+from mneme.kernels.triton_reach import check_reach
+from mneme.kernels.triton_step import DeviceStep, step_of
+from mneme.kernels.triton_tiles import Grid
+from mneme.kernels.work_list import WorkList
+
+MAX_HEAD_DIM = 256
+# Cutting long pieces apart stops at this many bytes of partial results.
+_SPLIT_SCRATCH_BYTES = 64 << 20
+_LOG2_E = 1.4426950408889634
+_PREFILL_ROWS = 128  # query rows times heads per KV head of a piece from which large tiles pay
+# Under the interpreter: few programs, but more than one per piece.
+_INTERPRETED_PROGRAMS = 8
+
+
+def attend_triton(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_position: Tensor,
+    rope: RopeTable | None,
+    plan: Plan,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `mneme.kernels.attention.attend`; on CPU tensors under the interpreter (TRITON_INTERPRET=1) only.
+
+    Scratch on the device: partial results, float32, of 64 MiB or of the rows that two or more pieces read if that is
+    more; 4 bytes per token of the plan's pages; and the plan itself.
+    """
+    if reason := reason_against(q.device, plan):
+        raise ValueError(f"backend: 'triton' {reason}")
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if not plan.num_rows:
+        return out, lse
+    config, trims, grid = _choice(q, plan)
+    window = None if window is None else min(window, 2**30)
+    if rope is not None:
+        check_reach(plan, slot_position, rope.num_positions, window)
+    step = step_of(q.device)
+    step.prepare(plan, slot_position, grid)
+    switches = {
+        "HAS_WINDOW": window is not None,
+        "HAS_SLOPES": alibi_slopes is not None,
+        "HAS_CAP": soft_cap is not None,
+        "TRIM": trims or window is not None,
+    }
+    cap = 1.0 if soft_cap is None else float(soft_cap)
+    q_scale = softmax_scale * (_LOG2_E if soft_cap is None else 1.0 / cap)
+    slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
+    table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
+    sizes = {"NUM_KV_HEADS": plan.num_kv_heads, "GROUPS": plan.num_q_heads // plan.num_kv_heads}
+    with step.active():
+        if step.num_tiles:
+            attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
+                q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
+                step.words, k_pages.shape[1], num_positions, window or 0, q_scale, cap,
+                **sizes, **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, q.dtype), **switches,
+                INTERPRET=is_interpreted(), num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+        if step.num_merged:
+            _merge(out, lse, step, plan, sizes)
+    return out, lse
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Python, on CPU tensors."""
+    return not isinstance(attention_kernel, triton.runtime.JITFunction)
+
+
+def reason_against(device: torch.device, plan: Plan) -> str | None:
+    """Why this backend cannot do a plan, or None."""
+    if device.type != "cuda" and not is_interpreted():
+        return f"needs CUDA tensors, or TRITON_INTERPRET=1 in the environment (got {device})"
+    if plan.head_dim > MAX_HEAD_DIM:
+        return f"holds heads of up to {MAX_HEAD_DIM} dimensions (got {plan.head_dim})"
+    num_groups = plan.num_q_heads // plan.num_kv_heads
+    if num_groups > MAX_GROUPS:
+        return f"holds up to {MAX_GROUPS} query heads per KV head (got {num_groups})"
+    return None
+
+
+def launch_constants(
+    config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The kernel's constants that follow from a configuration and a model."""
+    return {
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_SIZE": page_size,
+        "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
+        "NARROW_M": config.narrow_m,
+        "WIDE_M": config.wide_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
+    }
+
+
+def phase_of(work: WorkList, num_groups: int) -> Phase:
+    """Which kind of tile has more keys to read."""
+    rows = np.diff(work.row_begin).astype(np.int64) * num_groups
+    pages = np.concatenate(([0], np.cumsum(work.page_end - work.page_begin)))
+    keys = pages[work.run_begin[1:]] - pages[work.run_begin[:-1]]
+    is_large = rows >= _PREFILL_ROWS
+    large = (keys * -(-rows // _PREFILL_ROWS))[is_large].sum()
+    return "prefill" if large > keys[~is_large].sum() else "decode"
+
+
+class _Choice(NamedTuple):
+    config: Config
+    trims: bool  # whether to look for pages that no row of a tile sees
+    grid: Grid
+
+
+def _choice(q: Tensor, plan: Plan) -> _Choice:
+    """How a plan's work is launched; found once per work."""
+    key = ("triton", "choice", q.device, q.dtype)
+    choice: _Choice | None = plan.work.derived.get(key)
+    if choice is None:
+        num_groups = plan.num_q_heads // plan.num_kv_heads
+        phase = phase_of(plan.work, num_groups)
+        sizes = {"head_dim": plan.head_dim, "element_bytes": q.element_size(), "num_groups": num_groups}
+        config = config_of(**sizes, phase=phase, architecture=_architecture(q.device))
+        choice = _Choice(config, phase == "prefill", _grid(q.device, plan, config))
+        plan.work.derived[key] = choice
+    return choice
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
+    at_once = _INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        at_once = torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_processor
+    slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
+    return Grid(
+        page_size=plan.page_size,
+        num_groups=plan.num_q_heads // plan.num_kv_heads,
+        num_kv_heads=plan.num_kv_heads,
+        narrow_m=config.narrow_m,
+        wide_m=config.wide_m,
+        num_at_once=at_once,
+        max_split_slots=_SPLIT_SCRATCH_BYTES // slot_bytes,
+    )
+
+
+def _rope_arguments(rope: RopeTable) -> tuple[Tensor, int, int]:
+    return rope.table, rope.num_positions, rope.rotary_dim
+
+
+def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan, sizes: dict[str, int]) -> None:
+    merge_kernel[(step.num_merged * plan.num_kv_heads,)](
+        out, lse, *step.partials, step.words, **sizes, HEAD_DIM=plan.head_dim,
+        BLOCK_GROUPS=next_power_of_2(sizes["GROUPS"]), BLOCK_DIM=next_power_of_2(plan.head_dim),
+        num_warps=1 if sizes["GROUPS"] * plan.head_dim <= 512 else 4,
+    )  # fmt: skip

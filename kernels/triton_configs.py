@@ -1,0 +1,85 @@
+"""Which block sizes a Triton attention launch gets: a table and a rule, so that serving never tunes.
+
+Registers and shared memory decide. A stage of the pipeline holds one block of keys and one of values, 2 * block_n *
+head_dim elements; a decode wants about 32 KB per stage and three stages, so that two programs share a multiprocessor
+of sm_90 (228 KB) and some 100 KB of loads are under way in it, which is what 4 TB/s times a microsecond asks for.
+sm_80 (164 KB) and wide heads get two stages. The sums of a wide tile, wide_m * head_dim / (32 * num_warps) registers,
+stay at 64 per thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+Phase = Literal["decode", "prefill"]
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+# Query heads per KV head that one tile can hold.
+MAX_GROUPS = 128
+
+
+class Config(NamedTuple):
+    """Block sizes of one launch."""
+
+    narrow_m: int  # rows of tiles with few rows; 16 is the least that tensor cores take
+    wide_m: int  # of the others; from 64 on sm_90 uses wgmma
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+    @property
+    def programs_per_processor(self) -> int:
+        """How many programs one multiprocessor holds, by registers (up to 255 for each thread)."""
+        return max(1, 8 // self.num_warps)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def config_of(*, head_dim: int, element_bytes: int, num_groups: int, phase: Phase, architecture: int = 90) -> Config:
+    """The configuration of a launch; `architecture` is 10 * major + minor."""
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise ValueError(f"num_q_heads: at most {MAX_GROUPS} per KV head (got {num_groups})")
+    dim = max(32, next_power_of_2(head_dim))
+    rows = next_power_of_2(num_groups)
+    if element_bytes == 4:
+        return Config(max(16, rows), max(32, rows), 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 2)
+    stages = 3 if architecture >= 90 and dim <= 128 else 2
+    if phase == "prefill" and dim <= 128:
+        return Config(max(16, rows), 128, 64, 8, stages)
+    block_n = 128 if dim <= 64 else 64 if dim == 128 else 32
+    return Config(max(16, rows), max(64, rows), block_n, 4 if dim <= 128 else 8, stages)
+
+
+def candidates(*, head_dim: int, element_bytes: int, num_groups: int, architecture: int = 90) -> Iterator[Config]:
+    """Every configuration worth a measurement on a GPU, those of the rule among them."""
+    rows = next_power_of_2(num_groups)
+    chosen = [
+        config_of(
+            head_dim=head_dim,
+            element_bytes=element_bytes,
+            num_groups=num_groups,
+            phase=phase,
+            architecture=architecture,
+        )
+        for phase in get_args(Phase)
+    ]
+    others = []
+    if element_bytes == 2:
+        others = [
+            Config(max(16, rows), max(wide_m, rows), block_n, num_warps, num_stages)
+            for wide_m, num_warps in ((64, 4), (128, 8))
+            for block_n in (32, 64, 128)
+            for num_stages in (2, 3, 4)
+            if stage_bytes(head_dim, block_n) * num_stages <= (160 if architecture < 90 else 220) * 1024
+            and not (head_dim > 128 and (num_warps == 4 or block_n == 128))
+        ]
+    yield from dict.fromkeys([*chosen, *others])
+
+
+def stage_bytes(head_dim: int, block_n: int) -> int:
+    """Shared memory of one stage with 16-bit elements: a block of keys and one of values."""
+    return 4 * block_n * max(32, next_power_of_2(head_dim))

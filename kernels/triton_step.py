@@ -1,0 +1,145 @@
+"""What a device holds of the present step: its work, the positions of its keys, and room for partial results.
+
+One step is on a device at a time, as there is one engine per device and one thread that calls it. A plan whose work
+was overwritten by another plan's is uploaded again when it is used again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mneme.kernels.plan import Plan
+from mneme.kernels.triton_pack import PackedWork, Span
+from mneme.kernels.triton_queries import key_position_kernel
+from mneme.kernels.triton_tiles import Grid, Tiles, cut
+from mneme.kernels.work_list import WorkList
+
+_KEYS_PER_PROGRAM = 1024
+_STAGING_BUFFERS = 2
+
+
+class DeviceStep:
+    """The buffers of one device. They grow by half at least, so a server soon stops growing them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.words = torch.zeros(0, dtype=torch.int32, device=device)
+        self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
+        self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
+        self.num_tiles = 0
+        self.num_merged = 0
+        self.uploaded_bytes = 0  # since the start, for tests and metrics
+        self._packed: PackedWork | None = None
+        self._page_size = 0
+        self._last: tuple[WorkList, Grid, Tiles] | None = None
+        self._plan: Plan | None = None
+        self._placed: tuple[Tensor, int | None] | None = None  # slot positions and their version
+        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
+
+    def active(self) -> AbstractContextManager[object]:
+        """Launch on this device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def prepare(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:
+        """Bring the buffers to a plan; does nothing for the second layer of a step."""
+        # Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
+        version = None if slot_position.is_inference() else slot_position._version
+        is_new = self._plan is not plan or self._last is None or self._last[1] != grid
+        if is_new:
+            self._upload(plan, grid)
+        elif self._placed is not None and self._placed[0] is slot_position and self._placed[1] == version:
+            return
+        self._place_keys(plan, slot_position)
+        self._plan, self._placed = plan, (slot_position, version)
+
+    def _upload(self, plan: Plan, grid: Grid) -> None:
+        tiles = self._tiles_of(plan, grid)
+        if self._packed is None or self._page_size != plan.page_size:
+            self._packed, self._page_size = PackedWork(plan.page_size), plan.page_size
+        spans = self._packed.update(plan.work, tiles, plan.position.astype(np.int32))
+        if len(self.words) != len(self._packed.words):
+            self.words = torch.zeros(len(self._packed.words), dtype=torch.int32, device=self.device)
+            spans = [(0, len(self.words))]
+        self._copy(self._packed.words, spans)
+        self._reserve(plan, tiles)
+        self._last = (plan.work, grid, tiles)
+        self.num_tiles, self.num_merged = len(tiles.tile), len(tiles.merged_row)
+
+    def _tiles_of(self, plan: Plan, grid: Grid) -> Tiles:
+        """Tiles are cut once per work; those of the work that this one was appended to are still right."""
+        key = ("triton", "tiles", grid)
+        tiles: Tiles | None = plan.work.derived.get(key)
+        if tiles is None:
+            last = self._last
+            if last is not None and last[0].page_id is plan.work.page_id and last[1] == grid:
+                tiles = last[2]
+            else:
+                tiles = cut(plan.work, plan.num_rows, grid)
+            plan.work.derived[key] = tiles
+        return tiles
+
+    def _copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span]) -> None:
+        self.uploaded_bytes += 4 * sum(end - start for start, end in spans)
+        if self.device.type != "cuda":
+            for start, end in spans:
+                self.words[start:end] = torch.from_numpy(words[start:end])
+            return
+        staging = self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        staging.copy(words, spans, self.words)
+
+    def _reserve(self, plan: Plan, tiles: Tiles) -> None:
+        """Room for what kernels write."""
+        num_keys = len(plan.work.page_id) * plan.page_size
+        if len(self.key_position) < num_keys:
+            self.key_position = torch.zeros(num_keys * 3 // 2, dtype=torch.int32, device=self.device)
+        num_lses = tiles.num_slots * plan.num_q_heads
+        num_outs = num_lses * plan.head_dim
+        if len(self.partials[0]) < num_outs or len(self.partials[1]) < num_lses:
+            sizes = (num_outs * 3 // 2, num_lses * 3 // 2)
+            out, lse = (torch.zeros(size, device=self.device) for size in sizes)
+            self.partials = (out, lse)
+
+    def _place_keys(self, plan: Plan, slot_position: Tensor) -> None:
+        pages = max(1, _KEYS_PER_PROGRAM // plan.page_size)
+        num_listed = len(plan.work.page_id)
+        if not num_listed:
+            return
+        with self.active():
+            key_position_kernel[(-(-num_listed // pages),)](
+                self.key_position, slot_position, self.words, num_listed, PAGE_SIZE=plan.page_size, PAGES=pages
+            )
+
+
+class _Staging:
+    """Pinned memory that is not written again before the copy out of it is done."""
+
+    def __init__(self) -> None:
+        self._words: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span], target: Tensor) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._words is None or len(self._words) != len(words):
+            self._words = torch.zeros(len(words), dtype=torch.int32, pin_memory=True)
+        staged = self._words.numpy()
+        for start, end in spans:
+            staged[start:end] = words[start:end]
+            target[start:end].copy_(self._words[start:end], non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(target.device))
+
+
+_STEP_BY_DEVICE: dict[torch.device, DeviceStep] = {}
+
+
+def step_of(device: torch.device) -> DeviceStep:
+    """The one step of a device."""
+    if device not in _STEP_BY_DEVICE:
+        _STEP_BY_DEVICE[device] = DeviceStep(device)
+    return _STEP_BY_DEVICE[device]

@@ -1,0 +1,109 @@
+"""The attention and merge kernels under every configuration, for `triton_compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, get_args
+
+from mneme.kernels.triton_attention import attention_kernel
+from mneme.kernels.triton_configs import HEAD_DIMS, Config, Phase, candidates, config_of, next_power_of_2
+from mneme.kernels.triton_merge import merge_kernel
+from mneme.kernels.triton_queries import key_position_kernel
+from tests.kernels.triton_compile import ARCHITECTURES, Case
+
+_POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+
+
+def attention_case(
+    config: Config,
+    *,
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    page_size: int = 32,
+    sample: bool = False,
+    **switches: Any,
+) -> Case:
+    """One launch; `switches` are constexprs that differ from the plain full-rotary decode of four groups."""
+    element = _POINTERS[dtype]
+    constexprs: dict[str, Any] = {
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HEAD_DIM": head_dim, "ROTARY_DIM": head_dim, "PAGE_SIZE": page_size,
+        "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
+        "NARROW_M": config.narrow_m, "WIDE_M": config.wide_m, "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False, "TRIM": False,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "INTERPRET": False,
+    }  # fmt: skip
+    signature = {
+        "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
+        "alibi_slopes": "*fp32", "out": element, "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp32",
+        "work": "*i32", "num_pages": "i32", "num_rope_positions": "i32", "window": "i32", "q_scale": "fp32",
+        "cap": "fp32",
+    }  # fmt: skip
+    sizes = "x".join(map(str, config))
+    return Case(
+        name=f"attention-{dtype}-d{head_dim}-p{page_size}-{sizes}"
+        + "".join(f"-{key}={v}" for key, v in switches.items()),
+        kernel=attention_kernel,
+        signature=signature,
+        constexprs=constexprs | switches,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        tensor_cores=None if dtype == "fp32" else "wgmma",
+    )
+
+
+def merge_case(dtype: str, head_dim: int) -> Case:
+    """The merge of four groups."""
+    constexprs = {
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HEAD_DIM": head_dim, "BLOCK_GROUPS": 4,
+        "BLOCK_DIM": next_power_of_2(head_dim),
+    }  # fmt: skip
+    pointers = ("out", "lse", "partial_out", "partial_lse")
+    signature = dict.fromkeys(pointers, "*fp32") | {"out": _POINTERS[dtype], "work": "*i32"}
+    return Case(f"merge-{dtype}-d{head_dim}", merge_kernel, signature, constexprs, {"num_warps": 1})
+
+
+def _key_position_case(page_size: int) -> Case:
+    signature = dict.fromkeys(("key_position", "slot_position", "work"), "*i32") | {"num_listed": "i32"}
+    constexprs = {"PAGE_SIZE": page_size, "PAGES": 1024 // page_size}
+    return Case(f"key-position-p{page_size}", key_position_kernel, signature, constexprs, {"num_warps": 4})
+
+
+def _attention_cases() -> Iterator[Case]:
+    """What serving launches: every configuration of the rule for every head dimension, type and phase, and every
+    switch and page size once."""
+    for architecture, (dtype, element_bytes), head_dim, phase in product(
+        ARCHITECTURES, (("bf16", 2), ("fp16", 2), ("fp32", 4)), HEAD_DIMS, get_args(Phase)
+    ):
+        config = config_of(
+            head_dim=head_dim, element_bytes=element_bytes, num_groups=4, phase=phase, architecture=architecture
+        )
+        is_sample = dtype == "bf16" and (head_dim == 128 or (head_dim, phase, architecture) == (80, "decode", 90))
+        case = attention_case(config, dtype=dtype, head_dim=head_dim, TRIM=phase == "prefill")
+        yield case._replace(architectures=(architecture,), is_sample=is_sample)
+    decode = config_of(head_dim=128, element_bytes=2, num_groups=4, phase="decode")
+    for page_size in (16, 64):
+        yield attention_case(decode, page_size=page_size)._replace(architectures=(90,))
+    for switches in (
+        {"HAS_WINDOW": True, "TRIM": True},
+        {"HAS_CAP": True},
+        {"HAS_SLOPES": True},
+        {"ROTARY_DIM": 32},
+        {"ROTARY_DIM": 0},
+        {"GROUPS": 1, "NUM_KV_HEADS": 32},
+        {"GROUPS": 7},
+    ):
+        yield attention_case(decode, **switches)._replace(architectures=(90,))
+
+
+def tuning_cases() -> Iterator[Case]:
+    """Every candidate that a GPU would be tuned with, for the two commonest head dimensions."""
+    for architecture, head_dim in product(ARCHITECTURES, (64, 128)):
+        for config in candidates(head_dim=head_dim, element_bytes=2, num_groups=4, architecture=architecture):
+            yield attention_case(config, head_dim=head_dim)._replace(architectures=(architecture,))
+
+
+CASES = [
+    *_attention_cases(),
+    *(merge_case(dtype, head_dim) for dtype in _POINTERS for head_dim in (64, 80, 256)),
+    *(_key_position_case(page_size) for page_size in (16, 32, 64)),
+]

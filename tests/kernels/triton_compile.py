@@ -1,0 +1,141 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads what the assembler made of them.
+
+A kernel is registered as `Case`s in a list of its own test module or of `kernels/triton_configs.py`; `compile_case`
+gives its `Report`, and `faults_of` says in words what breaks a bound. `python -m tests.kernels.triton_compile`
+compiles all cases for all architectures and prints one line per report (`make kernels-compile`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Shared memory that one program may have on each architecture, in bytes.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+ARCHITECTURES = tuple(SHARED_BYTES)
+# Registers that do not fit spill to the stack; a few addresses do no harm outside the inner loop.
+STACK_BYTES = 64
+# Modules with a list `CASES`.
+MODULES = ["tests.kernels.triton_attention_cases"]
+
+
+class Case(NamedTuple):
+    """One kernel under one configuration."""
+
+    name: str
+    kernel: Any  # what @triton.jit gave
+    signature: dict[str, str]  # argument -> Triton type, "*bf16", "i32", "fp32"; "constexpr" for those below
+    constexprs: dict[str, Any]
+    options: dict[str, int]  # num_warps, num_stages
+    tensor_cores: str | None = None  # "wgmma" (on sm_90, else mma.sync), "mma" (mma.sync anywhere) or none
+    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, beside all pointers
+    architectures: tuple[int, ...] = ARCHITECTURES
+    is_sample: bool = False  # compiled in `make test` too
+
+
+class Report(NamedTuple):
+    """What the assembler says of a compiled kernel."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    wgmma: int  # instructions in PTX
+    mma_sync: int
+    async_copies: int
+
+
+def compile_case(case: Case, architecture: int) -> Report:
+    """Compile for `sm_<architecture>`; no device is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    assert set(names) == set(case.signature) | set(case.constexprs), set(names) ^ {*case.signature, *case.constexprs}
+    signature = {name: case.signature.get(name, "constexpr") for name in names}
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *case.aligned)}
+    source = ASTSource(case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))
+    registers, stack = _resources(built.asm["cubin"])
+    ptx = built.asm["ptx"]
+    return Report(
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=built.metadata.shared,
+        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
+        mma_sync=len(re.findall(r"mma\.sync", ptx)),
+        async_copies=len(re.findall(r"cp\.async\.c[ag]", ptx)),
+    )
+
+
+def faults_of(case: Case, architecture: int, report: Report) -> list[str]:
+    """What is wrong with a compiled kernel, one sentence each."""
+    faults = []
+    if report.stack_bytes > STACK_BYTES:
+        faults.append(f"{report.stack_bytes} bytes of stack, more than {STACK_BYTES}")
+    if report.shared_bytes > SHARED_BYTES[architecture]:
+        faults.append(f"{report.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[architecture]}")
+    if case.tensor_cores == "wgmma" and architecture >= 90 and not report.wgmma:
+        faults.append("no wgmma")
+    if case.tensor_cores and not (report.wgmma or report.mma_sync):
+        faults.append("no tensor-core instruction")
+    return faults
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes, from the cuobjdump that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return int(found[1]), int(found[2])
+
+
+@cache
+def _cuobjdump() -> Path:
+    from triton import backends
+
+    return Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+
+
+def cases(modules: Iterable[str] = tuple(MODULES)) -> Iterator[Case]:
+    """All registered cases."""
+    for module in modules:
+        yield from import_module(module).CASES
+
+
+def main() -> int:
+    """Compile what was asked for, one line each; 1 if any kernel has a fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", action="store_true", help="only the cases that `make test` compiles")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--architecture", type=int, choices=ARCHITECTURES, help="only this one")
+    arguments = parser.parse_args()
+    num_faults = 0
+    for case in cases():
+        if arguments.only not in case.name or (arguments.sample and not case.is_sample):
+            continue
+        for architecture in case.architectures:
+            if arguments.architecture in (None, architecture):
+                report = compile_case(case, architecture)
+                faults = faults_of(case, architecture, report)
+                num_faults += len(faults)
+                counts = " ".join(f"{name}={value}" for name, value in report._asdict().items())
+                print(f"{case.name} sm_{architecture} {counts} {'; '.join(faults) or 'ok'}", flush=True)  # noqa: T201
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
