@@ -46,6 +46,7 @@ class PackedLinear:
         self._packed = _pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         self._dtype = weight.dtype
+        self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
         self._call = _function()
         self._struct = _Weight(
             self._packed.data_ptr(),
@@ -58,16 +59,16 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         num_rows, num_inputs = x.shape
-        if num_inputs != self._num_inputs or x.dtype != self._dtype:
+        if num_inputs != self._num_inputs or x.dtype is not self._dtype:
             raise ValueError(
                 f"x: must be {self._dtype} [T, {self._num_inputs}], as the weight is (got {x.dtype} {tuple(x.shape)})"
             )
-        if x.stride(1) != 1 or num_inputs % _STEP_BY_DTYPE[x.dtype]:
-            x = F.pad(x, (0, -num_inputs % _STEP_BY_DTYPE[x.dtype])).contiguous()
-        y = torch.empty((num_rows, self._num_features), dtype=out_dtype or x.dtype)
+        if self._padding or x.stride(1) != 1:
+            x = F.pad(x, (0, self._padding)).contiguous()
+        y = x.new_empty((num_rows, self._num_features), dtype=out_dtype)
         self._call(
             self._pointer, x.data_ptr(), num_rows, x.stride(0), y.data_ptr(),
-            y.dtype == torch.float32, torch.get_num_threads(),
+            out_dtype is torch.float32, torch.get_num_threads(),
         )  # fmt: skip
         return y
 

@@ -101,6 +101,33 @@ void add_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t num_ro
   }
 }
 
+// The largest of `count` numbers and the first place where it stands; NaN if there is one.
+struct Best {
+  int64_t index;
+  float value;
+};
+Best best_of(const float* x, int64_t count) {
+  f32x16 largest = splat(-INFINITY);
+  i32x16 is_nan = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const f32x16 next = load(x + i);
+    is_nan |= next != next;
+    largest = next > largest ? next : largest;
+  }
+  float value = -INFINITY;
+  bool any_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    value = std::max(value, largest[lane]);
+    any_nan |= is_nan[lane] != 0;
+  }
+  for (; i < count; ++i) {
+    value = std::max(value, x[i]);
+    any_nan |= x[i] != x[i];
+  }
+  return any_nan ? Best{0, NAN} : Best{std::find(x, x + count, value) - x, value};
+}
+
 int team(int64_t num_elements, int num_threads) { return num_elements < kParallelElements ? 1 : num_threads; }
 
 }  // namespace
@@ -141,4 +168,16 @@ extern "C" void mneme_gated(const void* gate_up, void* out, int64_t num_rows, in
     mneme::gate(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, count, activation, threads);
   else
     mneme::gate(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), num_rows, count, activation, threads);
+}
+
+// logits [num_rows, count], contiguous; index and value [num_rows].
+extern "C" void mneme_best_tokens(const float* logits, int64_t* index, float* value, int64_t num_rows, int64_t count,
+                                  int32_t num_threads) {
+  const int threads = mneme::team(num_rows * count, num_threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const mneme::Best best = mneme::best_of(logits + row * count, count);
+    index[row] = best.index;
+    value[row] = best.value;
+  }
 }

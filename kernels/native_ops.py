@@ -16,13 +16,14 @@ _POINTER, _COUNT, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "mneme_rms_norm": (*[_POINTER] * 3, *[_COUNT] * 5, _REAL, _NUMBER, _NUMBER),
     "mneme_add_rms_norm": (*[_POINTER] * 4, *[_COUNT] * 2, _REAL, _NUMBER, _NUMBER),
+    "mneme_best_tokens": (*[_POINTER] * 3, *[_COUNT] * 2, _NUMBER),
     "mneme_gated": (*[_POINTER] * 2, *[_COUNT] * 2, _NUMBER, _NUMBER, _NUMBER),
 }
 
 
 def can_compute(x: Tensor) -> bool:
     """Whether there is compiled code for such a tensor."""
-    return x.device.type == "cpu" and (x.dtype is torch.bfloat16 or x.dtype is torch.float32) and library() is not None
+    return x.is_cpu and (x.dtype is torch.bfloat16 or x.dtype is torch.float32) and library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, count)
     outer, inner = rows.stride()[:-1] if rows.ndim == 3 else (rows.stride(0), 0)
     num_inner = rows.shape[1] if rows.ndim == 3 else 1
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _function("mneme_rms_norm")(
         rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
         eps, x.dtype is torch.bfloat16, torch.get_num_threads(),
@@ -40,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     hidden, delta = hidden.contiguous(), _like(delta, hidden)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    out = torch.empty_like(hidden)
     _function("mneme_add_rms_norm")(
         hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
         weight.shape[0], eps, hidden.dtype is torch.bfloat16, torch.get_num_threads(),
@@ -51,7 +52,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, count = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, count), dtype=gate_up.dtype)
+    out = gate_up.new_empty(num_rows, count)
     _function("mneme_gated")(
         gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
         gate_up.dtype is torch.bfloat16, torch.get_num_threads(),
@@ -59,8 +60,20 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.contiguous()
+    num_rows, count = logits.shape
+    index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    _function("mneme_best_tokens")(
+        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, torch.get_num_threads()
+    )
+    return index, value
+
+
 def _like(tensor: Tensor, x: Tensor) -> Tensor:
     """Contiguous and of x's dtype, which the compiled code takes for granted."""
+    if tensor.dtype is x.dtype and tensor.is_contiguous():
+        return tensor
     return tensor.to(x.dtype).contiguous()
 
 

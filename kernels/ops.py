@@ -55,6 +55,16 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return _backend(gate_up).gated(gate_up, activation)
 
 
+def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
+    """The largest logit of each row, the first of equal ones: its index and itself. A row with a NaN gives NaN.
+
+    logits  float32 [T, vocab]
+    """
+    computed = native_ops if native_ops.can_compute(logits) else torch_ops
+    index, value = computed.best_tokens(logits)
+    return index.tolist(), value.tolist()
+
+
 def _backend(x: Tensor) -> _Ops:
     if x.is_cuda:
         return _cuda_ops()

@@ -20,3 +20,8 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    index = logits.argmax(dim=-1)  # a NaN counts as the largest
+    return index, logits.gather(-1, index[:, None])[:, 0]

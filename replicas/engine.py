@@ -23,11 +23,12 @@ from mneme.errors import InvalidRequest, MnemeError, Overloaded
 from mneme.replicas.admission import check_token_ids, max_output_tokens, stop_stream
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sampler import Sampled, SampleRow, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.sessions import Sessions
+from mneme.replicas.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -164,6 +165,10 @@ class Engine:
             arrival=next(self._arrivals),
             stop_text=stop_stream(request, self._tokenizer),
         )
+        if request.sampling.repetition_penalty != 1.0:
+            sequence.seen = TokenCounts(ids)
+        if request.sampling.presence_penalty or request.sampling.frequency_penalty:
+            sequence.drawn = TokenCounts(sequence.output_ids)
         self._sequence_by_id[request.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -176,9 +181,9 @@ class Engine:
             seed=params.seed or 0,
             choice_index=request.choice_index,
             position=request.output_offset + sequence.num_output,
-            prompt_ids=sequence.ids[: sequence.num_prompt] if params.repetition_penalty != 1.0 else (),
-            output_ids=sequence.output_ids if _has_penalty(params) else (),
             barred_ids=barred,
+            seen=sequence.seen,
+            drawn=sequence.drawn,
         )
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
@@ -196,7 +201,7 @@ class Engine:
         if outcome.token_id is None:
             self._finish(sequence, "error", "the model's logits are not finite")
             return
-        sequence.ids.append(outcome.token_id)
+        sequence.append(outcome.token_id)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         self.num_tokens["generated"] += 1
         reason = self._finish_reason(sequence, outcome.token_id)
@@ -270,7 +275,3 @@ class Engine:
         """Events since they were last taken; `step` returns them too."""
         events, self._outbox = self._outbox, []
         return events
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)

@@ -10,16 +10,22 @@ computed on the host, so it neither depends on the batch nor on the device.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from mneme.kernels.ops import best_tokens
 from mneme.replicas.request import Logprobs, SamplingParams
+from mneme.replicas.token_counts import TokenCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1
+_NUM_CANDIDATES = 256
+_BLOCK = 256  # weights that the draw skips at once
 
 
 class SampleRow(NamedTuple):
@@ -29,9 +35,9 @@ class SampleRow(NamedTuple):
     seed: int
     choice_index: int
     position: int  # of the token to draw: 0 is the first output token
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-    barred_ids: Sequence[int]  # may not be drawn now
+    barred_ids: Sequence[int] = ()  # may not be drawn now
+    seen: TokenCounts | None = None  # prompt and output; needed where there is a repetition penalty
+    drawn: TokenCounts | None = None  # output; needed where there is a presence or frequency penalty
 
 
 class Sampled(NamedTuple):
@@ -54,38 +60,24 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """
     raw = logits.clone() if any(row.params.logprobs is not None for row in rows) else logits
     for index, row in enumerate(rows):
-        _apply_biases(logits[index], row)
-        _apply_penalties(logits[index], row)
+        if row.params.logit_bias or row.barred_ids:
+            _apply_biases(logits[index], row)
+        if row.seen is not None or row.drawn is not None:
+            _apply_penalties(logits[index], row)
+    best_ids, best = best_tokens(logits)
     # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
-    sound = logits.amax(dim=-1).isfinite().tolist()
-    token_ids = _draw_all(logits, rows) if all(sound) else _draw_sound(logits, rows, sound)
+    token_ids = [token_id if math.isfinite(logit) else None for token_id, logit in zip(best_ids, best, strict=True)]
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
+    cut = [index for index in drawn if _is_truncated(rows[index].params)]
+    whole = [index for index in drawn if not _is_truncated(rows[index].params)]
+    for indices, draw in ((cut, _draw_truncated), (whole, _draw_whole)):  # by its own parameters, not the others'
+        if indices:
+            for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
+                token_ids[index] = token_id
     return [
         Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
         for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
     ]
-
-
-def _draw_sound(logits: torch.Tensor, rows: Sequence[SampleRow], sound: list[bool]) -> list[int | None]:
-    """`_draw_all` for the rows whose logits are finite, None for the others."""
-    kept = [index for index, is_sound in enumerate(sound) if is_sound]
-    result: list[int | None] = [None] * len(rows)
-    if kept:
-        for index, token_id in zip(kept, _draw_all(logits[kept], [rows[i] for i in kept]), strict=True):
-            result[index] = token_id
-    return result
-
-
-def _draw_all(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
-    """Each row by the method that its own parameters call for, so that it does not depend on the others."""
-    token_ids: list[int | None] = logits.argmax(dim=-1).tolist()
-    drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    cut = [index for index in drawn if _is_truncated(rows[index].params)]
-    whole = [index for index in drawn if not _is_truncated(rows[index].params)]
-    for indices, draw in ((cut, _draw_truncated), (whole, _draw_whole)):
-        if indices:
-            for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
-                token_ids[index] = token_id
-    return token_ids
 
 
 def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -95,18 +87,49 @@ def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """From the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size]."""
-    ordered, order = _scaled(logits, rows).sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(dim=-1)
-    rank = torch.arange(probs.shape[-1], device=logits.device)
-    top_k = _column([row.params.top_k if row.params.top_k > 0 else probs.shape[-1] for row in rows], logits)
-    probs *= (rank < top_k) & (probs >= _column([row.params.min_p for row in rows], logits) * probs[:, :1])
-    probs /= probs.sum(dim=-1, keepdim=True)
-    before = probs.cumsum(dim=-1) - probs
-    probs *= before < _column([row.params.top_p for row in rows], logits)
-    index = _invert(probs, rows)
-    token_ids: list[int] = order.gather(-1, index[:, None])[:, 0].tolist()
+    """From the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size].
+
+    Few tokens are left as a rule, so the best `_NUM_CANDIDATES` are looked at first; rows where that may not be all of
+    them take the whole vocabulary, which has to be sorted.
+    """
+    scaled = _scaled(logits, rows)
+    token_ids, is_exact = _draw_among(scaled, rows, min(_NUM_CANDIDATES, scaled.shape[-1]))
+    rest = [index for index, exact in enumerate(is_exact) if not exact]
+    if rest:
+        redrawn, _ = _draw_among(scaled[rest], [rows[index] for index in rest], scaled.shape[-1])
+        for index, token_id in zip(rest, redrawn, strict=True):
+            token_ids[index] = token_id
     return token_ids
+
+
+def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> tuple[list[int], list[bool]]:
+    """A draw from each row's `count` best tokens, and whether no others could have been drawn."""
+    values, order = _best_first(scaled, count)
+    probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp_()
+    top_k = _column([row.params.top_k if row.params.top_k > 0 else scaled.shape[-1] for row in rows], scaled)
+    min_p = _column([row.params.min_p for row in rows], scaled)
+    kept = (torch.arange(count, device=scaled.device) < top_k) & (probs >= min_p * probs[:, :1])
+    kept_probs = probs * kept
+    is_whole = _column([row.params.top_k <= 0 and row.params.min_p == 0.0 for row in rows], scaled) > 0
+    weights = kept_probs / kept_probs.sum(dim=-1, keepdim=True).where(~is_whole, 1.0)
+    weights *= weights.cumsum(dim=-1) - weights < _column([row.params.top_p for row in rows], scaled)
+    token_ids: list[int] = order.gather(-1, _invert(weights, rows)[:, None])[:, 0].tolist()
+    if count == scaled.shape[-1]:
+        return token_ids, [True] * len(rows)
+    # All that is left must stand before the candidates' end, and not be as likely as the last of them: among equals
+    # the order of the vocabulary decides, and candidates are some of them.
+    last = values.where(weights > 0, torch.inf).amin(dim=-1)
+    is_exact = (weights[:, -1] == 0) & (is_whole[:, 0] | ~kept[:, -1]) & (last > values[:, -1])
+    return token_ids, is_exact.tolist()
+
+
+def _best_first(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest logits of each row and their tokens, equal ones in the order of the vocabulary."""
+    if count == scaled.shape[-1]:
+        return scaled.sort(dim=-1, descending=True, stable=True)
+    order = scaled.topk(count, sorted=False).indices.sort(dim=-1).values
+    values, rank = scaled.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, order.gather(-1, rank)
 
 
 def _scaled(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -117,13 +140,24 @@ def _invert(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """int64 [num_rows]: where the cumulative weight passes each row's uniform number; never where a weight is 0.
 
     weights  float32 [num_rows, n]
+
+    First the block of weights where that is, then the place inside, so that only the blocks' sums are accumulated.
     """
-    cumulative = weights.double().cumsum(dim=-1)
+    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    ends = sums.cumsum(dim=-1)
     draws = [uniform(row.seed, row.choice_index, row.position) for row in rows]
-    target = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]  # where it reaches its end
-    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1)
+    target = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
+    block = _first_beyond(ends, target)
+    rest = (target - ends.gather(-1, block) + sums.gather(-1, block)).clamp_(min=0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0]
+    return (block * _BLOCK + _first_beyond(inside.double().cumsum(dim=-1), rest))[:, 0]
+
+
+def _first_beyond(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """int64 [num_rows, 1]: the first place above the target, or where the end is reached if rounding leaves none."""
+    index = torch.searchsorted(cumulative, target, right=True)
+    return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
 
 def _is_truncated(params: SamplingParams) -> bool:
@@ -136,14 +170,13 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 def _apply_penalties(logits: torch.Tensor, row: SampleRow) -> None:
     params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = _ids_tensor({*row.prompt_ids, *row.output_ids}, logits.device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if (params.presence_penalty or params.frequency_penalty) and row.output_ids:
-        output = torch.tensor(row.output_ids, dtype=torch.int64, device=logits.device)
-        counts = torch.bincount(output, minlength=logits.shape[-1])
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    if row.seen is not None:
+        ids = torch.from_numpy(row.seen.ids).to(logits.device)
+        values = logits[ids]
+        logits[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if row.drawn is not None:
+        ids, counts = (torch.from_numpy(array).to(logits.device) for array in (row.drawn.ids, row.drawn.counts))
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _apply_biases(logits: torch.Tensor, row: SampleRow) -> None:
@@ -151,11 +184,7 @@ def _apply_biases(logits: torch.Tensor, row: SampleRow) -> None:
         biased = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
         logits[biased] += torch.tensor(list(row.params.logit_bias.values()), device=logits.device)
     if row.barred_ids:
-        logits[_ids_tensor(row.barred_ids, logits.device)] = -torch.inf
-
-
-def _ids_tensor(ids: Sequence[int] | set[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
+        logits[list(row.barred_ids)] = -torch.inf
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int | None) -> Logprobs | None:

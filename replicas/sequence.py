@@ -10,6 +10,7 @@ from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
     from mneme.replicas.detokenizer import TextStream
+    from mneme.replicas.token_counts import TokenCounts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,6 +27,8 @@ class Sequence:
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
+    seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
+    drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
 
     @property
     def num_output(self) -> int:
@@ -35,6 +38,13 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """All output of the request, also what another engine had emitted before it was moved here."""
         return self.ids[self.num_prompt - self.request.output_offset :]
+
+    def append(self, token_id: int) -> None:
+        """One more output token."""
+        self.ids.append(token_id)
+        for counts in (self.seen, self.drawn):
+            if counts is not None:
+                counts.add(token_id)
 
     def take_usage(self) -> PromptUsage | None:
         """The prompt's usage, for the first event only."""

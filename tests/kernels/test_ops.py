@@ -113,6 +113,20 @@ def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(ops.gated(x, "silu")[one], ops.gated(x[one], "silu"))
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 1000])
+def test_best_tokens(size: int) -> None:
+    logits = draw(5, size, dtype=torch.float32).round()  # so that there are equal ones
+    logits[1] = -torch.inf
+    logits[2, size // 2] = torch.inf
+    logits[3, size - 1] = torch.nan
+    index, value = ops.best_tokens(logits)
+    for row in (0, 1, 2, 4):
+        assert value[row] == logits[row].max()
+        assert index[row] == int((logits[row] == logits[row].max()).nonzero()[0])
+    assert value[3] != value[3]
+
+
 def test_half_floats_are_left_to_torch() -> None:
     x = draw(2, 8, dtype=torch.float16)
     assert ops._backend(x) is torch_ops

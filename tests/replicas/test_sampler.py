@@ -9,18 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest
+from mneme.replicas import sampler
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sampler import SampleRow, sample, uniform
+from mneme.replicas.token_counts import TokenCounts
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 
 
-def row(position: int = 0, **params: Any) -> SampleRow:
-    extra = {name: params.pop(name) for name in ("prompt_ids", "output_ids", "barred_ids") if name in params}
-    fields = {"prompt_ids": (), "output_ids": (), "barred_ids": (), **extra}
+def row(
+    position: int = 0,
+    prompt_ids: tuple[int, ...] = (),
+    output_ids: tuple[int, ...] = (),
+    barred_ids: tuple[int, ...] = (),
+    **params: Any,
+) -> SampleRow:
+    counts = TokenCounts(output_ids) if output_ids or prompt_ids else None
+    seen = TokenCounts(prompt_ids + output_ids) if output_ids or prompt_ids else None
     return SampleRow(
-        SamplingParams(**params), seed=params.get("seed", 0) or 0, choice_index=0, position=position, **fields
-    )
+        SamplingParams(**params), seed=params.get("seed", 0) or 0, choice_index=0, position=position,
+        barred_ids=barred_ids, seen=seen, drawn=counts,
+    )  # fmt: skip
 
 
 def draw(*rows: SampleRow, logits: torch.Tensor = LOGITS) -> list[int | None]:
@@ -88,6 +97,55 @@ def test_truncations_keep_the_right_tokens() -> None:
     assert support(min_p=float(probs[0] / probs[1]) - 0.01) == {1, 2, 0}
     assert support(top_p=1e-9) == {1}
     assert support(top_k=2, top_p=float(probs[1] / (probs[1] + probs[2])) - 0.01) == {1}  # top-p of what top-k left
+
+
+TRUNCATIONS = [
+    {"top_k": 1}, {"top_k": 255}, {"top_k": 256}, {"top_k": 2000}, {"top_p": 0.3}, {"top_p": 0.999}, {"min_p": 0.01},
+    {"min_p": 1.0}, {"top_k": 100, "top_p": 0.9}, {"top_k": 900, "min_p": 0.02, "top_p": 0.95}, {"min_p": 1e-6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_candidates_draw_what_the_whole_vocabulary_would(
+    truncation: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits come in steps, so that many are equal: also those at the candidates' end."""
+    logits = (torch.randn(64, 1500, generator=torch.Generator().manual_seed(3)) * spread * 4).round() / 4
+    rows = [row(position, seed=1, temperature=0.8, **truncation) for position in range(64)]
+    found = [sampled.token_id for sampled in sample(logits.clone(), rows)]
+    monkeypatch.setattr(sampler, "_NUM_CANDIDATES", 1500)
+    assert found == [sampled.token_id for sampled in sample(logits.clone(), rows)]
+
+
+def test_a_draw_inverts_the_cumulative_distribution() -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(4)) * 3
+    logits[0, 1000:2000] = -torch.inf
+    ends = logits[0].double().softmax(-1).cumsum(-1)
+    for position in range(300):
+        [sampled] = sample(logits.clone(), [row(position, seed=1)])
+        number = uniform(1, 0, position)
+        assert sampled.token_id is not None
+        before = float(ends[sampled.token_id - 1]) if sampled.token_id else 0.0
+        assert before - 1e-6 <= number <= float(ends[sampled.token_id]) + 1e-6
+        assert not 1000 <= sampled.token_id < 2000
+
+
+@given(st.lists(st.integers(0, 30)), st.lists(st.integers(0, 40), max_size=400))
+def test_counts_are_those_of_a_list(first: list[int], then: list[int]) -> None:
+    counts = TokenCounts(first)
+    for token_id in then:
+        counts.add(token_id)
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == Counter(first + then)
+
+
+def test_counts_grow_past_their_room() -> None:
+    counts = TokenCounts(range(10))
+    for token_id in [*range(2000), *range(1000, 2000)]:
+        counts.add(token_id)
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == Counter(
+        [*range(10), *range(2000), *range(1000, 2000)]
+    )
 
 
 def test_penalties() -> None:
