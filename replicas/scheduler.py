@@ -20,6 +20,9 @@ from mneme.replicas.forest import OutOfPages, PrefixForest
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.sequence import Chunk, Sequence
 
+# Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
+_REMATCH_STEPS = 64
+
 
 class Scheduler:
     """Owns the queue and the running set; the forest owns the pages."""
@@ -31,6 +34,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_suspensions = 0
+        # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
+        # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
+        self._refused: Sequence | None = None
+        self._rematch_in = 0
 
     @property
     def has_work(self) -> bool:
@@ -41,6 +48,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended: forget it and let its pages become cached."""
+        self._refused = None
         if sequence.path is None:
             self.waiting.remove(sequence)
             return
@@ -67,7 +75,11 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             sequence = self.waiting[0]
+            if sequence is self._refused and self._rematch_in > 0:
+                self._rematch_in -= 1
+                return
             if not self._open(sequence):
+                self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
             self.waiting.popleft()
             _insert_by_arrival(self.running, sequence)
@@ -124,6 +136,7 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence) -> None:
         assert sequence.path is not None
+        self._refused = None
         self.running.remove(sequence)
         self._forest.release(sequence.path)
         sequence.path = None

@@ -72,6 +72,22 @@ def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
     assert all(usage_of(events, f"r{index}") == (90, 89) for index in (1, 2, 3))
 
 
+def test_a_head_that_does_not_fit_is_not_matched_again_until_pages_come_free() -> None:
+    engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=64)
+    engine.submit(make_request("long", [1] * 40, SamplingParams(temperature=0, max_tokens=20)))
+    engine.submit(make_request("head", [2] * 40))
+    opened: list[int] = []
+    open_path = engine.forest.open_path
+    engine.forest.open_path = lambda salt: opened.append(engine.num_steps) or open_path(salt)  # type: ignore[func-returns-value,method-assign]
+    events: list[TokenEvent] = []
+    while engine.scheduler.waiting:
+        events += engine.step()
+    assert [event.finish_reason for event in events if event.finish_reason] == ["length"]  # of "long", just before
+    assert opened == [0, 0, 20]  # both at first, the head in the step after the last of "long"
+    events += run(engine)
+    assert tokens_of(events, "head") == continuation([2] * 40, 4, 5)
+
+
 def test_identical_decodes_share_their_pages() -> None:
     engine = make_engine()
     for index in range(3):
