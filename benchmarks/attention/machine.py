@@ -24,17 +24,23 @@ class Ceilings(NamedTuple):
     cache_bytes: int
 
 
-def measure_ceilings(device: torch.device, dtypes: list[torch.dtype], num_runs: int = 5) -> Ceilings:
+def measure_ceilings(
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    num_runs: int = 5,
+    *,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Ceilings:
     """Medians of a few runs of a copy and of a matrix product per dtype."""
     num_bytes = _COPY_BYTES[device.type]
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = _median_s(lambda: target.copy_(source), device, num_runs)
+    copy_s = _median_s(lambda: target.copy_(source), device, num_runs, now_s)
     side = _PRODUCT_SIDE[device.type]
     flops = {}
     for dtype in dtypes:
         factors = [torch.randn(side, side, device=device).to(dtype) for _ in range(2)]
-        flops[dtype] = 2 * side**3 / _median_s(partial(torch.mm, *factors), device, num_runs)
+        flops[dtype] = 2 * side**3 / _median_s(partial(torch.mm, *factors), device, num_runs, now_s)
     return Ceilings(2 * num_bytes / copy_s, flops, last_cache_bytes(device))
 
 
@@ -46,15 +52,15 @@ def last_cache_bytes(device: torch.device) -> int:
     return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=_DEFAULT_CACHE_BYTES)
 
 
-def _median_s(call: Callable[[], object], device: torch.device, num_runs: int) -> float:
+def _median_s(call: Callable[[], object], device: torch.device, num_runs: int, now_s: Callable[[], float]) -> float:
     call()
     times = []
     for _ in range(num_runs):
         _wait(device)
-        started = time.perf_counter()
+        started = now_s()
         call()
         _wait(device)
-        times.append(time.perf_counter() - started)
+        times.append(now_s() - started)
     return statistics.median(times)
 
 

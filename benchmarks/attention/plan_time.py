@@ -8,7 +8,6 @@ of the next ones. What a step costs must grow with the pages that changed, not w
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from mneme.kernels.attention import Plan, QueryRows
 
 _SHARE_OF_STEP, _GROWTH = 0.05, 1.5
 _RUNS = 9
+Clock = Callable[[], float]  # seconds
 
 
 class Point(NamedTuple):
@@ -56,13 +56,14 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     options = bench.options(heads, DTYPES["bfloat16"]) | {"cache_bytes": 0, "room": 1}
     scene = prefix_scene(point.batch, half, half, **options)
     plan = scene.plan()
-    attention_ms, prepare_ms = _attention_ms(scene, plan)
+    clock = bench.now_s
+    attention_ms, prepare_ms = _attention_ms(scene, plan, clock)
     step_ms = num_layers * attention_ms
     row = {
-        "build": _median_ms(scene.plan),
-        "with_rows": _median_ms(lambda: plan.with_rows(_next_rows(scene))),
-        "append_1_page": _appending_ms(scene, 1),
-        "append_all": _appending_ms(scene, point.batch),
+        "build": _median_ms(scene.plan, clock),
+        "with_rows": _median_ms(lambda: plan.with_rows(_next_rows(scene)), clock),
+        "append_1_page": _appending_ms(scene, 1, clock),
+        "append_all": _appending_ms(scene, point.batch, clock),
         "prepare": prepare_ms,
         "attention_layer": attention_ms,
     }
@@ -70,7 +71,7 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     return row | {"decode_of_step": moved_on / step_ms, "rebuild_of_step": (row["build"] + prepare_ms) / step_ms}
 
 
-def _attention_ms(scene: Scene, plan: Plan) -> tuple[float, float]:
+def _attention_ms(scene: Scene, plan: Plan, clock: Clock) -> tuple[float, float]:
     """One layer's attention, and what the first layer of a new plan adds to it."""
     scene.attend(0, plan)
     first: list[float] = []
@@ -78,8 +79,8 @@ def _attention_ms(scene: Scene, plan: Plan) -> tuple[float, float]:
     for _ in range(5):
         moved = plan.with_rows(_next_rows(scene))
         call = partial(scene.attend, 0, moved)
-        first.append(_once_ms(call, scene.q.device))
-        later += [_once_ms(call, scene.q.device) for _ in range(2)]
+        first.append(_once_ms(call, scene.q.device, clock))
+        later += [_once_ms(call, scene.q.device, clock) for _ in range(2)]
     layer_ms = statistics.median(later)
     return layer_ms, max(0.0, statistics.median(first) - layer_ms)
 
@@ -89,32 +90,32 @@ def _next_rows(scene: Scene) -> QueryRows:
     return QueryRows(sequence, position + 1)
 
 
-def _appending_ms(scene: Scene, num_pages: int) -> float:
+def _appending_ms(scene: Scene, num_pages: int, clock: Clock) -> float:
     """Steps one after the other in which so many sequences begin a page and all go on by a token; the median."""
     plan, times = scene.plan(), []
     sequences, (numbers, positions) = np.arange(num_pages), scene.rows.arrays()
     for step in range(_RUNS):
-        started = time.perf_counter()
+        started = clock()
         plan = plan.append_page(sequences, np.arange(plan.num_pages, plan.num_pages + num_pages))
         plan = plan.with_rows(QueryRows(numbers, positions + 1 + step))
-        times.append((time.perf_counter() - started) * 1e3)
+        times.append((clock() - started) * 1e3)
     return statistics.median(times)
 
 
-def _median_ms(call: Callable[[], object]) -> float:
+def _median_ms(call: Callable[[], object], clock: Clock) -> float:
     cpu = torch.device("cpu")
     call()
-    return statistics.median(_once_ms(call, cpu) for _ in range(_RUNS))
+    return statistics.median(_once_ms(call, cpu, clock) for _ in range(_RUNS))
 
 
-def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+def _once_ms(call: Callable[[], object], device: torch.device, clock: Clock) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = clock()
     call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e3
+    return (clock() - started) * 1e3
 
 
 def _checks(bench: Bench, rows: list[dict[str, Any]]) -> list[Check]:

@@ -25,22 +25,24 @@ from attention import (
     roofline,
     rotation,
 )
+from attention.arms import backends
 from attention.bench import DTYPES, Bench
 from attention.machine import measure_ceilings
 from attention.report import PartResult, print_part, rounded
+from attention.scenes import Heads, prefix_scene
 from workloads import cpu_name, load_average
 
 # Name -> what runs it and its share of the time, in parts of a hundred.
 PARTS: dict[str, tuple[Callable[[Bench], PartResult], int]] = {
-    "headline": (headline.run, 12),
+    "headline": (headline.run, 18),
     "relay": (relay.run, 22),
     "bandwidth": (bandwidth.run, 6),
     "documents": (documents.run, 10),
     "rotation": (rotation.run, 5),
-    "regret": (regret.run, 20),
+    "regret": (regret.run, 16),
     "plan_time": (plan_time.run, 5),
     "pensieve": (pensieve.run, 6),
-    "chunk": (chunk.run, 9),
+    "chunk": (chunk.run, 7),
     "roofline": (roofline.run, 5),
 }
 # (GPU, CPU, quick): seconds for everything, and for the rounds of one point.
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     bench = _bench(args, device)
     budget_s = args.budget_s or bench.pick(cuda=_BUDGET_S[0], cpu=_BUDGET_S[1], quick=_BUDGET_S[2])
     chosen = args.only or list(PARTS)
-    print(f"{device_name(device)}: {_shown_ceilings(bench)}; load {load_before}")
+    available = _backends(bench)
+    print(f"{device_name(device)}: {', '.join(available)}; {_shown_ceilings(bench)}; load {load_before}")
     parts: list[PartResult] = []
     ends_s = started + budget_s
     for index, name in enumerate(chosen):
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         parts.append(runner(bench))
         print_part(parts[-1])
         closing = _closing(args, bench, parts, (load_before, load_average()), time.perf_counter() - started)
+        closing["backends"] = available
         _write(args.out, closing)  # after each part: a run that is cut short leaves what it has
     if args.out is not None:
         drawn = plots.draw(parts, args.out, f"{device_name(device)}, {time.strftime('%Y-%m-%d')}")
@@ -80,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(closing))
     missed = [check["name"] for check in closing["checks"] if check["ok"] is False]
     return 1 if missed and args.strict else 0
+
+
+def _backends(bench: Bench) -> list[str]:
+    """What can run here: without a compiler, say, `auto` is torch's backend, and the figures are of that."""
+    return backends(prefix_scene(2, 32, 32, **bench.options(Heads(8, 2, 64), DTYPES["bfloat16"])))
 
 
 def _shown_ceilings(bench: Bench) -> str:
@@ -95,10 +104,12 @@ def device_name(device: torch.device) -> str:
 
 def _bench(args: argparse.Namespace, device: torch.device) -> Bench:
     dtypes = [torch.bfloat16, torch.float32, *([torch.float16] if device.type == "cuda" else [])]
+    now_s = time.process_time if args.clock == "cpu" else time.perf_counter
     kind = 2 if args.quick else 0 if device.type == "cuda" else 1
     return Bench(
-        device=device, quick=args.quick, num_threads=args.threads, ceilings=measure_ceilings(device, dtypes),
-        point_s=_POINT_S[kind], seed=args.seed, now_s=time.process_time if args.clock == "cpu" else time.perf_counter,
+        device=device, quick=args.quick, num_threads=args.threads,
+        ceilings=measure_ceilings(device, dtypes, now_s=now_s),
+        point_s=_POINT_S[kind], seed=args.seed, now_s=now_s,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def test_bench_attention(tmp_path: Path) -> None:
     parts = ["--only", "rotation", "--only", "pensieve"]
     found = closing_line(["benchmarks/bench_attention.py", "--quick", *parts, "--out", str(tmp_path)])
     assert found["threads"] == 1
+    assert "torch" in found["backends"]
     assert set(found["results"]) == {"rotation", "pensieve"}
     assert [row["deltas"] for row in found["results"]["rotation"]["rows"]] == ["documents", "shared", "pages"]
     assert all(row["random"] > 0 for row in found["results"]["rotation"]["rows"])
