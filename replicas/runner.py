@@ -32,6 +32,7 @@ from mneme.replicas.sequence import Chunk
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
 _SPARE_SLOT = 0
+_SPARE_RUN = ((0, 0, 1),)
 _NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
@@ -80,8 +81,8 @@ class Runner:
         if not chunks:
             return None
         ordered = self._in_plan_order(chunks)
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered])
-        slots = np.concatenate([self._slots(chunk) for chunk in ordered])
+        positions = _ranges([chunk.start for chunk in ordered], [chunk.num_rows for chunk in ordered])
+        slots = self._slots(ordered)
         token_ids = [t for chunk in ordered for t in chunk.sequence.ids[chunk.start : chunk.end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
         bucket = self._bucket(ordered)
@@ -144,7 +145,7 @@ class Runner:
         counts = [chunk.num_rows for chunk in ordered]
         num_padding = 0 if bucket is None else bucket - len(ordered)
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
-        rows = QueryRows(sequence, np.pad(positions, (0, num_padding)))
+        rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
         paths = [_path(chunk) for chunk in ordered]
         plan = self._appended(paths, len(ordered) + num_padding)
         self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
@@ -179,11 +180,10 @@ class Runner:
             share=self._decoder.share,
         )
 
-    def _slots(self, chunk: Chunk) -> IntArray:
-        if not chunk.runs:
-            return np.full(chunk.num_rows, _SPARE_SLOT)
-        firsts = [page_id * self.page_size + offset for page_id, offset, _ in chunk.runs]
-        return np.concatenate([np.arange(f, f + run[2]) for f, run in zip(firsts, chunk.runs, strict=True)])
+    def _slots(self, ordered: list[Chunk]) -> IntArray:
+        """Where each row's KV is written. A chunk without runs is one row."""
+        runs = [run for chunk in ordered for run in chunk.runs or _SPARE_RUN]
+        return _ranges([page_id * self.page_size + offset for page_id, offset, _ in runs], [run[2] for run in runs])
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
@@ -194,6 +194,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _ranges(firsts: list[int], counts: list[int]) -> IntArray:
+    """[first, first + count) of each, one behind the other."""
+    lengths = np.array(counts)
+    ends = lengths.cumsum()
+    return np.repeat(np.array(firsts) - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 def _path(chunk: Chunk) -> Path:
