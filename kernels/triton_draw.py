@@ -17,7 +17,6 @@ from mneme.kernels.triton_weigh import (
     best_of,
     chosen_pivot,
     is_truncated,
-    key_of,
     param,
     pivot_of,
     scaled_of,
@@ -25,8 +24,7 @@ from mneme.kernels.triton_weigh import (
     weight_of,
 )
 
-_MAX_KEY = tl.constexpr(2**31 - 1)
-_MIN_KEY = tl.constexpr(-(2**31))
+_MAX_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -39,11 +37,11 @@ def _load(
     pivot: tl.tensor,
     UNIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Which of these values are candidates, their keys and weights (0 of others)."""
+    """Which of these values are candidates, what they are by the temperature, and their weights (0 of others)."""
     x = tl.load(values_ptr + index, mask=index < num_values, other=-float("inf"))
     scaled = scaled_of(x, temperature)
     is_candidate = scaled - top >= pivot
-    return is_candidate, key_of(scaled), tl.where(is_candidate, weight_of(scaled - top, UNIT), 0)
+    return is_candidate, scaled, tl.where(is_candidate, weight_of(scaled - top, UNIT), 0)
 
 
 @triton.jit
@@ -60,41 +58,41 @@ def _crossing(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Where the cumulative weight (or count) of candidates, in descending order, passes `target`.
 
-    The key of the token there; count and weight of the candidates above it; the weight of one token with this key.
+    The scaled logit there; count and weight of the candidates above it; the weight of one token that has it.
 
-    Bisection between keys that occur: a step moves one end to the next of them, so that steps are about the logarithm
-    of the number of candidates, and never more than 33.
+    Bisection between values that occur: a step moves one end to the next of them, so the number of steps is about the
+    logarithm of the number of candidates.
     """
-    low, high = tl.full((), _MIN_KEY, tl.int64), key_of(top).to(tl.int64)
+    low, high = top + 1.0625 * pivot - 1e-6 * tl.abs(top), top  # below all candidates, however they were rounded
     while low < high:
-        middle = (low + (high - low + 1) // 2).to(tl.int32)
+        middle = low + 0.5 * (high - low)
+        middle = tl.where(middle > low, middle, high)
         passed = tl.zeros((), tl.int64)
-        next_above, next_below = tl.full((), _MAX_KEY, tl.int32), tl.full((), _MIN_KEY, tl.int32)
+        next_above, next_below = tl.full((), float("inf"), tl.float32), tl.full((), -float("inf"), tl.float32)
         for start in range(0, num_values, BLOCK):
-            is_candidate, keys, weights = _load(
+            is_candidate, scaled, weights = _load(
                 values_ptr, start + tl.arange(0, BLOCK), num_values, temperature, top, pivot, UNIT
             )
-            is_above = is_candidate & (keys >= middle)
+            is_above = is_candidate & (scaled >= middle)
             amounts = weights if BY_WEIGHT else tl.full((BLOCK,), 1, tl.int64)
             passed += tl.sum(tl.where(is_above, amounts, 0), axis=0)
-            next_above = tl.minimum(next_above, tl.min(tl.where(is_above, keys, _MAX_KEY), axis=0))
-            is_below = is_candidate & (keys < middle)
-            next_below = tl.maximum(next_below, tl.max(tl.where(is_below, keys, _MIN_KEY), axis=0))
+            next_above = tl.minimum(next_above, tl.min(tl.where(is_above, scaled, float("inf")), axis=0))
+            is_below = is_candidate & (scaled < middle)
+            next_below = tl.maximum(next_below, tl.max(tl.where(is_below, scaled, -float("inf")), axis=0))
         if passed > target:
-            low = next_above.to(tl.int64)
+            low = next_above
         else:
-            high = tl.maximum(next_below.to(tl.int64), low)
-    found = low.to(tl.int32)
+            high = tl.maximum(next_below, low)
     count, weight, unit = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, num_values, BLOCK):
-        is_candidate, keys, weights = _load(
+        is_candidate, scaled, weights = _load(
             values_ptr, start + tl.arange(0, BLOCK), num_values, temperature, top, pivot, UNIT
         )
-        is_above = is_candidate & (keys > found)
+        is_above = is_candidate & (scaled > low)
         count += tl.sum(is_above.to(tl.int64), axis=0)
         weight += tl.sum(tl.where(is_above, weights, 0), axis=0)
-        unit = tl.maximum(unit, tl.max(tl.where(is_candidate & (keys == found), weights, 0), axis=0))
-    return found, count, weight, unit
+        unit = tl.maximum(unit, tl.max(tl.where(is_candidate & (scaled == low), weights, 0), axis=0))
+    return low, count, weight, unit
 
 
 @triton.jit
@@ -112,31 +110,30 @@ def _weight_from(
     total = tl.zeros((), tl.int64)
     for start in range(0, num_values, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        is_candidate, _, weights = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
-        x = tl.load(values_ptr + index, mask=index < num_values, other=-float("inf"))
-        is_kept = is_candidate & (tl.exp(scaled_of(x, temperature) - top) >= min_p)
+        is_candidate, scaled, weights = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
+        is_kept = is_candidate & (tl.exp(scaled - top) >= min_p)
         total += tl.sum(tl.where(is_kept, weights, 0), axis=0)
     return total
 
 
 @triton.jit
-def _nth_of_key(
+def _nth_of_value(
     values_ptr: tl.tensor,
     num_values: tl.tensor,
     temperature: tl.tensor,
     top: tl.tensor,
     pivot: tl.tensor,
-    key: tl.tensor,
+    value: tl.tensor,
     nth: tl.tensor,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Index of the nth candidate that has this key."""
+    """Index of the nth candidate that has this scaled logit."""
     found, num_seen = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for start in range(0, num_values, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        is_candidate, keys, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
-        is_tied = (is_candidate & (keys == key)).to(tl.int32)
+        is_candidate, scaled, _ = _load(values_ptr, index, num_values, temperature, top, pivot, UNIT)
+        is_tied = (is_candidate & (scaled == value)).to(tl.int32)
         is_found = (is_tied > 0) & (num_seen + tl.cumsum(is_tied, axis=0) - 1 == nth)
         found = tl.maximum(found, tl.max(tl.where(is_found, index, 0), axis=0))
         num_seen += tl.sum(is_tied, axis=0)
@@ -182,9 +179,9 @@ def _draw_truncated(
         _, _, weight, unit = _crossing(values_ptr, num_values, temperature, top, pivot, target, True, UNIT, BLOCK)
         kept = weight + ((target - weight) // unit + 1) * unit
     target = _target_of(param(params_ptr, row, UNIFORM), kept)
-    key, _, weight, unit = _crossing(values_ptr, num_values, temperature, top, pivot, target, True, UNIT, BLOCK)
+    value, _, weight, unit = _crossing(values_ptr, num_values, temperature, top, pivot, target, True, UNIT, BLOCK)
     nth = ((target - weight) // unit).to(tl.int32)
-    return _nth_of_key(values_ptr, num_values, temperature, top, pivot, key, nth, UNIT, BLOCK)
+    return _nth_of_value(values_ptr, num_values, temperature, top, pivot, value, nth, UNIT, BLOCK)
 
 
 @triton.jit
@@ -245,7 +242,7 @@ def draw_kernel(
             inside = chunks < num_chunks
             bests = tl.load(best_ptr + row * num_chunks + chunks, mask=inside, other=-float("inf"))
             best_ids = tl.load(best_id_ptr + row * num_chunks + chunks, mask=inside, other=0)
-            token = tl.min(tl.where(inside & (bests == best), best_ids, _MAX_KEY), axis=0)
+            token = tl.min(tl.where(inside & (bests == best), best_ids, _MAX_ID), axis=0)
         else:
             top = scaled_of(best, temperature)
             if is_truncated(params_ptr, row):

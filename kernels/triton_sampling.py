@@ -6,8 +6,8 @@ cumulative weights of different passes fit together exactly.
 
 What top-k, top-p and min-p keep is a prefix of the tokens ordered by (s descending, id ascending), and the draw inverts
 the cumulative weight over that same order. Each of them asks one question: at which token does a cumulative count or
-weight pass a target? The answer is found by bisection over the bits of s, among candidates: the tokens above the
-highest of 16 fixed thresholds above which everything asked for must lie. A row without truncation is inverted in the
+weight pass a target? The answer is found by bisection over s, among candidates: the tokens above the highest of
+16 fixed thresholds above which everything asked for must lie. A row without truncation is inverted in the
 order of the vocabulary: first its chunk, then the token.
 
 Four launches at most: best of each chunk; weight of each chunk and of its part above each threshold; candidates, in the

@@ -44,13 +44,6 @@ def weight_of(below_top: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def key_of(scaled: tl.tensor) -> tl.tensor:
-    """int32 in the order of the floats; both zeros are one."""
-    bits = tl.where(scaled == 0.0, 0.0, scaled).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def pivot_of(number: tl.tensor) -> tl.tensor:
     """The thresholds of s - top: they begin close and end at -31, below which every weight is 0. Exact in float32."""
     return (number + 1) * (number + 1) * _PIVOT_STEP
