@@ -34,29 +34,33 @@ float* thread_scratch(size_t num_floats) {
 }
 
 template <class Elem>
-void rotate_query(const Step& s, const Elem* q, int position, float* out) {
-  const int half = s.rope ? s.rotary_half : 0;
-  const int last = s.num_positions - 1;
-  const float* cos = s.rope + static_cast<int64_t>(std::clamp(position, 0, last > 0 ? last : 0)) * 3 * half;
+void rotate_query(const Step& s, const Elem* q, int position, float* __restrict out) {
+  const int half = s.rope ? s.rotary_half : 0, dim = s.head_dim;
+  const int last = s.num_positions > 0 ? s.num_positions - 1 : 0;
+  const float scale = s.score_scale;
+  const float* cos = s.rope + static_cast<int64_t>(std::clamp(position, 0, last)) * 3 * half;
   const float* sin = cos + 2 * half;
+  const Elem* second = q + half;
   for (int i = 0; i < half; ++i) {
-    const float first = to_float(q[i]), second = to_float(q[half + i]);
-    out[i] = (first * cos[i] - second * sin[i]) * s.score_scale;
-    out[half + i] = (second * cos[i] + first * sin[i]) * s.score_scale;
+    out[i] = (to_float(q[i]) * cos[i] - to_float(second[i]) * sin[i]) * scale;
+    out[half + i] = (to_float(second[i]) * cos[i] + to_float(q[i]) * sin[i]) * scale;
   }
-  for (int i = 2 * half; i < s.head_dim; ++i) out[i] = to_float(q[i]) * s.score_scale;
+  for (int i = 2 * half; i < dim; ++i) out[i] = to_float(q[i]) * scale;
 }
 template void rotate_query(const Step&, const float*, int, float*);
 template void rotate_query(const Step&, const bf16*, int, float*);
 
 static void write_out(const Step& s, const Layer& layer, int64_t index, const float* x, float weight) {
+  const int dim = s.head_dim;
   if (s.dtype == kFloat32) {
-    float* out = static_cast<float*>(layer.out) + index * s.head_dim;
-    for (int i = 0; i < s.head_dim; ++i) out[i] = x[i] * weight;
-  } else {
-    bf16* out = static_cast<bf16*>(layer.out) + index * s.head_dim;
-    for (int i = 0; i < s.head_dim; ++i) out[i] = to_bf16(x[i] * weight);
+    float* __restrict out = static_cast<float*>(layer.out) + index * dim;
+    for (int i = 0; i < dim; ++i) out[i] = x[i] * weight;
+    return;
   }
+  bf16* out = static_cast<bf16*>(layer.out) + index * dim;
+  int i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * weight);
+  for (; i < dim; ++i) out[i] = to_bf16(x[i] * weight);
 }
 
 // The lse tensor holds a total's logarithm in units of log 2 until the row's last part.

@@ -44,6 +44,7 @@ struct KeyTile {
   int count;
   bool is_mixed;                 // some key is partial
   int32_t slot[kTileKeys];
+  int64_t offset[kTileKeys];     // of the key in a KV head's pool, in elements
   int32_t position[kTileKeys];   // at which the key was rotated
   int32_t page[kTileKeys];       // index into the run's pages
   bool is_partial[kTileKeys];
@@ -58,8 +59,8 @@ struct RunRows {
 // Goes through a run's pages and gives the keys that a block's rows see, tile by tile.
 class KeyCursor {
  public:
-  KeyCursor(const Step& step, const RunRows& rows);
-  bool next(KeyTile& tile);
+  KeyCursor(const Step& step, const RunRows& rows, int most_keys = kTileKeys);
+  bool next(KeyTile& tile);  // false where there are no more keys; the tile is empty then
 
  private:
   struct Seen {
@@ -68,8 +69,12 @@ class KeyCursor {
   Seen seen(int page) const;
   Seen masks(int page) const;
 
+  void add(KeyTile& tile, int offset, bool is_partial) const;
+  void add_page(KeyTile& tile) const;
+
   const Step& step_;
   const RunRows& rows_;
+  const int most_keys_;
   int page_, page_end_;
   uint64_t left_by_any_ = 0, by_all_ = 0;  // of the page before `page_`
 };

@@ -13,8 +13,12 @@ RunRows run_rows(const Step& s, int piece, int run, int first, int count) {
   return {run, first, count, lowest, highest};
 }
 
-KeyCursor::KeyCursor(const Step& step, const RunRows& rows)
-    : step_(step), rows_(rows), page_(step.page_begin[rows.run]), page_end_(step.page_end[rows.run]) {}
+KeyCursor::KeyCursor(const Step& step, const RunRows& rows, int most_keys)
+    : step_(step),
+      rows_(rows),
+      most_keys_(most_keys),
+      page_(step.page_begin[rows.run]),
+      page_end_(step.page_end[rows.run]) {}
 
 // The masks of a page, of all rows of the block.
 KeyCursor::Seen KeyCursor::masks(int page) const {
@@ -48,29 +52,50 @@ KeyCursor::Seen KeyCursor::seen(int page) const {
   return {seen.by_any & some, seen.by_all & all};
 }
 
+// One key of the page before `page_`.
+void KeyCursor::add(KeyTile& tile, int offset, bool is_partial) const {
+  const int n = tile.count++;
+  tile.slot[n] = step_.page_id[page_ - 1] * step_.page_size + offset;
+  tile.position[n] = step_.slot_position[tile.slot[n]];
+  tile.page[n] = page_ - 1 - step_.page_begin[rows_.run];
+  tile.is_partial[n] = is_partial;
+  tile.is_mixed |= is_partial;
+}
+
+// All keys of that page, which every row sees.
+void KeyCursor::add_page(KeyTile& tile) const {
+  const int size = step_.page_size, slot = step_.page_id[page_ - 1] * size, page = page_ - 1 - step_.page_begin[rows_.run];
+  const int32_t* position = step_.slot_position + slot;
+  int32_t *to_slot = tile.slot + tile.count, *to_position = tile.position + tile.count, *to_page = tile.page + tile.count;
+  for (int i = 0; i < size; ++i) {
+    to_slot[i] = slot + i;
+    to_position[i] = position[i];
+    to_page[i] = page;
+  }
+  std::memset(tile.is_partial + tile.count, 0, size);
+  tile.count += size;
+}
+
 bool KeyCursor::next(KeyTile& tile) {
   tile.count = 0;
   tile.is_mixed = false;
-  const int first_page = step_.page_begin[rows_.run];
-  while (tile.count < kTileKeys) {
+  const uint64_t whole_page = ~uint64_t{0} >> (64 - step_.page_size);
+  while (tile.count < most_keys_) {
     if (left_by_any_ == 0) {
       if (page_ == page_end_) break;
       const Seen found = seen(page_++);
       left_by_any_ = found.by_any;
       by_all_ = found.by_all;
-      continue;
+    } else if ((left_by_any_ & by_all_) == whole_page && tile.count + step_.page_size <= most_keys_) {
+      add_page(tile);
+      left_by_any_ = 0;
+    } else {
+      const int offset = __builtin_ctzll(left_by_any_);
+      left_by_any_ &= left_by_any_ - 1;
+      add(tile, offset, !(by_all_ >> offset & 1));
     }
-    const int offset = __builtin_ctzll(left_by_any_);
-    left_by_any_ &= left_by_any_ - 1;
-    const int slot = step_.page_id[page_ - 1] * step_.page_size + offset;
-    const bool is_partial = !(by_all_ >> offset & 1);
-    tile.slot[tile.count] = slot;
-    tile.position[tile.count] = step_.slot_position[slot];
-    tile.page[tile.count] = page_ - 1 - first_page;
-    tile.is_partial[tile.count] = is_partial;
-    tile.is_mixed |= is_partial;
-    ++tile.count;
   }
+  for (int n = 0; n < tile.count; ++n) tile.offset[n] = static_cast<int64_t>(tile.slot[n]) * step_.head_dim;
   return tile.count > 0;
 }
 

@@ -32,11 +32,65 @@ inline void store(float* p, Vec x) { *reinterpret_cast<LooseVec*>(p) = x; }
 inline Vec splat(float x) { return x - Vec{}; }
 inline IntVec splat(int32_t x) { return x - IntVec{}; }
 
+// kLanes halves, each in the lower half of a lane.
+inline BitVec load_bits(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 would widen in two halves
+  return reinterpret_cast<BitVec>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const LooseHalfVec*>(p), BitVec);
+#endif
+}
+
 // kLanes values as float32.
 inline Vec load_float(const float* p) { return load(p); }
-inline Vec load_float(const bf16* p) {
-  const HalfVec half = *reinterpret_cast<const LooseHalfVec*>(p);
-  return reinterpret_cast<Vec>(__builtin_convertvector(half, BitVec) << 16);
+inline Vec load_float(const bf16* p) { return reinterpret_cast<Vec>(load_bits(p) << 16); }
+
+// Rounds to nearest even, as 32-bit lanes; a NaN stays one.
+inline BitVec round_to_bf16(Vec x) {
+  const BitVec bits = reinterpret_cast<BitVec>(x);
+  const BitVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return x == x ? rounded : (bits >> 16) | 0x40u;
+}
+
+inline void store(bf16* p, Vec x) {
+  *reinterpret_cast<LooseHalfVec*>(p) = __builtin_convertvector(round_to_bf16(x), HalfVec);
+}
+
+// Two vectors of values as float32, in whatever order is cheapest to load.
+struct VecPair {
+  Vec first, second;
+};
+inline VecPair load_pair(const float* p) { return {load(p), load(p + kLanes)}; }
+inline VecPair load_pair(const bf16* p) {  // even and odd values: each is half of a 32-bit lane
+  const IntVec both = *reinterpret_cast<const LooseIntVec*>(p);
+  return {reinterpret_cast<Vec>(both << 16), reinterpret_cast<Vec>(both & splat(static_cast<int32_t>(0xffff0000u)))};
+}
+
+// 2 * kLanes floats into that order, and back; the pointer only names the type that is loaded.
+inline void to_pair_order(const float*, const float* in, float* out) { std::memcpy(out, in, 8 * kLanes); }
+inline void from_pair_order(const float*, const float* in, float* out) { std::memcpy(out, in, 8 * kLanes); }
+inline void to_pair_order(const bf16*, const float* in, float* out) {
+  for (int i = 0; i < kLanes; ++i) {
+    out[i] = in[2 * i];
+    out[kLanes + i] = in[2 * i + 1];
+  }
+}
+inline void from_pair_order(const bf16*, const float* in, float* out) {
+  for (int i = 0; i < kLanes; ++i) {
+    out[2 * i] = in[i];
+    out[2 * i + 1] = in[kLanes + i];
+  }
+}
+
+// Makes the compiler keep a value in a register where it would rather load it again for every use.
+inline void keep(Vec& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE2__)
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
 }
 
 // The larger one; a NaN in `x` leaves `best` as it is.

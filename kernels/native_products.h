@@ -29,8 +29,8 @@ struct FloatDot {
 struct PairDot {
   static constexpr int kPerCell = 2;
   static Vec add(Vec sum, Vec a, Vec b) {
-    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
-                                                  reinterpret_cast<__m512bh>(b)));
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // GCC 12 keeps the intrinsic's operands on the stack
+    return sum;
   }
 };
 
@@ -44,9 +44,9 @@ inline Vec to_pairs(Vec first, Vec second) {
 #endif
 
 // c[r][0 : Cols * kLanes] = old + sum over steps of a[r][step * a_step] * b[step], for Rows rows; `old` is 0, or
-// c[r] * c_scale[r] where there is a c_scale.
+// c[r] * c_scale[r] where there is a c_scale. (Not inline: the loop needs all registers.)
 template <class Dot, int Rows, int Cols>
-inline void product(const float* const* a, int64_t a_step, const float* b, int64_t b_stride, int steps, float* c,
+__attribute__((noinline)) void product(const float* const* a, int64_t a_step, const float* b, int64_t b_stride, int steps, float* c,
                     int64_t c_stride, const float* c_scale) {
   Vec sum[Rows][Cols];
   const float* row[Rows];
@@ -58,7 +58,10 @@ inline void product(const float* const* a, int64_t a_step, const float* b, int64
   }
   for (int step = 0; step < steps; ++step, b += b_stride) {
     Vec column[Cols];
-    for (int j = 0; j < Cols; ++j) column[j] = load(b + j * kLanes);
+    for (int j = 0; j < Cols; ++j) {
+      column[j] = load(b + j * kLanes);
+      keep(column[j]);
+    }
     for (int r = 0; r < Rows; ++r) {
       const Vec cell = splat_cell(row[r] + step * a_step);
       for (int j = 0; j < Cols; ++j) sum[r][j] = Dot::add(sum[r][j], cell, column[j]);

@@ -1,5 +1,5 @@
 // Few query heads over keys: every head's dot product with every key, head_dim in lanes, straight from the pages and each
-// byte once. A decode step's private pages run at memory's rate here.
+// byte once. A decode step's private pages run near memory's rate here.
 #include "native_attention.h"
 
 #include <algorithm>
@@ -8,13 +8,12 @@
 namespace mneme::attention {
 namespace {
 
-constexpr int kMostHeads = 4;                                       // that go over a tile together
-constexpr int kMostChunk = kLanes == 16 ? 4 : 2;                    // vectors of values that are summed together
-constexpr int kKeysAtOnce = kLanes == 16 ? 4 : 2;                   // dot products of so many keys run side by side
-constexpr int kPrefetchKeys = 16;                                   // how far ahead of its use a row of a page is asked for
+constexpr int kMostHeads = 4;        // that go over a tile together
+constexpr int kPair = 2 * kLanes;    // values that are loaded together
 constexpr int kCacheLine = 64;
 
-// One query row, one KV head, up to kMostHeads of its query heads.
+// One query row, one KV head, up to kMostHeads of its query heads. Queries and sums are kept in the order in which pairs
+// of vectors are loaded.
 template <class Elem>
 class Rows {
  public:
@@ -23,24 +22,24 @@ class Rows {
   void finish();
 
  private:
-  template <int Heads>
-  void scores();
-  template <int Heads>
+  void load_queries();
+  template <int Heads, int Dim>
   void add_tile();
-  template <int Heads, int Chunk>
-  void add_values(int from);
+  template <int Heads, int Dim>
+  void scores();
+  template <int Heads, int Pairs>
+  void add_values(int from, bool is_first);
   void softmax(int head);
-  const Elem* row_of(const void* pool, int n) const {
-    return static_cast<const Elem*>(pool) + (kv_head_ * layer_.num_slots + tile_.slot[n]) * step_.head_dim;
-  }
+  void prefetch(const Elem* pool, int n) const;
+  void add_tile();
 
   const Step& step_;
   const Layer& layer_;
-  const int64_t kv_head_;
+  const Elem *keys_, *values_;  // of the KV head
   const int piece_, first_, row_, head_, num_heads_, dim_;
   int position_ = 0;
-  KeyTile tile_;
-  float *query_, *out_;  // [num_heads, dim]
+  KeyTile tile_, ahead_;             // the second is on its way into the cache
+  float *query_, *out_, *unordered_;  // [num_heads, dim] twice, [dim]
   alignas(64) float score_[kMostHeads][kTileKeys];
   float top_[kMostHeads], weight_[kMostHeads], scale_[kMostHeads];
 };
@@ -49,18 +48,32 @@ template <class Elem>
 Rows<Elem>::Rows(const Step& step, const Layer& layer, int kv_head, int piece, int first, int head, int num_heads)
     : step_(step),
       layer_(layer),
-      kv_head_(kv_head),
+      keys_(static_cast<const Elem*>(layer.k) + kv_head * layer.num_slots * step.head_dim),
+      values_(static_cast<const Elem*>(layer.v) + kv_head * layer.num_slots * step.head_dim),
       piece_(piece),
       first_(first),
       row_(step.row[step.row_begin[piece] + first]),
       head_(head),
       num_heads_(num_heads),
       dim_(step.head_dim) {
-  query_ = thread_scratch(2 * kMostHeads * static_cast<size_t>(dim_));
+  query_ = thread_scratch((2 * kMostHeads + 1) * static_cast<size_t>(dim_));
   out_ = query_ + kMostHeads * dim_;
+  unordered_ = out_ + kMostHeads * dim_;
   std::fill_n(out_, num_heads * dim_, 0.0f);
   std::fill_n(top_, kMostHeads, kUnseen);
   std::fill_n(weight_, kMostHeads, 0.0f);
+}
+
+template <class Elem>
+void Rows<Elem>::load_queries() {
+  for (int h = 0; h < num_heads_; ++h) {
+    const int64_t at = row_ * layer_.q_stride + (head_ + h) * static_cast<int64_t>(dim_);
+    rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_, unordered_);
+    float* query = query_ + h * dim_;
+    const int end = dim_ / kPair * kPair;  // the last values, where they fill no pair, stay in order
+    for (int i = 0; i < end; i += kPair) to_pair_order(keys_, unordered_ + i, query + i);
+    std::copy(unordered_ + end, unordered_ + dim_, query + end);
+  }
 }
 
 template <class Elem>
@@ -69,51 +82,86 @@ void Rows<Elem>::run_through() {
     const RunRows rows = run_rows(step_, piece_, run, first_, 1);
     position_ = rows.lowest;
     KeyCursor cursor(step_, rows);
-    if (!cursor.next(tile_)) continue;
-    for (int h = 0; h < num_heads_; ++h) {
-      const int64_t at = row_ * layer_.q_stride + (head_ + h) * static_cast<int64_t>(dim_);
-      rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_, query_ + h * dim_);
-    }
+    if (!cursor.next(ahead_)) continue;
+    load_queries();
     do {
-      switch (num_heads_) {
-        case 1: add_tile<1>(); break;
-        case 2: add_tile<2>(); break;
-        case 3: add_tile<3>(); break;
-        default: add_tile<4>();
-      }
-    } while (cursor.next(tile_));
+      std::swap(tile_, ahead_);
+      cursor.next(ahead_);
+      add_tile();
+    } while (ahead_.count > 0);
   }
 }
 
 template <class Elem>
-template <int Heads>
 void Rows<Elem>::add_tile() {
-  scores<Heads>();
+  const auto with_heads = [this](auto heads) {
+    constexpr int kHeads = decltype(heads)::value;
+    if (dim_ == 64) return add_tile<kHeads, 64>();
+    if (dim_ == 128) return add_tile<kHeads, 128>();
+    add_tile<kHeads, 0>();
+  };
+  switch (num_heads_) {
+    case 1: return with_heads(std::integral_constant<int, 1>());
+    case 2: return with_heads(std::integral_constant<int, 2>());
+    case 3: return with_heads(std::integral_constant<int, 3>());
+    default: return with_heads(std::integral_constant<int, 4>());
+  }
+}
+
+// Dim: head_dim where it is known to the compiler, else 0.
+template <class Elem>
+template <int Heads, int Dim>
+void Rows<Elem>::add_tile() {
+  constexpr int kMostPairs = kLanes < 16 ? 1 : Heads > 2 || Dim == 64 ? 2 : 4;  // whose sums fit the registers
+  const int dim = Dim ? Dim : dim_;
+  scores<Heads, Dim>();
   for (int h = 0; h < Heads; ++h) softmax(h);
   int i = 0;
-  for (; i + kMostChunk * kLanes <= dim_; i += kMostChunk * kLanes) add_values<Heads, kMostChunk>(i);
-  for (; i < dim_; i += kLanes) add_values<Heads, 1>(i);
+  for (; i + kMostPairs * kPair <= dim; i += kMostPairs * kPair) add_values<Heads, kMostPairs>(i, i == 0);
+  for (; i + kPair <= dim; i += kPair) add_values<Heads, 1>(i, i == 0);
+  if (i < dim) add_values<Heads, 0>(i, i == 0);
+}
+
+// Asks for a row of the tile that comes next: pages lie anywhere, and no hardware foresees where. (Always inline: GCC
+// takes a function that only prefetches for one without effect.)
+template <class Elem>
+__attribute__((always_inline)) inline void Rows<Elem>::prefetch(const Elem* pool, int n) const {
+  if (n >= ahead_.count) return;
+  const char* row = reinterpret_cast<const char*>(pool + ahead_.offset[n]);
+  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Elem)); i += kCacheLine) __builtin_prefetch(row + i);
 }
 
 template <class Elem>
-template <int Heads>
+template <int Heads, int Dim>
 void Rows<Elem>::scores() {
+  constexpr int kKeys = Heads > 2 || kLanes < 16 ? 2 : 4;  // whose sums run side by side
+  const float* const query = query_;
+  const int dim = Dim ? Dim : dim_;
   for (int begin = 0; begin < tile_.count; begin += kLanes) {
     Vec product[Heads][kLanes];
-    for (int n = 0; n < kLanes; n += kKeysAtOnce) {
-      const Elem* key[kKeysAtOnce];
-      for (int k = 0; k < kKeysAtOnce; ++k) key[k] = row_of(layer_.k, std::min(begin + n + k, tile_.count - 1));
-      Vec sum[Heads][kKeysAtOnce] = {};
-      for (int i = 0; i < dim_; i += kLanes) {
-        Vec query[Heads];
-        for (int h = 0; h < Heads; ++h) query[h] = load(query_ + h * dim_ + i);
-        for (int k = 0; k < kKeysAtOnce; ++k) {
-          const Vec x = load_float(key[k] + i);
-          for (int h = 0; h < Heads; ++h) sum[h][k] += query[h] * x;
+    for (int n = 0; n < kLanes; n += kKeys) {
+      const Elem* key[kKeys];
+      for (int k = 0; k < kKeys; ++k) {
+        key[k] = keys_ + tile_.offset[std::min(begin + n + k, tile_.count - 1)];
+        prefetch(keys_, begin + n + k);
+      }
+      Vec sum[Heads][kKeys] = {};
+      int i = 0;
+      for (; i + kPair <= dim; i += kPair) {
+        VecPair x[kKeys];
+        for (int k = 0; k < kKeys; ++k) x[k] = load_pair(key[k] + i);
+        for (int h = 0; h < Heads; ++h) {
+          const Vec first = load(query + h * dim + i), second = load(query + h * dim + i + kLanes);
+          for (int k = 0; k < kKeys; ++k) sum[h][k] += first * x[k].first;
+          for (int k = 0; k < kKeys; ++k) sum[h][k] += second * x[k].second;
         }
       }
+      for (int k = 0; k < kKeys && i < dim; ++k) {
+        const Vec x = load_float(key[k] + i);
+        for (int h = 0; h < Heads; ++h) sum[h][k] += load(query + h * dim + i) * x;
+      }
       for (int h = 0; h < Heads; ++h) {
-        for (int k = 0; k < kKeysAtOnce; ++k) product[h][n + k] = sum[h][k];
+        for (int k = 0; k < kKeys; ++k) product[h][n + k] = sum[h][k];
       }
     }
     for (int h = 0; h < Heads; ++h) store(score_[h] + begin, lane_sums(product[h]));
@@ -124,14 +172,15 @@ void Rows<Elem>::scores() {
 template <class Elem>
 void Rows<Elem>::softmax(int h) {
   float* score = score_[h];
-  const Vec slope = splat(step_.alibi_slopes ? step_.alibi_slopes[head_ + h] : 0.0f);
-  Vec top = splat(top_[h]), sum = {};
-  const bool is_plain = !step_.alibi_slopes && !(step_.soft_cap > 0);
   const int padded = round_up(tile_.count, kLanes);
-  for (int n = 0; n < padded && !is_plain; n += kLanes) {
-    store(score + n, adjusted(step_, load(score + n), slope, load(tile_.position + n) - splat(position_)));
+  if (step_.alibi_slopes || step_.soft_cap > 0) {
+    const Vec slope = splat(step_.alibi_slopes ? step_.alibi_slopes[head_ + h] : 0.0f);
+    for (int n = 0; n < padded; n += kLanes) {
+      store(score + n, adjusted(step_, load(score + n), slope, load(tile_.position + n) - splat(position_)));
+    }
   }
   for (int n = tile_.count; n < padded; ++n) score[n] = -INFINITY;
+  Vec top = splat(top_[h]), sum = {};
   for (int n = 0; n < padded; n += kLanes) top = larger(top, load(score + n));
   const float old = top_[h], now = horizontal_max(top);
   for (int n = 0; n < padded; n += kLanes) {
@@ -139,35 +188,50 @@ void Rows<Elem>::softmax(int h) {
     sum += probability;
     store(score + n, probability);
   }
-  scale_[h] = std::exp2(old - now);
+  scale_[h] = old == now ? 1 : std::exp2(old - now);
   top_[h] = now;
   weight_[h] = weight_[h] * scale_[h] + horizontal_sum(sum);
 }
 
+// The values from `from` on: so many pairs of vectors, or (0) one vector.
 template <class Elem>
-template <int Heads, int Chunk>
-void Rows<Elem>::add_values(int from) {
-  Vec sum[Heads][Chunk];
+template <int Heads, int Pairs>
+void Rows<Elem>::add_values(int from, bool is_first) {
+  constexpr int kVecs = Pairs ? 2 * Pairs : 1;
+  float* const out = out_ + from;
+  const Elem* const values = values_ + from;
+  const int count = tile_.count, dim = dim_;
+  Vec sum[Heads][kVecs];
   for (int h = 0; h < Heads; ++h) {
-    for (int j = 0; j < Chunk; ++j) sum[h][j] = load(out_ + h * dim_ + from + j * kLanes) * scale_[h];
+    for (int j = 0; j < kVecs; ++j) sum[h][j] = load(out + h * dim + j * kLanes) * scale_[h];
   }
-  for (int n = 0; n < tile_.count; ++n) {
-    const Elem* values = row_of(layer_.v, n) + from;
-    Vec x[Chunk];
-    for (int j = 0; j < Chunk; ++j) x[j] = load_float(values + j * kLanes);
+  for (int n = 0; n < count; ++n) {
+    if (is_first) prefetch(values_, n);
+    const Elem* value = values + tile_.offset[n];
+    Vec x[kVecs];
+    if constexpr (Pairs == 0) x[0] = load_float(value);
+    for (int j = 0; j < Pairs; ++j) {
+      const VecPair pair = load_pair(value + j * kPair);
+      x[2 * j] = pair.first;
+      x[2 * j + 1] = pair.second;
+    }
     for (int h = 0; h < Heads; ++h) {
-      for (int j = 0; j < Chunk; ++j) sum[h][j] += x[j] * score_[h][n];
+      for (int j = 0; j < kVecs; ++j) sum[h][j] += x[j] * score_[h][n];
     }
   }
   for (int h = 0; h < Heads; ++h) {
-    for (int j = 0; j < Chunk; ++j) store(out_ + h * dim_ + from + j * kLanes, sum[h][j]);
+    for (int j = 0; j < kVecs; ++j) store(out + h * dim + j * kLanes, sum[h][j]);
   }
 }
 
 template <class Elem>
 void Rows<Elem>::finish() {
   for (int h = 0; h < num_heads_; ++h) {
-    const Partial part{out_ + h * dim_, top_[h], weight_[h]};
+    const float* out = out_ + h * dim_;
+    const int end = dim_ / kPair * kPair;
+    for (int i = 0; i < end; i += kPair) from_pair_order(keys_, out + i, unordered_ + i);
+    std::copy(out + end, out + dim_, unordered_ + end);
+    const Partial part{unordered_, top_[h], weight_[h]};
     merge_part(step_, layer_, row_, head_ + h, part, piece_ >= step_.num_shared);
   }
 }

@@ -16,6 +16,24 @@ constexpr int kRowsOfValues = 4;                   // query heads per product wi
 constexpr int kKeyStep = 8;                        // keys are padded to a multiple of this
 constexpr int kRowsOfTwo = kMostColumns == 4 ? 8 : 4;  // keys per product with two vectors of queries
 
+// Cells of one row of values, as float32.
+template <class Elem>
+void pack(const Elem* __restrict values, int dim, float* __restrict cells) {
+  for (int i = 0; i < dim; ++i) cells[i] = to_float(values[i]);
+}
+
+// Cells of two rows.
+void pack(const bf16* first, const bf16* second, int dim, float* cells) {
+  int i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    store(cells + i, reinterpret_cast<Vec>(load_bits(first + i) | load_bits(second + i) << 16));
+  }
+  for (; i < dim; ++i) {
+    const bf16 pair[2] = {first[i], second[i]};
+    std::memcpy(cells + i, pair, 4);
+  }
+}
+
 template <class Dot, class Elem>
 class Tiles {
  public:
@@ -43,7 +61,7 @@ class Tiles {
   void add_broken_values(int first_lane, int lanes, int num_keys);
   bool sees(int lane, int n) const;
   const Elem* row_of(const void* pool, int n) const {
-    return static_cast<const Elem*>(pool) + (kv_head_ * layer_.num_slots + tile_.slot[n]) * step_.head_dim;
+    return static_cast<const Elem*>(pool) + kv_head_ * layer_.num_slots * dim_ + tile_.offset[n];
   }
 
   const Step& step_;
@@ -58,9 +76,10 @@ class Tiles {
   int broken_[kTileKeys];  // partial keys whose values hold a NaN or an infinity
   const float* key_[kTileKeys + kKeyStep];
   // Scratch; L is padded_lanes_, D padded_dim_.
-  float *query_, *out_;                 // cells [steps, L]; [num_lanes_, D]
+  float *query_, *out_;                 // cells [steps, lanes of a group], group by group; [num_lanes_, D]
   float *score_, *probability_;         // [keys, lanes of a group]; cells of the same
   float *value_, *wide_key_, *rotated_;  // cells [keys, D]; [keys, D] where keys are widened; [D]
+  float* zeros_;                        // [D]
   float *top_, *weight_, *scale_, *slope_;  // [L]
   int32_t* position_;                   // [L] effective positions of this run
 };
@@ -86,7 +105,8 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
   } parts[] = {{&query_, query_steps_ * lanes}, {&out_, round_up(num_lanes_, kRowsOfValues) * dim},
                {&score_, tile * kMostLanes},    {&probability_, tile * kMostLanes},
                {&value_, tile * dim},           {&wide_key_, kWidens ? tile * dim : 0},
-               {&rotated_, dim},                {&top_, lanes},
+               {&rotated_, dim},                {&zeros_, dim},
+               {&top_, lanes},
                {&weight_, lanes},               {&scale_, lanes},
                {&slope_, lanes},                {reinterpret_cast<float**>(&position_), lanes}};
   size_t total = 0;
@@ -99,6 +119,7 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
   std::fill_n(query_, query_steps_ * lanes, 0.0f);
   std::fill_n(out_, round_up(num_lanes_, kRowsOfValues) * dim, 0.0f);
   std::fill_n(value_, tile * dim, 0.0f);
+  std::fill_n(rotated_, 2 * dim, 0.0f);  // zeros_ too
   std::fill_n(top_, lanes, kUnseen);
   std::fill_n(weight_, lanes, 0.0f);
   std::fill_n(slope_, lanes, 0.0f);
@@ -133,15 +154,14 @@ template <class Dot, class Elem>
 void Tiles<Dot, Elem>::pack_query(int lane, int row, int head) {
   const int64_t at = row * layer_.q_stride + (kv_head_ * num_groups_ + head) * dim_;
   rotate_query(step_, static_cast<const Elem*>(layer_.q) + at, position_[lane], rotated_);
-  for (int step = 0; step < query_steps_; ++step) {
-    float* cell = query_ + static_cast<int64_t>(step) * padded_lanes_ + lane;
-    if constexpr (Dot::kPerCell == 1) {
-      *cell = rotated_[step];
-    } else {
-      const bf16 pair[2] = {to_bf16(rotated_[2 * step]), to_bf16(rotated_[2 * step + 1])};
-      std::memcpy(cell, pair, 4);
-    }
+  if constexpr (Dot::kPerCell == 2) {  // in place: a half overwrites what was read before it
+    bf16* rounded = reinterpret_cast<bf16*>(rotated_);
+    for (int i = 0; i < padded_dim_; i += kLanes) store(rounded + i, load(rotated_ + i));
   }
+  const int steps = query_steps_, group = lane / kMostLanes * kMostLanes;
+  const int64_t stride = std::min(kMostLanes, padded_lanes_ - group);
+  float* cell = query_ + group * steps + lane - group;
+  for (int step = 0; step < steps; ++step) std::memcpy(cell + step * stride, rotated_ + step, 4);
 }
 
 template <class Dot, class Elem>
@@ -167,9 +187,7 @@ void Tiles<Dot, Elem>::find_keys() {
     const int real = std::min(n, tile_.count - 1);
     const Elem* key = row_of(layer_.k, real);
     if constexpr (kWidens) {
-      if (n == real) {
-        for (int i = 0; i < dim_; ++i) wide_key_[n * padded_dim_ + i] = to_float(key[i]);
-      }
+      if (n == real) pack(key, dim_, wide_key_ + n * padded_dim_);
       key_[n] = wide_key_ + real * padded_dim_;
     } else {
       key_[n] = reinterpret_cast<const float*>(key);
@@ -192,19 +210,16 @@ const Elem* Tiles<Dot, Elem>::usable_values(int n) {
 template <class Dot, class Elem>
 void Tiles<Dot, Elem>::pack_values() {
   num_broken_ = 0;
+  const Elem* zeros = reinterpret_cast<const Elem*>(zeros_);
   for (int n = 0; n < tile_.count; n += Dot::kPerCell) {
     float* cells = value_ + n / Dot::kPerCell * static_cast<int64_t>(padded_dim_);
     const Elem* first = usable_values(n);
+    if (!first) first = zeros;
     if constexpr (Dot::kPerCell == 1) {
-      for (int i = 0; i < dim_; ++i) cells[i] = first ? to_float(first[i]) : 0.0f;
+      pack(first, dim_, cells);
     } else {
       const Elem* second = n + 1 < tile_.count ? usable_values(n + 1) : nullptr;
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(cells);
-      if (first && second) {
-        for (int i = 0; i < dim_; ++i) pairs[i] = first[i] | static_cast<uint32_t>(second[i]) << 16;
-      } else {
-        for (int i = 0; i < dim_; ++i) pairs[i] = (first ? first[i] : 0) | (second ? second[i] : 0u) << 16;
-      }
+      pack(first, second ? second : zeros, dim_, cells);
     }
   }
 }
@@ -222,24 +237,24 @@ int Tiles<Dot, Elem>::visible_keys(int first_lane, int lanes) const {
 // score_ [keys, cols * kLanes]
 template <class Dot, class Elem>
 void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
-  const float* query = query_ + first_lane;
+  const float* query = query_ + first_lane * query_steps_;
   const int stride = cols * kLanes;
   for (int n = 0; n < num_keys; n += kKeyStep) {
     float* score = score_ + n * stride;
     if (cols == 1) {
-      product<Dot, 8, 1>(key_ + n, 1, query, padded_lanes_, query_steps_, score, stride, nullptr);
+      product<Dot, 8, 1>(key_ + n, 1, query, stride, query_steps_, score, stride, nullptr);
     } else if (cols == 2) {
-      product<Dot, kRowsOfTwo, 2>(key_ + n, 1, query, padded_lanes_, query_steps_, score, stride, nullptr);
+      product<Dot, kRowsOfTwo, 2>(key_ + n, 1, query, stride, query_steps_, score, stride, nullptr);
       if constexpr (kRowsOfTwo == 4) {
-        product<Dot, 4, 2>(key_ + n + 4, 1, query, padded_lanes_, query_steps_, score + 4 * stride, stride, nullptr);
+        product<Dot, 4, 2>(key_ + n + 4, 1, query, stride, query_steps_, score + 4 * stride, stride, nullptr);
       }
     } else if constexpr (kMostColumns == 4) {
       for (int half = 0; half < kKeyStep; half += 4) {
         float* at = score + half * stride;
         if (cols == 3) {
-          product<Dot, 4, 3>(key_ + n + half, 1, query, padded_lanes_, query_steps_, at, stride, nullptr);
+          product<Dot, 4, 3>(key_ + n + half, 1, query, stride, query_steps_, at, stride, nullptr);
         } else {
-          product<Dot, 4, 4>(key_ + n + half, 1, query, padded_lanes_, query_steps_, at, stride, nullptr);
+          product<Dot, 4, 4>(key_ + n + half, 1, query, stride, query_steps_, at, stride, nullptr);
         }
       }
     }
