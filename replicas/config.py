@@ -14,7 +14,7 @@ class EngineConfig:
     """One engine on one device. Sizes that are None are chosen from the model and the machine."""
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where the hardware has it
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: load.py: choose_dtype
     page_size: int = 32  # token slots per page
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU

@@ -57,7 +57,7 @@ class LLM:
 
     model   "mneme-tiny" (embedded) or a Hugging Face model directory
     device  "auto", "cpu", "cuda", "cuda:1"
-    dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it
+    dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it (on a CPU for 16-bit checkpoints)
     config  `EngineConfig` or a mapping of its fields
 
     Raises `CheckpointError` or `ConfigError`. Not thread-safe.

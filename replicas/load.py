@@ -51,7 +51,7 @@ def load_engine(
     if device.type == "cpu":
         compiled_kernels()  # the first time takes as long as a compiler does
         report("CPU kernels", 1.0)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, model_config.dtype)
     weights = load_weights(model_dir, model_config, device, dtype, report)
     num_pages = choose_num_pages(config, model_config, device, dtype)
     # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
@@ -86,12 +86,17 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 where the hardware multiplies it, else float32."""
+def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtype:
+    """ "auto" is bfloat16 where the hardware multiplies it, else float32; on a CPU a float32 checkpoint stays as it is.
+
+    checkpoint  what config.json says the weights are
+    """
     if name != "auto":
         return _DTYPES[name]
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bfloat16()
-    return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    is_half = checkpoint in ("bfloat16", "float16")
+    return torch.bfloat16 if is_half and _cpu_multiplies_bfloat16() else torch.float32
 
 
 def choose_num_pages(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype) -> int:

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mneme.errors import CheckpointError
+from mneme.replicas import load as load_module
+from mneme.replicas.load import choose_dtype
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
@@ -63,6 +65,15 @@ def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     rows = torch.eye(64)  # the weight's columns, in whatever form it is kept
     assert torch.equal(load(tmp_path).layers[2].gate_up(rows), load(sound).layers[2].gate_up(rows))
+
+
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_cpu_multiplies_bfloat16", lambda: multiplies)
+    cpu, half = torch.device("cpu"), torch.bfloat16 if multiplies else torch.float32
+    assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
+    assert choose_dtype("auto", cpu, "float32") == torch.float32
+    assert choose_dtype("bfloat16", cpu, "float32") == torch.bfloat16
 
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
