@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mneme.kernels.ops import best_tokens
+from mneme.kernels.sampling import draw_tokens
 from mneme.replicas.request import Logprobs, SamplingParams
 from mneme.replicas.token_counts import TokenCounts
 
@@ -64,6 +65,30 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
             _apply_biases(logits[index], row)
         if row.seen is not None or row.drawn is not None:
             _apply_penalties(logits[index], row)
+    token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
+    if token_ids is None:
+        token_ids = _draw(logits, rows)
+    return [
+        Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
+        for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
+    ]
+
+
+def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:
+    """The same as `_draw`, up to rounding; None if the logits' device has no kernel for it."""
+    params = [row.params for row in rows]
+    return draw_tokens(
+        logits,
+        temperature=[p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        uniform=[uniform(row.seed, row.choice_index, row.position) for row in rows],
+    )
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+    """A token of each row; None where the best logit is not finite."""
     best_ids, best = best_tokens(logits)
     # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
     token_ids = [token_id if math.isfinite(logit) else None for token_id, logit in zip(best_ids, best, strict=True)]
@@ -74,10 +99,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         if indices:
             for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
                 token_ids[index] = token_id
-    return [
-        Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
-        for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-    ]
+    return token_ids
 
 
 def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:

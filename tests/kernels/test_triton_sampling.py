@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sampler import SampleRow, sample, uniform
+from mneme.replicas.sampler import SampleRow, _draw_by_kernel, sample
 
 triton_sampling = pytest.importorskip("mneme.kernels.triton_sampling")
 
@@ -178,6 +178,4 @@ def test_tokens_are_the_samplers(triton_device: torch.device, seed: int) -> None
     logits = torch.from_numpy(rng.normal(size=(12, vocab)).astype(np.float32)) * float(rng.choice([0.1, 1, 5, 20]))
     rows = [sampler_row(rng, position, vocab) for position in range(len(logits))]
     expected = [sampled.token_id for sampled in sample(logits.clone(), rows)]
-    options = [Options(r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in rows]
-    uniforms = [uniform(row.seed, row.choice_index, row.position) for row in rows]
-    assert draw(logits, options, uniforms, triton_device) == expected
+    assert _draw_by_kernel(logits.to(triton_device), rows) == expected
