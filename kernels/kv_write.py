@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mneme.kernels import native_kv
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.rope import RopeTable
 
@@ -38,6 +39,9 @@ def write_kv(
     on_cuda = _write_kv_on_cuda() if k.is_cuda else None
     if on_cuda is not None:
         on_cuda(k, v, slots, positions, k_pages, v_pages, rope)
+        return
+    if native_kv.can_write(k, v, k_pages, v_pages):
+        native_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
         return
     pool = (k_pages.shape[0], -1, k_pages.shape[3])
     rotated = k if rope is None else rope.rotate(k, positions)

@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mneme.kernels import native_kv
 from mneme.kernels.attention import FREE_SLOT_POSITION, RopeTable, mark_free, mark_written, new_slot_position, write_kv
+from tests.kernels.cases import needs_native
 
 ROPE = RopeTable.from_theta(100.0, 8, 64)
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on both paths of the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native_kv, "can_write", lambda *_: False)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,3 +58,24 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         write_kv(k, torch.zeros(2, 2, 8), one, one, pages, pages, ROPE)
     with pytest.raises(ValueError, match=r"^slots, positions: "):
         write_kv(k, k, torch.zeros(2, dtype=torch.int64), one, pages, pages, ROPE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_slices_of_a_joint_projection(dtype: torch.dtype) -> None:
+    joint = torch.randn(5, 6, 20).to(dtype)
+    q, k, v = joint[:, :2], joint[:, 2:4], joint[:, 4:]
+    slots, positions = torch.tensor([0, 7, 3, 9, 4]), torch.tensor([5, 0, 127, 64, 1])
+    pools = torch.zeros(2, 2, 3, 4, 20, dtype=dtype)
+    write_kv(k, v, slots, positions, *pools, ROPE)
+    stored_k, stored_v = (pages.view(2, 12, 20)[:, slots].transpose(0, 1) for pages in pools)
+    assert torch.equal(stored_k, ROPE.rotate(k, positions).to(dtype))
+    assert torch.equal(stored_v, v)
+    assert q.shape == k.shape
+
+
+@pytest.mark.parametrize(("slots", "positions"), [([0, 16], [0, 1]), ([-1, 3], [0, 1]), ([0, 1], [0, 128])])
+def test_slots_and_positions_that_do_not_exist_are_refused(slots: list[int], positions: list[int]) -> None:
+    pages, k = torch.zeros(2, 4, 4, 8), torch.randn(2, 2, 8)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        write_kv(k, k, torch.tensor(slots), torch.tensor(positions), pages, pages.clone(), ROPE)
+    assert not pages[:, 1:].any()
