@@ -31,6 +31,7 @@ from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, P
 from mneme.kernels.plan import Plan, build_plan
 from mneme.kernels.reference import attend_reference
 from mneme.kernels.rope import RopeTable
+from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON, ShareCost
 from mneme.kernels.torch_backend import attend_torch
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "mark_free",
     "mark_written",
     "new_slot_position",
+    "share_cost_of",
     "write_kv",
 ]
 
@@ -128,6 +130,15 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pl
     if backend == "native":
         raise ValueError(f"backend: {obstacle} (got {backend!r})")
     return attend_torch
+
+
+def share_cost_of(device: torch.device, dtype: torch.dtype) -> ShareCost:
+    """What `build_plan` should go by for `attend` on this device, with backend "auto"."""
+    if device.type == "cuda":
+        return TORCH if _triton_backend() is None else TRITON
+    if _native_obstacle(device, dtype) is not None:
+        return TORCH
+    return COMPILED_FLOAT32 if dtype == torch.float32 else COMPILED_BFLOAT16
 
 
 @cache

@@ -30,6 +30,7 @@ from mneme.kernels.page_table import (
     signed_integers,
 )
 from mneme.kernels.segments import Segments, find_segments, unite_repeats
+from mneme.kernels.share_cost import COMPILED_FLOAT32, ShareCost
 from mneme.kernels.work import Share, arrange
 from mneme.kernels.work_list import WorkList
 
@@ -47,6 +48,7 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     share: Share
+    cost: ShareCost
     sequence: IntArray  # [T] of each query row
     position: IntArray  # [T]
     num_pages: int  # one more than the highest page id
@@ -179,8 +181,10 @@ class Plan:
             sequence,
             self.num_sequences,
             page_size=self.page_size,
+            num_groups=self.num_q_heads // self.num_kv_heads,
             kv_width=self.num_kv_heads * self.head_dim,
             share=self.share,
+            cost=self.cost,
         )
 
     def _rebuilt(self, tables: Sequence[PageTable], sequence: IntArray, position: IntArray) -> Plan:
@@ -192,6 +196,7 @@ class Plan:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             share=self.share,
+            cost=self.cost,
         )
 
 
@@ -204,11 +209,13 @@ def build_plan(
     num_kv_heads: int,
     head_dim: int,
     share: Share = "auto",
+    cost: ShareCost = COMPILED_FLOAT32,
 ) -> Plan:
     """Find the segments of these tables and lay out the step's work.
 
     Sequences should be ordered depth-first through the forest of prefixes: the rows of a shared prefix are then one
-    slice of q, which is faster; any order is correct. `share` decides per segment by cost, or overrides that.
+    slice of q, which is faster; any order is correct. `share` decides per segment by `cost` (`share_cost_of` the device
+    that will run it), or overrides that.
 
     Raises ValueError, naming the argument, for sizes or rows that break a rule and for a slot that one sequence shows
     twice with one delta.
@@ -218,14 +225,17 @@ def build_plan(
     sequence, position = _checked_rows(rows)
     refs = unite_repeats(references_of(tables, page_size))
     found = find_segments(refs)
-    kv_width = num_kv_heads * head_dim
-    work = arrange(refs, found, sequence, len(tables), page_size=page_size, kv_width=kv_width, share=share)
+    work = arrange(
+        refs, found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
+        kv_width=num_kv_heads * head_dim, share=share, cost=cost,
+    )  # fmt: skip
     return Plan(
         page_size=page_size,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         share=share,
+        cost=cost,
         sequence=sequence,
         position=position,
         num_pages=int(refs.page_id.max(initial=-1)) + 1,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
 from mneme.kernels.segments import Segment, Segments, run_lengths, run_starts, sharer_keys, split_sharer_keys
-from mneme.kernels.share_cost import worth_sharing
+from mneme.kernels.share_cost import ShareCost
 from mneme.kernels.work_list import WorkList
 
 Share = Literal["auto", "always", "never"]
@@ -70,8 +70,10 @@ def arrange(
     num_sequences: int,
     *,
     page_size: int,
+    num_groups: int,
     kv_width: int,
     share: Share,
+    cost: ShareCost,
 ) -> WorkList:
     """Decide for each segment whether it is shared, and lay out all work for the given rows."""
     spans = row_spans(sequence, num_sequences)
@@ -80,8 +82,9 @@ def arrange(
     for index, segment in enumerate(found.segments):
         rows = spans.num_rows[segment.sequences]
         rows = rows[rows > 0]
-        pays = share == "always" or worth_sharing(rows, len(segment.page_ids) * page_size, kv_width)
-        if share != "never" and len(rows) > 1 and pays:
+        if share == "never" or len(rows) < 2:
+            continue
+        if share == "always" or cost.pays(rows, num_groups, len(segment.page_ids) * page_size, kv_width):
             chosen[index] = True
             run = _shared_run(segment, spans)
             pieces.setdefault(run.row.tobytes(), []).append(run)

@@ -22,6 +22,7 @@ from mneme.kernels.attention import (
     mark_free,
     mark_written,
     new_slot_position,
+    share_cost_of,
 )
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.cuda_graphs import DecodeGraphs, Run
@@ -64,6 +65,7 @@ class Runner:
         self.max_context = decoder.max_context
         self.vocab_size = config.vocab_size
         self.num_shared_segments = 0  # read once for several sequences, over all steps
+        self._share_cost = share_cost_of(decoder.device, decoder.dtype)
         total = num_pages + _SPARE_PAGES
         shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
         self.pool = KvPool(
@@ -178,6 +180,7 @@ class Runner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             share=self._decoder.share,
+            cost=self._share_cost,
         )
 
     def _slots(self, ordered: list[Chunk]) -> IntArray:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention.scenes import Scene, contiguous_layers, plan_of, rotated_q
+from attention.scenes import Scene, contiguous_layers, rotated_q
 from attention.timing import Arm
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def _reference_row(scene: Scene, sequence: int) -> Tensor:
     positions = scene.slot_position.view(-1, scene.page_size).index_select(0, ids).flatten()
     own = PageTable(np.arange(len(table), dtype=np.int32), table.deltas, table.masks)
     alone = QueryRows([0], scene.rows.arrays()[1][row : row + 1])
-    plan = plan_of([own], alone, scene.heads, scene.page_size, "never")
+    plan = scene.plan_of([own], alone, "never")
     out, _ = attend(
         scene.q[row : row + 1].float(), keys.float(), values.float(), positions, scene.rope, plan,
         softmax_scale=scene.scale, backend="reference",

@@ -15,7 +15,7 @@ import torch
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.report import Check, PartResult, at_most
-from attention.scenes import Heads, Scene, documents_scene, plan_of
+from attention.scenes import Heads, Scene, documents_scene
 from attention.timing import Arm
 
 from mneme.kernels.attention import PageTable, QueryRows
@@ -77,7 +77,7 @@ def virtual_queries(scene: Scene, share: Share = "auto") -> Arm:
     sequence, delta = (torch.tensor(values, device=scene.q.device) for values in zip(*rows, strict=True))
     position = torch.from_numpy(scene.rows.arrays()[1]).to(scene.q.device)[sequence] - delta
     local = QueryRows(np.arange(len(rows)), position.cpu().numpy())
-    plan = plan_of(tables, local, scene.heads, scene.page_size, share)
+    plan = scene.plan_of(tables, local, share)
     num_parts = len(rows) // len(scene.tables)  # of a sequence; the same for all
 
     def call(layer: int) -> torch.Tensor:

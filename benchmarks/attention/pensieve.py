@@ -13,7 +13,7 @@ from attention.arms import contiguous, gathered, ours
 from attention.bench import DTYPES, Bench, NotRun
 from attention.optional_arms import contiguous_by_head
 from attention.report import PartResult
-from attention.scenes import Heads, Scene, plan_of, prefix_scene
+from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm
 
 from mneme.kernels.attention import QueryRows
@@ -59,10 +59,7 @@ def one_row_at_a_time(scene: Scene) -> Arm:
     """As many calls as a sequence has rows, each with one row of every sequence."""
     num_rows, batch = scene.rows_per_sequence, len(scene.tables)
     sequence, position = (array.reshape(batch, num_rows) for array in scene.rows.arrays())
-    plans = [
-        plan_of(scene.tables, QueryRows(sequence[:, i], position[:, i]), scene.heads, scene.page_size, "auto")
-        for i in range(num_rows)
-    ]
+    plans = [scene.plan_of(scene.tables, QueryRows(sequence[:, i], position[:, i]), "auto") for i in range(num_rows)]
     by_row = scene.q.view(batch, num_rows, scene.heads.q, scene.heads.dim).unbind(1)
     queries = [q.contiguous() for q in by_row]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mneme.kernels.attention import PageTable, Plan, QueryRows, RopeTable, attend, build_plan
+from mneme.kernels.attention import PageTable, Plan, QueryRows, RopeTable, attend, build_plan, share_cost_of
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.work import Share
 
@@ -94,7 +94,14 @@ class Scene:
 
     def plan(self, share: Share = "auto") -> Plan:
         """The plan of one step."""
-        return plan_of(self.tables, self.rows, self.heads, self.page_size, share)
+        return self.plan_of(self.tables, self.rows, share)
+
+    def plan_of(self, tables: Sequence[PageTable], rows: QueryRows, share: Share) -> Plan:
+        """`build_plan` for the scene's heads, pages and device."""
+        return build_plan(
+            tables, rows, page_size=self.page_size, num_q_heads=self.heads.q, num_kv_heads=self.heads.kv,
+            head_dim=self.heads.dim, share=share, cost=share_cost_of(self.q.device, self.q.dtype),
+        )  # fmt: skip
 
     def attend(self, layer: int, plan: Plan, *, backend: str = "auto", rope: bool = True) -> Tensor:
         """[T, Hq, D]."""
@@ -109,13 +116,6 @@ class Scene:
         return attend(
             q, keys, values, self.slot_position, table, plan, softmax_scale=self.scale, backend=backend  # type: ignore[arg-type]
         )  # fmt: skip
-
-
-def plan_of(tables: Sequence[PageTable], rows: QueryRows, heads: Heads, page_size: int, share: Share) -> Plan:
-    """`build_plan` for these heads."""
-    return build_plan(
-        tables, rows, page_size=page_size, num_q_heads=heads.q, num_kv_heads=heads.kv, head_dim=heads.dim, share=share
-    )
 
 
 def build_scene(

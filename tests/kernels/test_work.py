@@ -1,4 +1,4 @@
-"""What is shared, and how private work is batched."""
+"""How a step's work is laid out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from mneme.kernels.page_table import PageRef, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
-from mneme.kernels.share_cost import worth_sharing
 from mneme.kernels.torch_groups import groups_of
 from mneme.kernels.work_list import WorkList
 
@@ -25,21 +24,6 @@ def decode_tables(num_sequences: int, num_shared: int, num_private: int) -> list
         PageTable.own([*range(num_shared), *range(100 * (i + 1), 100 * (i + 1) + num_private)])
         for i in range(num_sequences)
     ]
-
-
-@pytest.mark.parametrize(
-    ("rows_per_sharer", "num_tokens", "pays"),
-    [
-        ([1, 1], 256, False),
-        ([1, 1], 512, True),
-        ([1] * 8, 64, False),
-        ([1] * 8, 128, True),
-        ([256, 256], 4096, False),  # two long prefills: each fills its readings alone
-        ([768, *[1] * 8], 128, True),  # decodes beside a prefill gain
-    ],
-)
-def test_sharing_pays_by_the_readings_it_saves(rows_per_sharer: list[int], num_tokens: int, pays: bool) -> None:
-    assert worth_sharing(np.array(rows_per_sharer), num_tokens, 4 * 64) is pays
 
 
 def rows_of(work: WorkList, piece: int) -> list[int]:

@@ -1,0 +1,117 @@
+"""The constants of `kernels/share_cost.py` for this device, from measured times.
+
+    python benchmarks/fit_share_cost.py [--device cpu|cuda] [--dtype bfloat16] [--backend auto|torch]
+
+Prefixes of several lengths and batches are attended with `share="always"` and `"never"`. A call's time is modelled as
+the sum over its pieces of what `ShareCost` says; the constants are the non-negative least-squares solution of the
+relative errors. Ends in one line of JSON: the constants in picoseconds and the median relative error of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from attention.scenes import Heads, Scene, prefix_scene
+from attention.timing import Arm, interleaved
+
+from mneme.kernels.plan import Plan
+from mneme.kernels.work import Share
+
+_HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
+_CONSTANTS = ("key", "head_many", "head_few", "piece", "merge")
+# From this many query heads on a pass is one of many heads: kernels/native_attention.cpp, or one 16-row tile on CUDA.
+_MANY_HEADS = {"cpu": 8, "cuda": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
+    parser.add_argument("--backend", default="auto")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    samples = [
+        sample
+        for heads, batch, shared in _grid()
+        for sample in measure(heads, batch, shared, device, dtype, options.backend)
+    ]
+    features, picoseconds = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
+    constants = non_negative_fit(features / picoseconds[:, None], np.ones(len(samples)))
+    errors = np.abs(features @ constants / picoseconds - 1)
+    report = {
+        "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, "backend": options.backend,
+        "constants_ps": dict(zip(_CONSTANTS, constants.round(3).tolist(), strict=True)),
+        "median_error": round(float(np.median(errors)), 3), "points": len(samples),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }  # fmt: skip
+    print(json.dumps(report))
+
+
+def _grid() -> list[tuple[Heads, int, int]]:
+    grid = list(itertools.product(_HEADS, (2, 4, 8, 16, 32), (32, 64, 128, 256, 512, 1024, 2048)))
+    random.Random(0).shuffle(grid)
+    return grid
+
+
+def measure(
+    heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, backend: str
+) -> list[tuple[list[float], float]]:
+    """(features, picoseconds) of both arms; features are what each constant is multiplied with."""
+    scene = prefix_scene(batch, shared, 64, heads=heads, dtype=dtype, device=device, page_size=32)
+    plans: dict[Share, Plan] = {share: scene.plan(share) for share in ("always", "never")}
+    arms = [Arm(share, _call(scene, plan, backend)) for share, plan in plans.items()]
+    for arm in arms:
+        arm.output()
+    timings = interleaved(arms, device, budget_s=0.3, now_s=time.perf_counter)
+    many = _MANY_HEADS[device.type]
+    return [
+        (features_of(plan, heads, many), statistics.median(timings.samples[share]) * 1e9)
+        for share, plan in plans.items()
+    ]
+
+
+def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-def]
+    return lambda layer: scene.attend(layer, plan, backend=backend)
+
+
+def features_of(plan: Plan, heads: Heads, many: int) -> list[float]:
+    """Sums over the pieces of a plan, in the order of the constants."""
+    work, width = plan.work, heads.kv * heads.dim
+    key = head_many = head_few = merge = 0.0
+    for piece in range(work.num_pieces):
+        rows = int(work.row_begin[piece + 1] - work.row_begin[piece]) * heads.group
+        runs = slice(work.run_begin[piece], work.run_begin[piece + 1])
+        elements = int((work.page_end[runs] - work.page_begin[runs]).sum()) * plan.page_size * width
+        if rows >= many:
+            key += elements
+            head_many += elements * rows
+        else:
+            head_few += elements * rows
+        merge += rows * width
+    return [key, head_many, head_few, work.num_pieces, merge]
+
+
+def non_negative_fit(matrix: np.ndarray, wanted: np.ndarray, num_steps: int = 50_000) -> np.ndarray:
+    """Least squares under x >= 0, by projected gradient on scaled columns."""
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
+    scaled = matrix / scale
+    step = 1 / np.linalg.norm(scaled, 2) ** 2
+    x = np.zeros(matrix.shape[1])
+    for _ in range(num_steps):
+        x = np.maximum(0.0, x - step * (scaled.T @ (scaled @ x - wanted)))
+    return x / scale
+
+
+if __name__ == "__main__":
+    main()
