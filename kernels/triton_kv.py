@@ -94,14 +94,25 @@ def write_kv(
     assert v_pages.is_contiguous(), "a layer's pool is contiguous"
     half = 0 if rope is None else rope.rotary_dim // 2
     table = k if rope is None else rope.table  # any pointer where none is read
-    dim_block = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // dim_block))
+    constants = write_constants(num_heads, head_dim, half)
+    heads = constants["HEADS"]
     with torch.cuda.device(k.get_device()):
         write_kv_kernel[(num_rows, triton.cdiv(num_heads, heads))](
             k, v, slots, positions, k_pages, v_pages, table,
             num_heads, k_pages.shape[1] * k_pages.shape[2], 1 if rope is None else rope.num_positions,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            HEAD_DIM=head_dim, HALF=half, HEADS=heads, HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-            TAIL_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), DIM_BLOCK=dim_block,
-            num_warps=num_warps_of(heads * dim_block),
+            **constants, num_warps=num_warps_of(heads * constants["DIM_BLOCK"]),
         )  # fmt: skip
+
+
+def write_constants(num_heads: int, head_dim: int, half: int) -> dict[str, int]:
+    """The kernel's constants that follow from a model; `half` is rotary_dim / 2."""
+    dim_block = triton.next_power_of_2(head_dim)
+    return {
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "HEADS": min(triton.next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // dim_block)),
+        "HALF_BLOCK": triton.next_power_of_2(max(half, 1)),
+        "TAIL_BLOCK": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        "DIM_BLOCK": dim_block,
+    }

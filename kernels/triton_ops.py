@@ -118,7 +118,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     stride_head = x.stride(1) if x.ndim == 3 else 0
     assert x.stride(-1) == 1, "columns are contiguous"
     block = triton.next_power_of_2(width)
-    rows = max(1, _TILE_ELEMENTS // block)
+    rows = rows_per_tile(block)
     with torch.cuda.device(x.get_device()):
         rms_norm_kernel[(triton.cdiv(tokens * heads, rows),)](
             x, weight, out, tokens * heads, heads, width, x.stride(0), stride_head, eps,
@@ -156,6 +156,11 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
             ACTIVATION=_ACTIVATIONS[activation], BLOCK=_GATED_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def rows_per_tile(block: int) -> int:
+    """Rows of one program of `rms_norm_kernel`."""
+    return max(1, _TILE_ELEMENTS // block)
 
 
 def num_warps_of(num_elements: int) -> int:

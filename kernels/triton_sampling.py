@@ -39,7 +39,7 @@ from mneme.kernels.triton_weigh import (
 CHUNK = 4096  # logits of one program
 CAPACITY = 8192  # candidates of a row that are gathered; a row with more is searched where it is
 SEARCH_BLOCK = 1024
-_CHUNK_WARPS, _DRAW_WARPS = 8, 8
+NUM_WARPS = 8
 _UNIT_BITS = 44  # a token 2^-44 times as likely as the best is never drawn
 _SUM_BITS = 62  # of all weights of a row
 
@@ -101,20 +101,20 @@ def draw(logits: Tensor, params: npt.NDArray[np.float64]) -> Tensor:
     candidate, candidate_id = scratch(capacity, dtype=torch.float32), scratch(capacity, dtype=torch.int32)
     grid, stride = (num_rows, num_chunks), logits.stride(0)
     with torch.cuda.device(logits.get_device()):
-        best_kernel[grid](logits, best, best_id, vocab, stride, CHUNK=CHUNK, num_warps=_CHUNK_WARPS)
+        best_kernel[grid](logits, best, best_id, vocab, stride, CHUNK=CHUNK, num_warps=NUM_WARPS)
         if is_drawn.any():
             weigh_kernel[grid](
                 logits, on_device, best, weight, pivot_count, pivot_weight, vocab, stride,
-                CHUNK=CHUNK, CHUNKS=chunks, UNIT=unit, num_warps=_CHUNK_WARPS,
+                CHUNK=CHUNK, CHUNKS=chunks, UNIT=unit, num_warps=NUM_WARPS,
             )  # fmt: skip
         if any_cut:
             gather_kernel[grid](
                 logits, on_device, best, weight, pivot_count, pivot_weight, candidate, candidate_id, vocab, stride,
-                CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, num_warps=_CHUNK_WARPS,
+                CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, num_warps=NUM_WARPS,
             )  # fmt: skip
         draw_kernel[(num_rows,)](
             logits, on_device, best, best_id, weight, pivot_count, pivot_weight, candidate, candidate_id, tokens,
             vocab, stride, num_chunks,
-            CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, UNIT=unit, BLOCK=SEARCH_BLOCK, num_warps=_DRAW_WARPS,
+            CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, UNIT=unit, BLOCK=SEARCH_BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return tokens
