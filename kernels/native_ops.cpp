@@ -1,9 +1,11 @@
-// The decoder's row-wise operations: RMS norm, with or without the residual's addition, and the gate of the MLP.
+// The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the best
+// token and the draw of one.
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
 #include "native_vector.h"
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace mneme {
 namespace {
@@ -128,6 +130,54 @@ Best best_of(const float* x, int64_t count) {
   return any_nan ? Best{0, NAN} : Best{std::find(x, x + count, value) - x, value};
 }
 
+// e^((x - best) * scale) of one vector of logits; 0 where that is below what exponential() reaches.
+inline f32x16 weights_of(f32x16 x, float best, float scale) {
+  const f32x16 power = (x - best) * scale;
+  return power < -87.0f ? f32x16{} : exponential(power);
+}
+
+constexpr int64_t kBlock = 256;  // weights whose sum is kept
+
+// `count` weights from x, the first of which is lane 0: their sum, and their values where `values` is given.
+double sum_weights(const float* x, int64_t count, float best, float scale, float* values) {
+  f32x16 total = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    f32x16 weight = weights_of(load(x + i, count - i), best, scale);
+    for (int64_t lane = count - i; lane < kLanes; ++lane) weight[lane] = 0;
+    if (values) store(values + i, weight);
+    total += weight;
+  }
+  return sum(total);
+}
+
+// The first of `count` places at which the cumulative weight is above `target`; else the last that has any weight.
+template <class T>
+int64_t first_beyond(const T* weight, int64_t count, double target, double* before) {
+  int64_t last = 0;
+  double total = 0, before_last = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (weight[i] > 0) last = i, before_last = total;
+    total += weight[i];
+    if (total > target) break;
+  }
+  *before = before_last;
+  return last;
+}
+
+int64_t draw(const float* logits, int64_t count, double temperature, double number, std::vector<double>& sums) {
+  const float best = best_of(logits, count).value, scale = static_cast<float>(1.0 / temperature);
+  const int64_t num_blocks = (count + kBlock - 1) / kBlock;
+  sums.resize(num_blocks);
+  double total = 0, before;
+  for (int64_t b = 0; b < num_blocks; ++b)
+    total += sums[b] = sum_weights(logits + b * kBlock, std::min(kBlock, count - b * kBlock), best, scale, nullptr);
+  const int64_t block = first_beyond(sums.data(), num_blocks, number * total, &before);
+  float values[kBlock];
+  const int64_t size = std::min(kBlock, count - block * kBlock);
+  sum_weights(logits + block * kBlock, size, best, scale, values);
+  return block * kBlock + first_beyond(values, size, std::max(number * total - before, 0.0), &before);
+}
+
 int team(int64_t num_elements, int num_threads) { return num_elements < kParallelElements ? 1 : num_threads; }
 
 }  // namespace
@@ -179,5 +229,18 @@ extern "C" void mneme_best_tokens(const float* logits, int64_t* index, float* va
     const mneme::Best best = mneme::best_of(logits + row * count, count);
     index[row] = best.index;
     value[row] = best.value;
+  }
+}
+
+// logits [num_rows, count], contiguous; temperature, number and index [num_rows].
+extern "C" void mneme_draw_whole(const float* logits, const double* temperature, const double* number,
+                                  int64_t* index, int64_t num_rows, int64_t count, int32_t num_threads) {
+  const int threads = mneme::team(num_rows * count, num_threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<double> sums;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row)
+      index[row] = mneme::draw(logits + row * count, count, temperature[row], number[row], sums);
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ _ARGUMENTS = {
     "mneme_rms_norm": (*[_POINTER] * 3, *[_COUNT] * 5, _REAL, _NUMBER, _NUMBER),
     "mneme_add_rms_norm": (*[_POINTER] * 4, *[_COUNT] * 2, _REAL, _NUMBER, _NUMBER),
     "mneme_best_tokens": (*[_POINTER] * 3, *[_COUNT] * 2, _NUMBER),
+    "mneme_draw_whole": (*[_POINTER] * 4, *[_COUNT] * 2, _NUMBER),
     "mneme_gated": (*[_POINTER] * 2, *[_COUNT] * 2, _NUMBER, _NUMBER, _NUMBER),
 }
 
@@ -68,6 +70,18 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, torch.get_num_threads()
     )
     return index, value
+
+
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
+    logits = logits.contiguous()
+    num_rows, count = logits.shape
+    options = torch.tensor([temperatures, numbers], dtype=torch.float64)
+    index = torch.empty(num_rows, dtype=torch.int64)
+    _function("mneme_draw_whole")(
+        logits.data_ptr(), options[0].data_ptr(), options[1].data_ptr(), index.data_ptr(), num_rows, count,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return index
 
 
 def _like(tensor: Tensor, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -63,6 +64,18 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
     computed = native_ops if native_ops.can_compute(logits) else torch_ops
     index, value = computed.best_tokens(logits)
     return index.tolist(), value.tolist()
+
+
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
+    """The token of each row at which the cumulative distribution, in the order of the vocabulary, passes its number.
+
+    logits        float32 [T, vocab]  the largest of each row is finite; a token at -inf is never drawn
+    temperatures  [T]  above 0: the distribution is the softmax of logits / temperature
+    numbers       [T]  in [0, 1)
+    """
+    computed = native_ops if native_ops.can_compute(logits) else torch_ops
+    drawn: list[int] = computed.draw_whole(logits, temperatures, numbers).tolist()
+    return drawn
 
 
 def _backend(x: Tensor) -> _Ops:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_BLOCK = 256  # weights that `invert` skips at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,3 +30,33 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     index = logits.argmax(dim=-1)  # a NaN counts as the largest
     return index, logits.gather(-1, index[:, None])[:, 0]
+
+
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
+    temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    return invert((logits / temperature[:, None]).softmax(dim=-1), numbers)
+
+
+def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
+    """int64 [T]: where each row's cumulative weight passes `number` times its end; never where a weight is 0.
+
+    weights  float32 [T, n]
+    numbers  [T]  in [0, 1)
+
+    First the block of weights where that is, then the place inside, so that only the blocks' sums are accumulated.
+    """
+    padding = -weights.shape[-1] % _BLOCK
+    blocks = (F.pad(weights, (0, padding)) if padding else weights).view(len(weights), -1, _BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    ends = sums.cumsum(dim=-1)
+    target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
+    block = _first_beyond(ends, target)
+    rest = (target - ends.gather(-1, block) + sums.gather(-1, block)).clamp_(min=0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0]
+    return (block * _BLOCK + _first_beyond(inside.double().cumsum(dim=-1), rest))[:, 0]
+
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    """int64 [T, 1]: the first place above the target, or where the end is reached if rounding leaves none."""
+    index = torch.searchsorted(cumulative, target, right=True)
+    return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))

@@ -16,17 +16,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from mneme.kernels.ops import best_tokens
+from mneme.kernels.ops import best_tokens, draw_whole
 from mneme.kernels.sampling import draw_tokens
+from mneme.kernels.torch_ops import invert
 from mneme.replicas.request import Logprobs, SamplingParams
 from mneme.replicas.token_counts import TokenCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1
 _NUM_CANDIDATES = 256
-_BLOCK = 256  # weights that the draw skips at once
 
 
 class SampleRow(NamedTuple):
@@ -104,8 +103,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
 
 def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """From the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
-    index: list[int] = _invert(_scaled(logits, rows).softmax(dim=-1), rows).tolist()
-    return index
+    return draw_whole(logits, [row.params.temperature for row in rows], _numbers(rows))
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -135,7 +133,7 @@ def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> 
     is_whole = _column([row.params.top_k <= 0 and row.params.min_p == 0.0 for row in rows], scaled) > 0
     weights = kept_probs / kept_probs.sum(dim=-1, keepdim=True).where(~is_whole, 1.0)
     weights *= weights.cumsum(dim=-1) - weights < _column([row.params.top_p for row in rows], scaled)
-    token_ids: list[int] = order.gather(-1, _invert(weights, rows)[:, None])[:, 0].tolist()
+    token_ids: list[int] = order.gather(-1, invert(weights, _numbers(rows))[:, None])[:, 0].tolist()
     if count == scaled.shape[-1]:
         return token_ids, [True] * len(rows)
     # All that is left must stand before the candidates' end, and not be as likely as the last of them: among equals
@@ -158,28 +156,8 @@ def _scaled(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return logits / _column([row.params.temperature for row in rows], logits)
 
 
-def _invert(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """int64 [num_rows]: where the cumulative weight passes each row's uniform number; never where a weight is 0.
-
-    weights  float32 [num_rows, n]
-
-    First the block of weights where that is, then the place inside, so that only the blocks' sums are accumulated.
-    """
-    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
-    ends = sums.cumsum(dim=-1)
-    draws = [uniform(row.seed, row.choice_index, row.position) for row in rows]
-    target = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
-    block = _first_beyond(ends, target)
-    rest = (target - ends.gather(-1, block) + sums.gather(-1, block)).clamp_(min=0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0]
-    return (block * _BLOCK + _first_beyond(inside.double().cumsum(dim=-1), rest))[:, 0]
-
-
-def _first_beyond(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """int64 [num_rows, 1]: the first place above the target, or where the end is reached if rounding leaves none."""
-    index = torch.searchsorted(cumulative, target, right=True)
-    return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
+def _numbers(rows: Sequence[SampleRow]) -> list[float]:
+    return [uniform(row.seed, row.choice_index, row.position) for row in rows]
 
 
 def _is_truncated(params: SamplingParams) -> bool:

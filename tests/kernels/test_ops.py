@@ -127,6 +127,32 @@ def test_best_tokens(size: int) -> None:
     assert value[3] != value[3]
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("size", [1, 16, 37, 256, 257, 3000])
+@pytest.mark.parametrize("temperature", [1e-4, 0.7, 2.0])
+def test_draws_invert_the_cumulative_distribution(size: int, temperature: float) -> None:
+    """`number` falls between the ends of the drawn token and of the one before it, up to float32's rounding."""
+    logits = draw(1, size, dtype=torch.float32)
+    logits[0, size // 3 : size // 2] = -torch.inf
+    ends = (logits[0].double() / temperature).softmax(-1).cumsum(-1)
+    numbers = [0.0, 1e-9, 0.25, 0.5, 0.75, 1 - 2**-53]
+    for number, token in zip(numbers, ops.draw_whole(logits.repeat(6, 1), [temperature] * 6, numbers), strict=True):
+        assert logits[0, token] > -torch.inf
+        before = float(ends[token - 1]) if token else 0.0
+        assert before - 2e-5 <= number <= float(ends[token]) + 2e-5
+
+
+@pytest.mark.usefixtures("backend")
+def test_each_row_is_drawn_with_its_own_options() -> None:
+    logits = draw(3, 600, dtype=torch.float32)
+    options = [(0.5, 0.1), (1.0, 0.9), (2.0, 0.5)]
+    temperatures, numbers = [t for t, _ in options], [n for _, n in options]
+    together = ops.draw_whole(logits, temperatures, numbers)
+    alone = [ops.draw_whole(logits[i : i + 1], [t], [n])[0] for i, (t, n) in enumerate(options)]
+    assert together == alone
+    assert len(set(together)) > 1
+
+
 def test_half_floats_are_left_to_torch() -> None:
     x = draw(2, 8, dtype=torch.float16)
     assert ops._backend(x) is torch_ops
