@@ -28,9 +28,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.work import Share
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
-_CONSTANTS = ("key", "head_many", "head_few", "piece", "merge")
-# From this many query heads on a pass is one of many heads: kernels/native_attention.cpp, or one 16-row tile on CUDA.
-_MANY_HEADS = {"cpu": 8, "cuda": 1}
+_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge")
 
 
 def main() -> None:
@@ -74,10 +72,8 @@ def measure(
     for arm in arms:
         arm.output()
     timings = interleaved(arms, device, budget_s=0.3, now_s=time.perf_counter)
-    many = _MANY_HEADS[device.type]
     return [
-        (features_of(plan, heads, many), statistics.median(timings.samples[share]) * 1e9)
-        for share, plan in plans.items()
+        (features_of(plan, heads), statistics.median(timings.samples[share]) * 1e9) for share, plan in plans.items()
     ]
 
 
@@ -85,21 +81,19 @@ def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-de
     return lambda layer: scene.attend(layer, plan, backend=backend)
 
 
-def features_of(plan: Plan, heads: Heads, many: int) -> list[float]:
+def features_of(plan: Plan, heads: Heads) -> list[float]:
     """Sums over the pieces of a plan, in the order of the constants."""
     work, width = plan.work, heads.kv * heads.dim
-    key = head_many = head_few = merge = 0.0
+    few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
     for piece in range(work.num_pieces):
         rows = int(work.row_begin[piece + 1] - work.row_begin[piece]) * heads.group
         runs = slice(work.run_begin[piece], work.run_begin[piece + 1])
         elements = int((work.page_end[runs] - work.page_begin[runs]).sum()) * plan.page_size * width
-        if rows >= many:
-            key += elements
-            head_many += elements * rows
-        else:
-            head_few += elements * rows
+        sums = few if rows < plan.cost.many_heads else many
+        sums[0] += elements
+        sums[1] += elements * rows
         merge += rows * width
-    return [key, head_many, head_few, work.num_pieces, merge]
+    return [*few, *many, work.num_pieces, merge]
 
 
 def non_negative_fit(matrix: np.ndarray, wanted: np.ndarray, num_steps: int = 50_000) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Whether reading a segment once for all its sharers pays: bytes, flops and the overhead of another piece.
 
-A *pass* takes M query heads over the keys and values of L tokens, in each KV head. A device does it in one of two ways:
+A *pass* takes M query heads over the keys and values of L tokens, in each KV head, and costs
 
-    few heads     M * head_few                 each head goes over the keys by itself; nothing is prepared
-    many heads    key + M * head_many          keys are read (and packed) once, then multiplied with all heads
+    L * elements of a key * (key + M * head)
 
-both times L * elements of a key. Sharing replaces one pass per sharer by one for all of them, and costs a piece: its
-own set-up, the rotation of its queries and the merge of its results. Only ratios of the constants decide. Measured ones
-come from `benchmarks/fit_share_cost.py`; the constants say for which device.
+with one pair of constants for few heads, which read keys where they lie, and one for many, for which keys are packed
+first. Sharing replaces one pass per sharer by one for all of them, and costs a piece: its own set-up, the rotation of
+its queries and the merge of its results. Only ratios of the constants decide. Measured ones come from
+`benchmarks/fit_share_cost.py`; the constants say for which device.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ FloatArray = npt.NDArray[np.float64]
 class ShareCost:
     """What passes cost on one device, in picoseconds."""
 
-    key: float  # per element of a key and its value, for any number of heads
-    head_many: float  # and per query head that meets it
-    head_few: float  # per element and query head without preparation
+    many_heads: int  # from this many query heads on a pass is one of many heads
+    key_few: float  # per element of a key and its value, for any number of heads
+    head_few: float  # and per query head that meets it
+    key_many: float
+    head_many: float
     piece: float  # per piece
     merge: float  # per query head and element of its result, that a piece adds
 
     def pass_(self, num_heads: FloatArray) -> FloatArray:
         """Per element of a key, for passes of so many query heads."""
-        return np.minimum(num_heads * self.head_few, self.key + num_heads * self.head_many)
+        few = self.key_few + num_heads * self.head_few
+        many = self.key_many + num_heads * self.head_many
+        return np.where(num_heads < self.many_heads, few, many)
 
     def pays(self, rows_per_sharer: IntArray, num_groups: int, num_tokens: int, kv_width: int) -> bool:
         """Whether one pass for all sharers and its overhead cost less than a pass for each.
@@ -50,10 +54,14 @@ class ShareCost:
         return bool(saved > self.piece + self.merge * total * kv_width)
 
 
-# One core of a CPU with AVX-512, pages in the second and third cache.
-COMPILED_BFLOAT16 = ShareCost(key=210.0, head_many=13.0, head_few=50.0, piece=8e6, merge=300.0)
-COMPILED_FLOAT32 = ShareCost(key=210.0, head_many=30.0, head_few=50.0, piece=8e6, merge=300.0)
-# The torch backend on the same core: a reading for about 64 rows at a time, twenty small operations for a piece.
-TORCH = ShareCost(key=2000.0, head_many=10.0, head_few=2000.0, piece=2.6e8, merge=300.0)
-# From an H200's data sheet, not measured: 4.3 TB/s (16 bits), tensor cores under a padded tile, a merge's launch.
-TRITON = ShareCost(key=0.93, head_many=0.005, head_few=0.93, piece=2e6, merge=2.0)
+# One core of a CPU with AVX-512 BF16.
+COMPILED_BFLOAT16 = ShareCost(
+    many_heads=8, key_few=87.0, head_few=16.0, key_many=112.0, head_many=12.0, piece=1.6e6, merge=130.0
+)
+COMPILED_FLOAT32 = ShareCost(
+    many_heads=8, key_few=118.0, head_few=28.0, key_many=166.0, head_many=24.0, piece=1.2e6, merge=100.0
+)
+# The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
+TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=2.6e8, merge=300.0)
+# From an H200's data sheet, not measured: 16-bit keys at 4.3 TB/s, tiles of 16 heads, the launch of a merge.
+TRITON = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=0.93, head_many=0.005, piece=2e6, merge=2.0)
