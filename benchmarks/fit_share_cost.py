@@ -28,7 +28,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.work import Share
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
-_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge")
+_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge", "call")
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-de
 
 
 def features_of(plan: Plan, heads: Heads) -> list[float]:
-    """Sums over the pieces of a plan, in the order of the constants."""
+    """Sums over the pieces of a plan, in the order of the constants; the last is what a call costs whatever it does."""
     work, width = plan.work, heads.kv * heads.dim
     few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
     for piece in range(work.num_pieces):
@@ -93,7 +93,7 @@ def features_of(plan: Plan, heads: Heads) -> list[float]:
         sums[0] += elements
         sums[1] += elements * rows
         merge += rows * width
-    return [*few, *many, work.num_pieces, merge]
+    return [*few, *many, work.num_pieces * heads.kv, merge, 1.0]
 
 
 def non_negative_fit(matrix: np.ndarray, wanted: np.ndarray, num_steps: int = 50_000) -> np.ndarray:

@@ -182,7 +182,7 @@ class Plan:
             self.num_sequences,
             page_size=self.page_size,
             num_groups=self.num_q_heads // self.num_kv_heads,
-            kv_width=self.num_kv_heads * self.head_dim,
+            head_dim=self.head_dim,
             share=self.share,
             cost=self.cost,
         )
@@ -227,7 +227,7 @@ def build_plan(
     found = find_segments(refs)
     work = arrange(
         refs, found, sequence, len(tables), page_size=page_size, num_groups=num_q_heads // num_kv_heads,
-        kv_width=num_kv_heads * head_dim, share=share, cost=cost,
+        head_dim=head_dim, share=share, cost=cost,
     )  # fmt: skip
     return Plan(
         page_size=page_size,

@@ -31,7 +31,7 @@ class ShareCost:
     head_few: float  # and per query head that meets it
     key_many: float
     head_many: float
-    piece: float  # per piece
+    piece: float  # per piece and KV head
     merge: float  # per query head and element of its result, that a piece adds
 
     def pass_(self, num_heads: FloatArray) -> FloatArray:
@@ -40,28 +40,28 @@ class ShareCost:
         many = self.key_many + num_heads * self.head_many
         return np.where(num_heads < self.many_heads, few, many)
 
-    def pays(self, rows_per_sharer: IntArray, num_groups: int, num_tokens: int, kv_width: int) -> bool:
-        """Whether one pass for all sharers and its overhead cost less than a pass for each.
+    def pays(self, rows_per_sharer: IntArray, num_tokens: int, *, num_groups: int, head_dim: int) -> bool:
+        """Whether one pass for all sharers and its overhead cost less than a pass for each; all KV heads are alike.
 
         rows_per_sharer   int [c]  query rows of each sharer in this step
-        num_groups        query heads per KV head
         num_tokens        of the segment
-        kv_width          elements of a token's key, over all KV heads
+        num_groups        query heads per KV head
         """
         heads = (rows_per_sharer * num_groups).astype(np.float64)
         total = heads.sum()
-        saved = (self.pass_(heads).sum() - float(self.pass_(total))) * num_tokens * kv_width
-        return bool(saved > self.piece + self.merge * total * kv_width)
+        saved = (self.pass_(heads).sum() - float(self.pass_(total))) * num_tokens * head_dim
+        overhead = self.piece + self.merge * total * head_dim
+        return bool(saved > overhead)
 
 
 # One core of a CPU with AVX-512 BF16.
 COMPILED_BFLOAT16 = ShareCost(
-    many_heads=8, key_few=87.0, head_few=16.0, key_many=112.0, head_many=12.0, piece=1.6e6, merge=130.0
+    many_heads=8, key_few=87.0, head_few=16.0, key_many=112.0, head_many=12.0, piece=2e5, merge=130.0
 )
 COMPILED_FLOAT32 = ShareCost(
-    many_heads=8, key_few=118.0, head_few=28.0, key_many=166.0, head_many=24.0, piece=1.2e6, merge=100.0
+    many_heads=8, key_few=118.0, head_few=28.0, key_many=166.0, head_many=24.0, piece=1.5e5, merge=100.0
 )
 # The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
-TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=2.6e8, merge=300.0)
+TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0)
 # From an H200's data sheet, not measured: 16-bit keys at 4.3 TB/s, tiles of 16 heads, the launch of a merge.
-TRITON = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=0.93, head_many=0.005, piece=2e6, merge=2.0)
+TRITON = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=0.93, head_many=0.005, piece=2.5e5, merge=2.0)

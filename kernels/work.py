@@ -71,7 +71,7 @@ def arrange(
     *,
     page_size: int,
     num_groups: int,
-    kv_width: int,
+    head_dim: int,
     share: Share,
     cost: ShareCost,
 ) -> WorkList:
@@ -84,7 +84,9 @@ def arrange(
         rows = rows[rows > 0]
         if share == "never" or len(rows) < 2:
             continue
-        if share == "always" or cost.pays(rows, num_groups, len(segment.page_ids) * page_size, kv_width):
+        if share == "always" or cost.pays(
+            rows, len(segment.page_ids) * page_size, num_groups=num_groups, head_dim=head_dim
+        ):
             chosen[index] = True
             run = _shared_run(segment, spans)
             pieces.setdefault(run.row.tobytes(), []).append(run)

@@ -14,7 +14,7 @@ COSTS = pytest.mark.parametrize("cost", [COMPILED_BFLOAT16, COMPILED_FLOAT32, TO
 
 
 def pays(cost: ShareCost, rows: list[int], num_tokens: int) -> bool:
-    return cost.pays(np.array(rows), 4, num_tokens, 8 * 128)
+    return cost.pays(np.array(rows), num_tokens, num_groups=4, head_dim=128)
 
 
 @COSTS
