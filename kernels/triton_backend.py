@@ -6,6 +6,7 @@ same buffers, which keep their addresses from step to step unless they must grow
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def attend_triton(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not plan.num_rows:
         return out, lse
-    config, trims, grid = _choice(q, plan)
+    config, trims, grid = _choice(q.device, q.dtype, plan)
     window = None if window is None else min(window, 2**30)
     if rope is not None:
         check_reach(plan, slot_position, rope.num_positions, window)
@@ -84,6 +85,25 @@ def attend_triton(
         if step.num_merged:
             _merge(out, lse, step, plan, sizes)
     return out, lse
+
+
+def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positions: int | None) -> Hashable | None:
+    """Bring a plan to its device ahead of `attend_triton`, whose launches may then be captured and replayed.
+
+    Returns what these launches depend on beside the shapes of their tensors: a replay is right for every plan that is
+    staged with an equal value. None if attention has to look at the device, or is not done here.
+    """
+    device = slot_position.device
+    if reason_against(device, plan) or not plan.num_rows:
+        return None
+    deltas = plan.work.delta
+    if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
+        return None  # `check_reach` would read positions back
+    config, trims, grid = _choice(device, dtype, plan)
+    step = step_of(device)
+    step.prepare(plan, slot_position, grid)
+    step.round_up()
+    return config, trims, step.num_tiles, step.num_merged, step.addresses
 
 
 def is_interpreted() -> bool:
@@ -136,16 +156,16 @@ class _Choice(NamedTuple):
     grid: Grid
 
 
-def _choice(q: Tensor, plan: Plan) -> _Choice:
+def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
     """How a plan's work is launched; found once per work."""
-    key = ("triton", "choice", q.device, q.dtype)
+    key = ("triton", "choice", device, dtype)
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:
         num_groups = plan.num_q_heads // plan.num_kv_heads
         phase = phase_of(plan.work, num_groups)
-        sizes = {"head_dim": plan.head_dim, "element_bytes": q.element_size(), "num_groups": num_groups}
-        config = config_of(**sizes, phase=phase, architecture=_architecture(q.device))
-        choice = _Choice(config, phase == "prefill", _grid(q.device, plan, config))
+        sizes = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
+        config = config_of(**sizes, phase=phase, architecture=_architecture(device))
+        choice = _Choice(config, phase == "prefill", _grid(device, plan, config))
         plan.work.derived[key] = choice
     return choice
 

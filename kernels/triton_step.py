@@ -56,6 +56,20 @@ class DeviceStep:
         self._place_keys(plan, slot_position)
         self._plan, self._placed = plan, (slot_position, version)
 
+    def round_up(self) -> None:
+        """Launch for numbers of tiles and merged rows that are powers of two, so that few numbers occur.
+
+        Programs without work end at once. Holds until another plan is prepared.
+        """
+        counts = (self.num_tiles, self.num_merged)
+        self.num_tiles, self.num_merged = (1 << (count - 1).bit_length() if count else 0 for count in counts)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where launches find this step."""
+        return tuple(buffer.data_ptr() for buffer in (self.words, self.key_position, *self.partials))
+
+    @torch.inference_mode(False)  # buffers outlive the mode in which they are first needed
     def _upload(self, plan: Plan, grid: Grid) -> None:
         tiles = self._tiles_of(plan, grid)
         if self._packed is None or self._page_size != plan.page_size:

@@ -24,6 +24,7 @@ class EngineConfig:
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     prefix_sharing: bool = True
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
+    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session

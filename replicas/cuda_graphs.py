@@ -21,7 +21,7 @@ import torch
 
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.model import StepInputs
+from mneme.replicas.model import Decoder, KvPool, StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ _NUM_INPUTS = 4  # token ids, positions, slots, sampled rows
 
 Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
 Stage = Callable[[Plan], Hashable | None]
+
+
+MakeGraphs = Callable[[Run, KvPool], "DecodeGraphs"]
 
 
 class Graph(Protocol):
@@ -178,6 +181,28 @@ class CudaCapture:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
         return graph
+
+
+def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:
+    """Graphs of a decoder's steps of up to so many rows; None where there are none to be had."""
+    if decoder.device.type != "cuda":
+        return None
+    try:
+        from mneme.kernels.triton_backend import stage
+    except ImportError:  # said by whoever needs it to attend
+        return None
+
+    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+        return DecodeGraphs(
+            run,
+            lambda plan: stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions),
+            CudaCapture(decoder.device),
+            max_rows=max_rows,
+            vocab_size=decoder.config.vocab_size,
+            device=decoder.device,
+        )
+
+    return make
 
 
 def bucket_of(num_rows: int) -> int:

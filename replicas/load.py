@@ -11,6 +11,7 @@ import torch
 from mneme.errors import ConfigError
 from mneme.kernels import native_library
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.cuda_graphs import decode_graphs_for
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.model import Decoder
@@ -57,7 +58,8 @@ def load_engine(
     # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
     max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
     decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
-    runner = Runner(decoder, num_pages, config.page_size)
+    make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
+    runner = Runner(decoder, num_pages, config.page_size, make_graphs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     return Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
 

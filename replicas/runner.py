@@ -8,7 +8,6 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from mneme.kernels.attention import (
     share_cost_of,
 )
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.cuda_graphs import DecodeGraphs, Run
+from mneme.replicas.cuda_graphs import MakeGraphs
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.sequence import Chunk
@@ -55,9 +54,9 @@ class Runner:
         decoder: Decoder,
         num_pages: int,
         page_size: int,
-        make_graphs: Callable[[Run], DecodeGraphs] | None = None,
+        make_graphs: MakeGraphs | None = None,
     ) -> None:
-        """`make_graphs` gets the forward pass that decode graphs are to capture."""
+        """`make_graphs` gets the forward pass that decode graphs are to capture, and the pool."""
         config = decoder.config
         self._decoder = decoder
         self.num_pages = num_pages
@@ -73,7 +72,7 @@ class Runner:
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
-        self._graphs = None if make_graphs is None else make_graphs(self._run)
+        self._graphs = None if make_graphs is None else make_graphs(self._run, self.pool)
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from mneme.kernels.attention import Plan
+from mneme.kernels.attention import Plan, attend
+from mneme.replicas import model
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import MAX_BUCKET, DecodeGraphs, Graph, Run, bucket_of
+from mneme.replicas.cuda_graphs import (
+    MAX_BUCKET,
+    DecodeGraphs,
+    Graph,
+    MakeGraphs,
+    Run,
+    bucket_of,
+    decode_graphs_for,
+)
 from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder, StepInputs
+from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.runner import Runner
@@ -93,19 +104,21 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="always")
 
 
-def engine_of(decoder: Decoder, make_graphs: Callable[[Run], DecodeGraphs] | None) -> tuple[Engine, RecordingRunner]:
+def engine_of(decoder: Decoder, make_graphs: MakeGraphs | None) -> tuple[Engine, RecordingRunner]:
     runner = RecordingRunner(decoder, 64, 16, make_graphs)
     return Engine(runner, None, EngineConfig(page_size=16, max_batch_tokens=32, max_running=8)), runner
 
 
-def with_played_device(decoder: Decoder, **options: Any) -> tuple[Engine, RecordingRunner, PlayedDevice, DecodeGraphs]:
+def with_played_device(
+    decoder: Decoder, make_device: Callable[[Run, KvPool], PlayedDevice] | None = None
+) -> tuple[Engine, RecordingRunner, PlayedDevice, DecodeGraphs]:
     made: list[tuple[PlayedDevice, DecodeGraphs]] = []
 
-    def make(run: Run) -> DecodeGraphs:
-        device = PlayedDevice(run)
+    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+        device = make_device(run, pool) if make_device else PlayedDevice(run)
         graphs = DecodeGraphs(
             device.run, device.stage, device.capture,
-            max_rows=8, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), **options,
+            max_rows=8, vocab_size=VOCAB_SIZE, device=torch.device("cpu"),
         )  # fmt: skip
         made.append((device, graphs))
         return graphs
@@ -151,6 +164,79 @@ def test_replayed_steps_give_the_logits_of_eager_ones(decoder: Decoder) -> None:
     assert len(expected) == 8
     for name, rows in eager.logits.items():
         assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= TOLERANCE, name
+
+
+class TritonDevice(PlayedDevice):
+    """Attention by Triton, interpreted. A replay keeps the plan of the capture too: only buffers are of the present."""
+
+    def __init__(self, run: Run, pool: KvPool, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(run)
+        self._pool, self._decoder, self._monkeypatch = pool, decoder, monkeypatch
+        self._step = triton_step().step_of(decoder.device)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        if self._frozen is None:
+            return super().run(inputs)
+        with self._monkeypatch.context() as patch:
+            patch.setattr(self._step, "prepare", lambda plan, slot_position, grid: None)
+            return self._forward(self._frozen)
+
+    def stage(self, plan: Plan) -> Hashable | None:
+        from mneme.kernels.triton_backend import stage
+
+        rope = self._decoder.rope
+        key: Hashable = stage(plan, self._pool.slot_position, self._decoder.dtype, rope.num_positions)
+        return key
+
+
+def triton_step() -> Any:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles in this process")
+    return pytest.importorskip("mneme.kernels.triton_step")
+
+
+def test_all_that_differs_between_replays_is_in_tritons_buffers(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_step()
+    prompts = {"a": list(range(13)), "b": [*range(13), 40], "c": list(range(100, 112))}
+
+    def serve(engine: Engine) -> None:
+        for name, ids in prompts.items():
+            engine.submit(request(name, ids, 9))  # "a" and "c" begin pages on the way
+        while engine.has_work:
+            assert all(event.error is None for event in engine.step())
+
+    eager_engine, eager = engine_of(decoder, None)
+    serve(eager_engine)
+    monkeypatch.setattr(model, "attend", partial(attend, backend="triton"))
+    make_device = partial(TritonDevice, decoder=decoder, monkeypatch=monkeypatch)
+    engine, runner, device, graphs = with_played_device(decoder, make_device)
+    serve(engine)
+    assert graphs.num_replays >= 5
+    assert set(device.shapes) == {4}
+    for name, rows in eager.logits.items():
+        assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= TOLERANCE, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_checkpoint("llama-3", tmp_path)
+    config = load_model_config(tmp_path)
+    decoder = Decoder(config, load_weights(tmp_path, config, torch.device("cuda", 0), dtype))
+    eager_engine, eager = engine_of(decoder, None)
+    engine, runner = engine_of(decoder, decode_graphs_for(decoder, 8))
+    assert serve(engine) == serve(eager_engine)  # the same kernels on the same numbers
+    graphs = runner._graphs
+    assert graphs is not None
+    assert graphs.num_replays > 20
+    for name, rows in eager.logits.items():
+        assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= 0.02, name
+
+
+def test_a_cpu_has_no_graphs(decoder: Decoder) -> None:
+    assert decode_graphs_for(decoder, 8) is None
 
 
 def test_padding_writes_to_the_spare_page_only(decoder: Decoder) -> None:
