@@ -34,23 +34,28 @@ _INTEGERS = (
     "num_shared", "num_pieces", "num_rows", "num_loose_rows", "num_q_heads", "num_kv_heads", "head_dim", "page_size",
     "window", "dtype", "rotary_half", "num_positions",
 )  # fmt: skip
+_POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "mneme_attend": ((_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _NUMBER), None),
+    "mneme_attend_prepare": ((_POINTER,), _COUNT),
+}
 
 
 class _Step(ctypes.Structure):
     """native_attention.h: Step."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in _INTEGERS),
+        *((name, _NUMBER) for name in _INTEGERS),
         ("score_scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _WORK_ARRAYS),
-        ("position", ctypes.c_void_p),
-        ("slot_position", ctypes.c_void_p),
-        ("loose_row", ctypes.c_void_p),
-        ("rope", ctypes.c_void_p),
-        ("alibi_slopes", ctypes.c_void_p),
-        ("page_first", ctypes.c_void_p),
-        ("page_last", ctypes.c_void_p),
+        *((name, _POINTER) for name in _WORK_ARRAYS),
+        ("position", _POINTER),
+        ("slot_position", _POINTER),
+        ("loose_row", _POINTER),
+        ("rope", _POINTER),
+        ("alibi_slopes", _POINTER),
+        ("page_first", _POINTER),
+        ("page_last", _POINTER),
     )
 
 
@@ -92,7 +97,7 @@ def attend_native(
     if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
         q = q.contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
-    _attend()(
+    _function("mneme_attend")(
         prepared.address,
         q.data_ptr(),
         q.stride(0),
@@ -108,33 +113,11 @@ def attend_native(
 
 
 @cache
-def _attend() -> Any:
+def _function(name: str) -> Any:
     loaded = library()
     assert loaded is not None  # the chooser asked
-    function = loaded.mneme_attend
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = (
-        pointer,
-        pointer,
-        integer,
-        pointer,
-        pointer,
-        integer,
-        pointer,
-        pointer,
-        pointer,
-        ctypes.c_int32,
-    )
-    function.restype = None
-    return function
-
-
-@cache
-def _prepare() -> Any:
-    loaded = library()
-    assert loaded is not None
-    function = loaded.mneme_attend_prepare
-    function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int64
+    function = getattr(loaded, name)
+    function.argtypes, function.restype = _SIGNATURES[name]
     return function
 
 
@@ -188,7 +171,7 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
 
 
 def _refuse_rows_beyond(step: _Step) -> None:
-    beyond = _prepare()(ctypes.addressof(step))
+    beyond = _function("mneme_attend_prepare")(ctypes.addressof(step))
     if beyond >= 0:
         raise ValueError(f"rows: a visible pair is {beyond} apart, the rope table ends at {step.num_positions}")
 

@@ -32,15 +32,15 @@ struct PairDot {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // GCC 12 keeps the intrinsic's operands on the stack
     return sum;
   }
-};
 
-// Cells of (first, second), each rounded to nearest even.
-inline Vec to_pairs(Vec first, Vec second) {
-  const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return reinterpret_cast<Vec>(_mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(halves)));
-}
+  // Cells of (first, second), each rounded to nearest even.
+  static Vec cells(Vec first, Vec second) {
+    const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return reinterpret_cast<Vec>(_mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(halves)));
+  }
+};
 #endif
 
 // c[r][0 : Cols * kLanes] = old + sum over steps of a[r][step * a_step] * b[step], for Rows rows; `old` is 0, or

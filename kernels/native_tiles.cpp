@@ -319,7 +319,7 @@ void Tiles<Dot, Elem>::softmax(int first_lane, int cols, int num_keys) {
       } else {
         const Vec second = n + 1 < num_keys ? exp2(load(score + (n + 1) * stride) - top) : Vec{};
         sum += second;
-        store(cell, to_pairs(first, second));
+        store(cell, Dot::cells(first, second));
       }
     }
     const Vec scale = exp2(old - top);

@@ -147,18 +147,28 @@ def random_rows(rng: np.random.Generator, num_sequences: int, most_rows: int) ->
 
 
 @st.composite
-def scenes(draw: st.DrawFn, dtype: torch.dtype = torch.float32, most_rows: int = 12, plain: bool = False) -> Scene:
-    """Any scene; `plain` ones have no window, bias or cap."""
+def scenes(
+    draw: st.DrawFn,
+    dtype: torch.dtype = torch.float32,
+    most_rows: int = 12,
+    plain: bool = False,
+    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (1, 3), (3, 1)),
+    head_dims: tuple[int, ...] = (8,),
+) -> Scene:
+    """Any scene; `plain` ones have no window, bias or cap. `heads`: of KV, and query heads for each."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     page_size = draw(st.sampled_from([1, 4, 8, 64]))
     num_sequences = draw(st.integers(0, 6))
-    num_kv_heads, num_groups = draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (3, 1)]))
+    num_kv_heads, num_groups = draw(st.sampled_from(heads))
+    head_dim = draw(st.sampled_from(head_dims))
     tables = random_tables(
         rng, page_size, num_sequences, num_documents=draw(st.integers(0, 3)), masked=draw(st.booleans())
     )
     rows = random_rows(rng, num_sequences, draw(st.sampled_from([1, most_rows])))
-    rotary_dim = draw(st.sampled_from([8, 8, 4, None]))
-    options: dict[str, Any] = {"softmax_scale": draw(st.sampled_from([0.35, 0.1]))}
+    whole = head_dim // 2 * 2
+    rotary_dim = draw(st.sampled_from([whole, whole, 4, None]))
+    scale = (8 / head_dim) ** 0.5  # scores of one size for all dimensions
+    options: dict[str, Any] = {"softmax_scale": scale * draw(st.sampled_from([0.35, 0.1]))}
     if not plain:
         options["window"] = draw(st.sampled_from([None, None, 1, 13, 90]))
         options["soft_cap"] = draw(st.sampled_from([None, 1.5]))
@@ -171,6 +181,7 @@ def scenes(draw: st.DrawFn, dtype: torch.dtype = torch.float32, most_rows: int =
         page_size=page_size,
         num_kv_heads=num_kv_heads,
         num_groups=num_groups,
+        head_dim=head_dim,
         rope=None if rotary_dim is None else RopeTable.from_theta(100.0, rotary_dim, MAX_POSITION),
         dtype=dtype,
         options=options,
