@@ -86,13 +86,16 @@ def features_of(plan: Plan, heads: Heads) -> list[float]:
     work, width = plan.work, heads.kv * heads.dim
     few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
     for piece in range(work.num_pieces):
-        rows = int(work.row_begin[piece + 1] - work.row_begin[piece]) * heads.group
+        rows = int(work.row_begin[piece + 1] - work.row_begin[piece])
         runs = slice(work.run_begin[piece], work.run_begin[piece + 1])
         elements = int((work.page_end[runs] - work.page_begin[runs]).sum()) * plan.page_size * width
-        sums = few if rows < plan.cost.many_heads else many
-        sums[0] += elements
-        sums[1] += elements * rows
-        merge += rows * width
+        if rows * heads.group < plan.cost.many_heads:  # a pass for each row
+            few[0] += elements * rows
+            few[1] += elements * rows * heads.group
+        else:
+            many[0] += elements
+            many[1] += elements * rows * heads.group
+        merge += rows * heads.group * width
     return [*few, *many, work.num_pieces * heads.kv, merge, 1.0]
 
 

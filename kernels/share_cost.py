@@ -1,13 +1,13 @@
 """Whether reading a segment once for all its sharers pays: bytes, flops and the overhead of another piece.
 
-A *pass* takes M query heads over the keys and values of L tokens, in each KV head, and costs
+A *pass* takes the M query heads of a piece's rows over the keys and values of L tokens, in each KV head, and costs
 
     L * elements of a key * (key + M * head)
 
-with one pair of constants for few heads, which read keys where they lie, and one for many, for which keys are packed
-first. Sharing replaces one pass per sharer by one for all of them, and costs a piece: its own set-up, the rotation of
-its queries and the merge of its results. Only ratios of the constants decide. Measured ones come from
-`benchmarks/fit_share_cost.py`; the constants say for which device.
+with one pair of constants for many heads, for which keys are packed first, and another for few, where each row reads
+keys where they lie, in a pass of its own. Sharing replaces one pass per sharer by one for all of them, and costs a
+piece: its own set-up, the rotation of its queries and the merge of its results. Only ratios of the constants decide.
+Measured ones come from `benchmarks/fit_share_cost.py`; the constants say for which device.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ShareCost:
     piece: float  # per piece and KV head
     merge: float  # per query head and element of its result, that a piece adds
 
-    def pass_(self, num_heads: FloatArray) -> FloatArray:
-        """Per element of a key, for passes of so many query heads."""
-        few = self.key_few + num_heads * self.head_few
-        many = self.key_many + num_heads * self.head_many
-        return np.where(num_heads < self.many_heads, few, many)
+    def pass_(self, num_rows: IntArray, num_groups: int) -> FloatArray:
+        """Per element of a key, for so many rows of `num_groups` query heads per KV head."""
+        few = num_rows * (self.key_few + num_groups * self.head_few)
+        many = self.key_many + num_rows * num_groups * self.head_many
+        return np.where(num_rows * num_groups < self.many_heads, few, many)
 
     def pays(self, rows_per_sharer: IntArray, num_tokens: int, *, num_groups: int, head_dim: int) -> bool:
         """Whether one pass for all sharers and its overhead cost less than a pass for each; all KV heads are alike.
@@ -47,19 +47,19 @@ class ShareCost:
         num_tokens        of the segment
         num_groups        query heads per KV head
         """
-        heads = (rows_per_sharer * num_groups).astype(np.float64)
-        total = heads.sum()
-        saved = (self.pass_(heads).sum() - float(self.pass_(total))) * num_tokens * head_dim
-        overhead = self.piece + self.merge * total * head_dim
+        total = rows_per_sharer.sum()
+        apart, together = self.pass_(rows_per_sharer, num_groups).sum(), float(self.pass_(total, num_groups))
+        saved = (apart - together) * num_tokens * head_dim
+        overhead = self.piece + self.merge * float(total) * num_groups * head_dim
         return bool(saved > overhead)
 
 
 # One core of a CPU with AVX-512 BF16.
 COMPILED_BFLOAT16 = ShareCost(
-    many_heads=8, key_few=87.0, head_few=16.0, key_many=112.0, head_many=12.0, piece=2e5, merge=130.0
+    many_heads=8, key_few=89.0, head_few=11.0, key_many=101.0, head_many=12.0, piece=6e4, merge=410.0
 )
 COMPILED_FLOAT32 = ShareCost(
-    many_heads=8, key_few=118.0, head_few=28.0, key_many=166.0, head_many=24.0, piece=1.5e5, merge=100.0
+    many_heads=8, key_few=115.0, head_few=19.0, key_many=155.0, head_many=22.0, piece=6e4, merge=470.0
 )
 # The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
 TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0)
