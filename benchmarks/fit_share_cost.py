@@ -2,7 +2,8 @@
 
     python benchmarks/fit_share_cost.py [--device cpu|cuda] [--dtype bfloat16] [--backend auto|torch]
 
-Prefixes of several lengths and batches are attended with `share="always"` and `"never"`. A call's time is modelled as
+Prefixes of several lengths and batches are attended with `share="always"` and `"never"`, in layers that together do not
+fit the last cache, as those of a model do not. A call's time is modelled as
 the sum over its pieces of what `ShareCost` says; the constants are the non-negative least-squares solution of the
 relative errors. Ends in one line of JSON: the constants in picoseconds and the median relative error of the model.
 """
@@ -21,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from attention.machine import last_cache_bytes
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm, interleaved
 
@@ -66,9 +68,12 @@ def measure(
     heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, backend: str
 ) -> list[tuple[list[float], float]]:
     """(features, picoseconds) of both arms; features are what each constant is multiplied with."""
-    scene = prefix_scene(batch, shared, 64, heads=heads, dtype=dtype, device=device, page_size=32)
+    cache_bytes = last_cache_bytes(device)
+    scene = prefix_scene(
+        batch, shared, 64, heads=heads, dtype=dtype, device=device, page_size=32, cache_bytes=cache_bytes
+    )
     plans: dict[Share, Plan] = {share: scene.plan(share) for share in ("always", "never")}
-    arms = [Arm(share, _call(scene, plan, backend)) for share, plan in plans.items()]
+    arms = [Arm(share, _call(scene, plan, backend), len(scene.layers)) for share, plan in plans.items()]
     for arm in arms:
         arm.output()
     timings = interleaved(arms, device, budget_s=0.3, now_s=time.perf_counter)
