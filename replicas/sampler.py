@@ -20,6 +20,7 @@ import torch
 from mneme.kernels.ops import best_tokens, draw_whole
 from mneme.kernels.sampling import draw_tokens
 from mneme.kernels.torch_ops import invert
+from mneme.replicas.penalties import edit_logits
 from mneme.replicas.request import Logprobs, SamplingParams
 from mneme.replicas.token_counts import TokenCounts
 
@@ -59,11 +60,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     logits  float32 [num_rows, vocab_size]; changed in place
     """
     raw = logits.clone() if any(row.params.logprobs is not None for row in rows) else logits
-    for index, row in enumerate(rows):
-        if row.params.logit_bias or row.barred_ids:
-            _apply_biases(logits[index], row)
-        if row.seen is not None or row.drawn is not None:
-            _apply_penalties(logits[index], row)
+    edit_logits(logits, rows)
     token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if token_ids is None:
         token_ids = _draw(logits, rows)
@@ -166,25 +163,6 @@ def _is_truncated(params: SamplingParams) -> bool:
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
-
-
-def _apply_penalties(logits: torch.Tensor, row: SampleRow) -> None:
-    params = row.params
-    if row.seen is not None:
-        ids = torch.from_numpy(row.seen.ids).to(logits.device)
-        values = logits[ids]
-        logits[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if row.drawn is not None:
-        ids, counts = (torch.from_numpy(array).to(logits.device) for array in (row.drawn.ids, row.drawn.counts))
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-
-
-def _apply_biases(logits: torch.Tensor, row: SampleRow) -> None:
-    if row.params.logit_bias:
-        biased = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
-        logits[biased] += torch.tensor(list(row.params.logit_bias.values()), device=logits.device)
-    if row.barred_ids:
-        logits[list(row.barred_ids)] = -torch.inf
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int | None) -> Logprobs | None:

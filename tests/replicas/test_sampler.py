@@ -205,3 +205,14 @@ BAD_PARAMS: list[tuple[str, Any]] = [
 def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=field):
         SamplingParams(**{field: value})
+
+
+def test_edits_of_a_batch_stay_with_their_rows() -> None:
+    edited = [
+        row(temperature=0, logit_bias={3: 100.0}),
+        row(temperature=0),
+        row(temperature=0, repetition_penalty=2.0, prompt_ids=(1,)),
+        row(temperature=0, barred_ids=(1, 2, 1)),
+        row(temperature=0, presence_penalty=1.5, output_ids=(1, 1)),
+    ]
+    assert draw(*edited) == [draw(one)[0] for one in edited] == [3, 1, 2, 0, 2]
