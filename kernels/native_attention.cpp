@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include <vector>
 
 namespace mneme::attention {
 
@@ -50,6 +47,7 @@ void rotate_query(const Step& s, const Elem* q, int position, float* __restrict 
 template void rotate_query(const Step&, const float*, int, float*);
 template void rotate_query(const Step&, const bf16*, int, float*);
 
+// One head of one row.
 static void write_out(const Step& s, const Layer& layer, int64_t index, const float* x, float weight) {
   const int dim = s.head_dim;
   if (s.dtype == kFloat32) {
@@ -142,17 +140,22 @@ static void attend_shared(const Step& s, const Layer& layer, int piece, int bloc
   });
 }
 
-// Each row is in one private piece at most, so pieces run side by side.
+// Each row is in one private piece at most, so all blocks run side by side.
 template <class Elem>
 static void attend_private(const Step& s, const Layer& layer, int block_rows, int num_threads) {
-  const int num_private = s.num_pieces - s.num_shared;
-  parallel_for(num_private * s.num_kv_heads, num_threads, [&](int task) {
-    const int piece = s.num_shared + task / s.num_kv_heads;
+  struct Block {
+    int piece, first, count;
+  };
+  std::vector<Block> blocks;
+  for (int piece = s.num_shared; piece < s.num_pieces; ++piece) {
     const int num_rows = s.row_begin[piece + 1] - s.row_begin[piece];
     for (int first = 0; first < num_rows; first += block_rows) {
-      const int count = std::min(block_rows, num_rows - first);
-      attend_block<Elem>(s, layer, task % s.num_kv_heads, piece, first, count);
+      blocks.push_back({piece, first, std::min(block_rows, num_rows - first)});
     }
+  }
+  parallel_for(static_cast<int>(blocks.size()) * s.num_kv_heads, num_threads, [&](int task) {
+    const Block& block = blocks[task / s.num_kv_heads];
+    attend_block<Elem>(s, layer, task % s.num_kv_heads, block.piece, block.first, block.count);
   });
 }
 

@@ -1,5 +1,5 @@
-// What one call of `attend` reads, and the tiles of keys that its kernels share. See kernels/work_list.py for the arrays
-// and DESIGN.md section 2 for the rule that decides what a row sees.
+// What one call of `attend` reads, and the tiles of keys that its kernels share. See kernels/work_list.py for the
+// arrays and DESIGN.md section 2 for the rule that decides what a row sees.
 #pragma once
 
 #include "native_lanes.h"
@@ -117,7 +117,7 @@ inline Vec adjusted(const Step& s, Vec score, Vec slope, IntVec distance) {
 // Scratch of this thread, grown as needed; 64-byte aligned.
 float* thread_scratch(size_t num_floats);
 
-// Rows [first, first + count) of a piece, one KV head. Many rows: scores are products of packed tiles with rows in lanes.
+// Rows [first, first + count) of a piece, one KV head. Many rows: scores are products of tiles, with rows in lanes.
 template <class Elem>
 void attend_tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
 

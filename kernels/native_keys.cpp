@@ -64,9 +64,10 @@ void KeyCursor::add(KeyTile& tile, int offset, bool is_partial) const {
 
 // All keys of that page, which every row sees.
 void KeyCursor::add_page(KeyTile& tile) const {
-  const int size = step_.page_size, slot = step_.page_id[page_ - 1] * size, page = page_ - 1 - step_.page_begin[rows_.run];
+  const int size = step_.page_size, slot = step_.page_id[page_ - 1] * size;
+  const int page = page_ - 1 - step_.page_begin[rows_.run], count = tile.count;
   const int32_t* position = step_.slot_position + slot;
-  int32_t *to_slot = tile.slot + tile.count, *to_position = tile.position + tile.count, *to_page = tile.page + tile.count;
+  int32_t *to_slot = tile.slot + count, *to_position = tile.position + count, *to_page = tile.page + count;
   for (int i = 0; i < size; ++i) {
     to_slot[i] = slot + i;
     to_position[i] = position[i];

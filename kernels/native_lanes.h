@@ -150,7 +150,7 @@ inline float horizontal_sum(Vec x) {
 #define MNEME_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (IntVec{__VA_ARGS__}))
 #endif
 
-// One level of a transposing sum: lane i adds two lanes of `a` where bit `Step` of i is clear, two of `b` where it is set.
+// One level of a transposing sum: lane i adds two lanes of `a` where bit `Step` of i is clear, else two of `b`.
 template <int Step, int... I>
 inline Vec fold(Vec a, Vec b, std::integer_sequence<int, I...>) {
   return MNEME_SHUFFLE(a, b, ((I & Step) ? kLanes + I : I)...) +

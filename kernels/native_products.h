@@ -1,5 +1,5 @@
-// Products of small tiles. A cell is what one vector lane multiplies at a step: a float, or a pair of bfloat16 whose two
-// products are summed (AVX512_BF16).
+// Products of small tiles. A cell is what one vector lane multiplies at a step: a float, or a pair of bfloat16 whose
+// two products are summed (AVX512_BF16).
 #pragma once
 
 #include "native_lanes.h"
@@ -46,8 +46,8 @@ struct PairDot {
 // c[r][0 : Cols * kLanes] = old + sum over steps of a[r][step * a_step] * b[step], for Rows rows; `old` is 0, or
 // c[r] * c_scale[r] where there is a c_scale. (Not inline: the loop needs all registers.)
 template <class Dot, int Rows, int Cols>
-__attribute__((noinline)) void product(const float* const* a, int64_t a_step, const float* b, int64_t b_stride, int steps, float* c,
-                    int64_t c_stride, const float* c_scale) {
+__attribute__((noinline)) void product(const float* const* a, int64_t a_step, const float* b, int64_t b_stride,
+                                       int steps, float* c, int64_t c_stride, const float* c_scale) {
   Vec sum[Rows][Cols];
   const float* row[Rows];
   for (int r = 0; r < Rows; ++r) {

@@ -1,5 +1,5 @@
-// Few query heads over keys: every head's dot product with every key, head_dim in lanes, straight from the pages and each
-// byte once. A decode step's private pages run near memory's rate here.
+// Few query heads over keys: every head's dot product with every key, head_dim in lanes, straight from the pages. A
+// decode step's private pages run near memory's rate here.
 #include "native_attention.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ constexpr int kMostHeads = 4;        // that go over a tile together
 constexpr int kPair = 2 * kLanes;    // values that are loaded together
 constexpr int kCacheLine = 64;
 
-// One query row, one KV head, up to kMostHeads of its query heads. Queries and sums are kept in the order in which pairs
-// of vectors are loaded.
+// One query row, one KV head, up to kMostHeads of its query heads. Queries and sums are kept in the order in which
+// pairs of vectors are loaded.
 template <class Elem>
 class Rows {
  public:
