@@ -143,7 +143,9 @@ void tile_of(const Problem& problem, int64_t row, int64_t num_rows, int64_t pane
 template <class Type>
 void linear(const Problem& problem, int num_threads) {
   const int64_t num_panels = (problem.num_features + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+  // A few shares for each thread, so that one whose core is taken from it does not hold up all others.
+  const int64_t share = std::max<int64_t>(1, num_panels / (4 * num_threads));
+#pragma omp parallel for schedule(dynamic, share) num_threads(num_threads) if (num_threads > 1)
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     const int64_t num_tiles = (problem.num_rows + kMaxRows - 1) / kMaxRows;
     for (int64_t t = 0; t < num_tiles; ++t) {  // of equal height, to one row
