@@ -1,11 +1,9 @@
-"""Decode graphs with a device that is played: buffers keep their addresses, everything else is frozen at capture."""
+"""Engines whose decode steps are replayed give the logits of engines that launch every step."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,83 +15,17 @@ import torch
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas import model
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import (
-    MAX_BUCKET,
-    DecodeGraphs,
-    Graph,
-    MakeGraphs,
-    Run,
-    bucket_of,
-    decode_graphs_for,
-)
+from mneme.replicas.cuda_graphs import DecodeGraphs, MakeGraphs, Run, decode_graphs_for
 from mneme.replicas.engine import Engine
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
-from mneme.replicas.sequence import Chunk
 from mneme.replicas.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.played_device import PlayedDevice, RecordingRunner
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`
 VOCAB_SIZE = 320
-
-
-class PlayedDevice:
-    """A replay runs the forward pass on the tensors of the capture and on the plan that was staged last."""
-
-    def __init__(self, run: Run) -> None:
-        self._forward = run
-        self._plan: Plan | None = None
-        self._frozen: StepInputs | None = None
-        self.num_eager = 0
-        self.shapes: list[int] = []  # rows of each capture
-        self.key: Callable[[Plan], Hashable | None] = lambda plan: "one"
-
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        if self._frozen is None:
-            self.num_eager += 1
-            self._last = inputs
-            return self._forward(inputs)
-        assert self._plan is not None
-        return self._forward(replace(self._frozen, plan=self._plan))
-
-    def stage(self, plan: Plan) -> Hashable | None:
-        self._plan = plan
-        return self.key(plan)
-
-    def capture(self, step: Callable[[], None]) -> Graph:
-        step()
-        self.num_eager -= 1
-        frozen = self._last
-        self.shapes.append(len(frozen.token_ids))
-        device = self
-
-        class Played:
-            def replay(self) -> None:
-                device._frozen = frozen
-                step()
-                device._frozen = None
-
-        return Played()
-
-
-class RecordingRunner(Runner):
-    """Keeps the logits that each request's tokens were chosen from."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.logits: dict[str, list[torch.Tensor]] = {}
-
-    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
-        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
-        return super().prepare(chunks, fresh_pages)
-
-    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
-        logits = super().forward(inputs)
-        for request_id, row in zip(self._sampling, logits, strict=True):
-            self.logits.setdefault(request_id, []).append(row.clone())
-        return logits
 
 
 @pytest.fixture(scope="module", params=["llama-3", "mistral"])
@@ -252,113 +184,3 @@ def test_padding_writes_to_the_spare_page_only(decoder: Decoder) -> None:
     assert pages[0] > 0  # three sequences in a bucket of four
     assert torch.equal(pages[1:] > 0, written)
     assert int((positions[1:] < 2**30).sum()) == 3 * (17 + 14 - 1)  # the last token's KV is never needed
-
-
-def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:
-    return DecodeGraphs(
-        device.run, device.stage, device.capture,
-        max_rows=6, vocab_size=3, device=torch.device("cpu"), **options,
-    )  # fmt: skip
-
-
-def step(graphs: DecodeGraphs, num_rows: int, first: int = 0) -> torch.Tensor:
-    array = np.arange(first, first + num_rows)
-    return graphs.forward(graphs.inputs([array] * 4, plan=None, num_sampled=num_rows))  # type: ignore[arg-type]
-
-
-def echo(inputs: StepInputs) -> torch.Tensor:
-    """Logits that show which inputs were read."""
-    return torch.stack([inputs.token_ids, inputs.positions + inputs.slots, inputs.sampled_rows], 1).float()
-
-
-class EchoDevice(PlayedDevice):
-    def __init__(self) -> None:
-        super().__init__(echo)
-        self._plan = None
-
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        if self._frozen is None:
-            return super().run(inputs)
-        return echo(self._frozen)
-
-
-def test_a_shape_is_captured_when_it_is_met_again() -> None:
-    device = EchoDevice()
-    graphs = make_graphs(device)
-    for first in range(5):
-        expected = torch.arange(first, first + 4.0)
-        logits = step(graphs, 4, first)
-        assert torch.equal(logits, torch.stack([expected, 2 * expected, expected], 1))
-    assert (device.num_eager, device.shapes, graphs.num_replays) == (1, [4], 4)
-    assert torch.equal(step(graphs, 2, 7)[:, 0], torch.tensor([7.0, 8.0]))
-    assert (device.num_eager, device.shapes) == (2, [4])
-
-
-def test_other_launches_are_another_shape() -> None:
-    device = EchoDevice()
-    graphs = make_graphs(device)
-    keys = iter("aabbaab")
-    device.key = lambda plan: next(keys)
-    for _ in range(7):
-        step(graphs, 4)
-    assert (device.num_eager, device.shapes, graphs.num_replays) == (2, [4, 4], 5)
-
-
-def test_what_cannot_be_captured_runs_as_it_is() -> None:
-    device = EchoDevice()
-    graphs = make_graphs(device)
-    device.key = lambda plan: None
-    assert [step(graphs, 4, first)[0, 0] for first in range(3)] == [0, 1, 2]
-    assert (device.num_eager, graphs.num_graphs) == (3, 0)
-
-
-def test_inputs_of_others_run_as_they_are() -> None:
-    device = EchoDevice()
-    graphs = make_graphs(device)
-    for _ in range(3):
-        step(graphs, 2)
-    ids = torch.tensor([5, 6])
-    other = StepInputs(token_ids=ids, positions=ids, slots=ids, sampled_rows=ids, num_sampled=2, plan=None)  # type: ignore[arg-type]
-    assert graphs.forward(other)[:, 0].tolist() == [5, 6]
-    assert graphs.num_replays == 2
-
-
-def test_the_least_recently_used_graph_goes_first() -> None:
-    device = EchoDevice()
-    graphs = make_graphs(device, max_graphs=2)
-    for num_rows in (1, 1, 2, 2, 1, 4, 4):
-        step(graphs, num_rows)
-    assert (device.shapes, graphs.num_graphs) == ([1, 2, 4], 2)
-    step(graphs, 1)
-    assert (device.shapes, device.num_eager) == ([1, 2, 4], 3)  # 1 was used after 2 and is still there
-    step(graphs, 2)
-    step(graphs, 2)
-    assert device.shapes == [1, 2, 4, 2]
-
-
-def test_a_capture_that_fails_turns_graphs_off(caplog: pytest.LogCaptureFixture) -> None:
-    device = EchoDevice()
-
-    def fail(step: Callable[[], None]) -> Graph:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    graphs = DecodeGraphs(
-        device.run, device.stage, fail, max_rows=4, vocab_size=3, device=torch.device("cpu")
-    )  # fmt: skip
-    assert graphs.bucket(3) == 4
-    with caplog.at_level(logging.WARNING):
-        assert [step(graphs, 4, first)[0, 0] for first in range(4)] == [0, 1, 2, 3]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "not permitted" in caplog.text
-    assert graphs.bucket(3) is None
-
-
-def test_buckets() -> None:
-    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
-    graphs = make_graphs(EchoDevice())  # of 6 rows
-    assert [graphs.bucket(rows) for rows in (0, 1, 5, 6, 8, 9)] == [None, 1, 8, 8, 8, None]
-    large = DecodeGraphs(
-        echo, lambda plan: None, lambda step: None, max_rows=10**6, vocab_size=3, device=torch.device("cpu")  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    assert large.bucket(MAX_BUCKET) == MAX_BUCKET
-    assert large.bucket(MAX_BUCKET + 1) is None

@@ -1,0 +1,72 @@
+"""A device that is played: what a captured step reads keeps its addresses, everything else is frozen at capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mneme.kernels.attention import Plan
+from mneme.replicas.cuda_graphs import Graph, Run
+from mneme.replicas.model import StepInputs
+from mneme.replicas.runner import Runner
+from mneme.replicas.sequence import Chunk
+
+
+class PlayedDevice:
+    """A replay runs the forward pass on the tensors of the capture and on the plan that was staged last."""
+
+    def __init__(self, run: Run) -> None:
+        self._forward = run
+        self._plan: Plan | None = None
+        self._frozen: StepInputs | None = None
+        self.num_eager = 0
+        self.shapes: list[int] = []  # rows of each capture
+        self.key: Callable[[Plan], Hashable | None] = lambda plan: "one"
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        if self._frozen is None:
+            self.num_eager += 1
+            self._last = inputs
+            return self._forward(inputs)
+        assert self._plan is not None
+        return self._forward(replace(self._frozen, plan=self._plan))
+
+    def stage(self, plan: Plan) -> Hashable | None:
+        self._plan = plan
+        return self.key(plan)
+
+    def capture(self, step: Callable[[], None]) -> Graph:
+        step()
+        self.num_eager -= 1
+        frozen = self._last
+        self.shapes.append(len(frozen.token_ids))
+        device = self
+
+        class Played:
+            def replay(self) -> None:
+                device._frozen = frozen
+                step()
+                device._frozen = None
+
+        return Played()
+
+
+class RecordingRunner(Runner):
+    """Keeps the logits that each request's tokens were chosen from."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+
+    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
+        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
+        return super().prepare(chunks, fresh_pages)
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        logits = super().forward(inputs)
+        for request_id, row in zip(self._sampling, logits, strict=True):
+            self.logits.setdefault(request_id, []).append(row.clone())
+        return logits

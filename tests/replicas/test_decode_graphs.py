@@ -1,0 +1,125 @@
+"""When decode steps are captured, replayed and let go; the forward pass is an echo of its inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mneme.replicas.cuda_graphs import MAX_BUCKET, DecodeGraphs, Graph, bucket_of
+from mneme.replicas.model import StepInputs
+from tests.replicas.played_device import PlayedDevice
+
+
+def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:
+    return DecodeGraphs(
+        device.run, device.stage, device.capture,
+        max_rows=6, vocab_size=3, device=torch.device("cpu"), **options,
+    )  # fmt: skip
+
+
+def step(graphs: DecodeGraphs, num_rows: int, first: int = 0) -> torch.Tensor:
+    array = np.arange(first, first + num_rows)
+    return graphs.forward(graphs.inputs([array] * 4, plan=None, num_sampled=num_rows))  # type: ignore[arg-type]
+
+
+def echo(inputs: StepInputs) -> torch.Tensor:
+    """Logits that show which inputs were read."""
+    return torch.stack([inputs.token_ids, inputs.positions + inputs.slots, inputs.sampled_rows], 1).float()
+
+
+class EchoDevice(PlayedDevice):
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self._plan = None
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        if self._frozen is None:
+            return super().run(inputs)
+        return echo(self._frozen)
+
+
+def test_a_shape_is_captured_when_it_is_met_again() -> None:
+    device = EchoDevice()
+    graphs = make_graphs(device)
+    for first in range(5):
+        expected = torch.arange(first, first + 4.0)
+        logits = step(graphs, 4, first)
+        assert torch.equal(logits, torch.stack([expected, 2 * expected, expected], 1))
+    assert (device.num_eager, device.shapes, graphs.num_replays) == (1, [4], 4)
+    assert torch.equal(step(graphs, 2, 7)[:, 0], torch.tensor([7.0, 8.0]))
+    assert (device.num_eager, device.shapes) == (2, [4])
+
+
+def test_other_launches_are_another_shape() -> None:
+    device = EchoDevice()
+    graphs = make_graphs(device)
+    keys = iter("aabbaab")
+    device.key = lambda plan: next(keys)
+    for _ in range(7):
+        step(graphs, 4)
+    assert (device.num_eager, device.shapes, graphs.num_replays) == (2, [4, 4], 5)
+
+
+def test_what_cannot_be_captured_runs_as_it_is() -> None:
+    device = EchoDevice()
+    graphs = make_graphs(device)
+    device.key = lambda plan: None
+    assert [step(graphs, 4, first)[0, 0] for first in range(3)] == [0, 1, 2]
+    assert (device.num_eager, graphs.num_graphs) == (3, 0)
+
+
+def test_inputs_of_others_run_as_they_are() -> None:
+    device = EchoDevice()
+    graphs = make_graphs(device)
+    for _ in range(3):
+        step(graphs, 2)
+    ids = torch.tensor([5, 6])
+    other = StepInputs(token_ids=ids, positions=ids, slots=ids, sampled_rows=ids, num_sampled=2, plan=None)  # type: ignore[arg-type]
+    assert graphs.forward(other)[:, 0].tolist() == [5, 6]
+    assert graphs.num_replays == 2
+
+
+def test_the_least_recently_used_graph_goes_first() -> None:
+    device = EchoDevice()
+    graphs = make_graphs(device, max_graphs=2)
+    for num_rows in (1, 1, 2, 2, 1, 4, 4):
+        step(graphs, num_rows)
+    assert (device.shapes, graphs.num_graphs) == ([1, 2, 4], 2)
+    step(graphs, 1)
+    assert (device.shapes, device.num_eager) == ([1, 2, 4], 3)  # 1 was used after 2 and is still there
+    step(graphs, 2)
+    step(graphs, 2)
+    assert device.shapes == [1, 2, 4, 2]
+
+
+def test_a_capture_that_fails_turns_graphs_off(caplog: pytest.LogCaptureFixture) -> None:
+    device = EchoDevice()
+
+    def fail(step: Callable[[], None]) -> Graph:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(
+        device.run, device.stage, fail, max_rows=4, vocab_size=3, device=torch.device("cpu")
+    )  # fmt: skip
+    assert graphs.bucket(3) == 4
+    with caplog.at_level(logging.WARNING):
+        assert [step(graphs, 4, first)[0, 0] for first in range(4)] == [0, 1, 2, 3]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "not permitted" in caplog.text
+    assert graphs.bucket(3) is None
+
+
+def test_buckets() -> None:
+    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+    graphs = make_graphs(EchoDevice())  # of 6 rows
+    assert [graphs.bucket(rows) for rows in (0, 1, 5, 6, 8, 9)] == [None, 1, 8, 8, 8, None]
+    large = DecodeGraphs(
+        echo, lambda plan: None, lambda step: None, max_rows=10**6, vocab_size=3, device=torch.device("cpu")  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    assert large.bucket(MAX_BUCKET) == MAX_BUCKET
+    assert large.bucket(MAX_BUCKET + 1) is None
