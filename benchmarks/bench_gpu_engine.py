@@ -35,6 +35,7 @@ from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weight
 from workloads import load_average
 
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.cuda_graphs import decode_graphs_for
 from mneme.replicas.engine import Engine
 from mneme.replicas.model import Decoder
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -75,7 +76,8 @@ class Model:
         tokens = max(p.shared + b * (p.private + steps) for p in grid.prompts for b in grid.batches)
         num_pages = max(tokens, max(grid.ttft_lengths)) // PAGE_SIZE + 2 * max(grid.batches) + _SPARE_PAGES
         weights = random_weights(self.config, device, dtype, seed)
-        self._runner = Runner(Decoder(self.config, weights, max_context=4096), num_pages, PAGE_SIZE)
+        decoder = Decoder(self.config, weights, max_context=4096)
+        self._runner = Runner(decoder, num_pages, PAGE_SIZE, decode_graphs_for(decoder, max(grid.batches)))
 
     def decode_ms(self, batch: int, prompts: Prompts, num_steps: int) -> list[float]:
         """Times of single steps in which all `batch` requests decode."""
