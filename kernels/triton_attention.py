@@ -84,7 +84,7 @@ def _masked_scores(scores, row_words, first_key, BLOCK_N: tl.constexpr, PAGE_SIZ
     for number in tl.static_range((BLOCK_N + 31) // 32):
         at = row_words + first_key // 32 + number
         bits = tl.load(at).to(tl.uint32, bitcast=True)
-        if PAGE_SIZE % 32 != 0:  # blocks begin anywhere, so 32 keys may straddle two words
+        if PAGE_SIZE % 32 != 0 or BLOCK_N % 32 != 0:  # blocks begin between words
             shift = (first_key % 32).to(tl.uint32)
             rest = tl.load(at + 1).to(tl.uint32, bitcast=True)
             bits = tl.where(shift == 0, bits, (bits >> shift) | (rest << ((32 - shift) % 32)))

@@ -30,6 +30,7 @@ MAX_HEAD_DIM = 256
 _SPLIT_SCRATCH_BYTES = 64 << 20
 _LOG2_E = 1.4426950408889634
 _PREFILL_ROWS = 128  # query rows times heads per KV head of a piece from which large tiles pay
+MERGE_WARPS = 4
 # Under the interpreter: few programs, but more than one per piece.
 _INTERPRETED_PROGRAMS = 8
 
@@ -83,7 +84,7 @@ def attend_triton(
                 INTERPRET=is_interpreted(), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
         if step.num_merged:
-            _merge(out, lse, step, plan, sizes)
+            _merge(out, lse, step, plan)
     return out, lse
 
 
@@ -198,9 +199,18 @@ def _rope_arguments(rope: RopeTable) -> tuple[Tensor, int, int]:
     return rope.table, rope.num_positions, rope.rotary_dim
 
 
-def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan, sizes: dict[str, int]) -> None:
-    merge_kernel[(step.num_merged * plan.num_kv_heads,)](
-        out, lse, *step.partials, step.words, **sizes, HEAD_DIM=plan.head_dim,
-        BLOCK_GROUPS=next_power_of_2(sizes["GROUPS"]), BLOCK_DIM=next_power_of_2(plan.head_dim),
-        num_warps=1 if sizes["GROUPS"] * plan.head_dim <= 512 else 4,
+def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan) -> None:
+    merge_kernel[(step.num_merged * plan.num_q_heads,)](
+        out, lse, *step.partials, step.words, **merge_constants(plan.num_q_heads, plan.head_dim),
+        num_warps=MERGE_WARPS,
     )  # fmt: skip
+
+
+def merge_constants(num_q_heads: int, head_dim: int) -> dict[str, int]:
+    """The merge kernel's constants."""
+    return {
+        "NUM_Q_HEADS": num_q_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_PARTS": 16,
+        "BLOCK_DIM": next_power_of_2(head_dim),
+    }

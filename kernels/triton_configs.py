@@ -3,8 +3,8 @@
 Registers and shared memory decide. A stage of the pipeline holds one block of keys and one of values, 2 * block_n *
 head_dim elements; a decode wants about 32 KB per stage and three stages, so that two programs share a multiprocessor
 of sm_90 (228 KB) and some 100 KB of loads are under way in it, which is what 4 TB/s times a microsecond asks for.
-sm_80 (164 KB) and wide heads get two stages. The sums of a wide tile, wide_m * head_dim / (32 * num_warps) registers,
-stay at 64 per thread.
+sm_80 multiplies out of registers, and gets half the keys. The sums of a wide tile, wide_m * head_dim / (32 *
+num_warps) registers, stay at 64 per thread, so that nothing spills in the loop over keys.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ def config_of(*, head_dim: int, element_bytes: int, num_groups: int, phase: Phas
         raise ValueError(f"num_q_heads: at most {MAX_GROUPS} per KV head (got {num_groups})")
     dim = max(32, next_power_of_2(head_dim))
     rows = next_power_of_2(num_groups)
-    if element_bytes == 4:
-        return Config(max(16, rows), max(32, rows), 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 2)
-    stages = 3 if architecture >= 90 and dim <= 128 else 2
-    if phase == "prefill" and dim <= 128:
-        return Config(max(16, rows), 128, 64, 8, stages)
-    block_n = 128 if dim <= 64 else 64 if dim == 128 else 32
-    return Config(max(16, rows), max(64, rows), block_n, 4 if dim <= 128 else 8, stages)
+    narrow_m = max(16, rows)
+    if element_bytes == 4:  # exact products of float32 have no tensor cores and need registers
+        return Config(narrow_m, max(32 if dim <= 128 else 16, rows), 32 if dim <= 128 else 16, 8, 2)
+    if dim == 256:
+        return Config(narrow_m, max(64 if architecture >= 90 else 32, rows), 32, 8, 3 if architecture >= 90 else 2)
+    block_n = (64 if architecture >= 90 else 32) * 128 // max(64, dim)
+    if phase == "prefill":
+        return Config(narrow_m, 128, min(block_n, 64), 8, 3)
+    return Config(narrow_m, max(64, rows), block_n, 4, 3)
 
 
 def candidates(*, head_dim: int, element_bytes: int, num_groups: int, architecture: int = 90) -> Iterator[Config]:

@@ -81,7 +81,7 @@ def visible_pages(key_position, begin, end, effective, seen, window, PAGE_SIZE: 
     return first // PAGE_SIZE, last // PAGE_SIZE + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_listed"])
 def key_position_kernel(key_position, slot_position, work, num_listed, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """Where each key of each listed page was rotated, in the order of the list; FREE where no row may see it.
 

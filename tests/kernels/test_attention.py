@@ -1,7 +1,8 @@
-"""The rules of the segment primitive, one test each, for both backends; and what is refused."""
+"""The rules of the segment primitive, one test each, for all backends; and what is refused."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,11 @@ from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene
 
 PAGE_SIZE = 4
 ROPE = RopeTable.from_theta(100.0, 8, 64)  # reaches 128
-both_backends = pytest.mark.parametrize("backend", ["reference", "torch", "native"])
+triton = pytest.param(
+    "triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+)
+fast_backends = pytest.mark.parametrize("backend", ["torch", "native", triton])
+all_backends = pytest.mark.parametrize("backend", ["reference", "torch", "native", triton])
 
 
 def positions_of(**first_position_by_page: int) -> Tensor:
@@ -49,7 +54,7 @@ def attend_both_ways(scene: Scene, backend: str) -> tuple[Tensor, Tensor]:
     return always
 
 
-@both_backends
+@all_backends
 def test_a_key_is_visible_from_its_position_on(backend: str) -> None:
     """With one visible key, out is its value and the mask's other bits hide the rest."""
     scene = scene_of([[PageRef(3, 5, 0b0100)]], [(0, 26), (0, 27), (0, 60)], positions_of(p3=20))
@@ -61,7 +66,7 @@ def test_a_key_is_visible_from_its_position_on(backend: str) -> None:
     assert torch.isfinite(lse[1:]).all()
 
 
-@both_backends
+@all_backends
 def test_a_window_hides_keys_by_their_position_in_the_sequence(backend: str) -> None:
     scene = scene_of(
         [[PageRef(3, 5, 0b0100)]], [(0, 36), (0, 37)], positions_of(p3=20), options={"softmax_scale": 1.0, "window": 10}
@@ -71,7 +76,7 @@ def test_a_window_hides_keys_by_their_position_in_the_sequence(backend: str) -> 
     assert torch.isneginf(lse[1]).all()
 
 
-@both_backends
+@all_backends
 def test_free_slots_are_never_read(backend: str) -> None:
     """Pages are full of NaN behind the last token, all their mask bits set; so is a page that holds nothing."""
     slot_position = positions_of(p3=0, p4=4)
@@ -83,14 +88,14 @@ def test_free_slots_are_never_read(backend: str) -> None:
     assert torch.isfinite(lse).all()
 
 
-@both_backends
+@all_backends
 def test_the_far_future_does_not_reveal_free_slots(backend: str) -> None:
     scene = scene_of([[PageRef(5, -(2**29) + 1)]], [(0, 2**29 - 1)], positions_of())
     _, lse = attend_both_ways(scene, backend)
     assert torch.isneginf(lse).all()
 
 
-@both_backends
+@all_backends
 def test_lse_is_the_natural_logarithm(backend: str) -> None:
     """All scores 0 over 4 keys."""
     scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
@@ -98,7 +103,7 @@ def test_lse_is_the_natural_logarithm(backend: str) -> None:
     torch.testing.assert_close(lse, torch.full((1, 4), float(np.log(4))))
 
 
-@both_backends
+@all_backends
 def test_a_page_twice_with_two_deltas_is_seen_twice(backend: str) -> None:
     """Equal to two copies of the page, whose keys were rotated to the two places."""
     twice = scene_of([[PageRef(3, 4), PageRef(3, 30)]], [(0, 60)], positions_of(p3=0, p6=4, p7=30))
@@ -111,7 +116,7 @@ def test_a_page_twice_with_two_deltas_is_seen_twice(backend: str) -> None:
     assert_close(attend_both_ways(twice, backend), attend_both_ways(copies, backend))
 
 
-@both_backends
+@all_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_at_another_delta_equals_its_keys_rotated_afresh(backend: str, dtype: torch.dtype) -> None:
     """Two sequences use a document at 11 and 40; fresh pages hold the same keys rotated there."""
@@ -132,7 +137,7 @@ def test_a_document_at_another_delta_equals_its_keys_rotated_afresh(backend: str
     torch.testing.assert_close(lse, wanted_lse, atol=tolerance, rtol=tolerance)
 
 
-@both_backends
+@all_backends
 def test_a_row_before_a_document_is_clamped_and_sees_nothing_of_it(backend: str) -> None:
     """position - delta is -35 for the first row of the tile; 140 (too far) is no fault of a row that sees nothing."""
     scene = scene_of(
@@ -148,7 +153,7 @@ def test_a_row_before_a_document_is_clamped_and_sees_nothing_of_it(backend: str)
     assert torch.isfinite(lse[1]).all()
 
 
-@both_backends
+@all_backends
 def test_a_visible_pair_out_of_the_table_is_refused(backend: str) -> None:
     fits = scene_of([[PageRef(3, -60)]], [(0, 67)], positions_of(p3=80))
     assert torch.isfinite(attend_both_ways(fits, backend)[1]).all()
@@ -158,7 +163,7 @@ def test_a_visible_pair_out_of_the_table_is_refused(backend: str) -> None:
     assert torch.isfinite(attend_both_ways(replace(scene, rope=None), backend)[1]).all()
 
 
-@both_backends
+@all_backends
 def test_a_truncation_keeps_scores(backend: str) -> None:
     """Dropping 40 tokens and lowering delta is moving all later tokens and the row down by 40."""
     full = scene_of([[PageRef(3), PageRef(4)]], [(0, 53)], positions_of(p3=40, p4=44))
@@ -166,7 +171,7 @@ def test_a_truncation_keeps_scores(backend: str) -> None:
     assert_close(attend_both_ways(cut, backend), attend_both_ways(full, backend))
 
 
-@both_backends
+@all_backends
 def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
     """Selective recompute: the shared page without one bit, and a private slot in the document's frame."""
     slot_position = positions_of(p3=0)
@@ -179,9 +184,11 @@ def test_a_recomputed_token_replaces_the_shared_one(backend: str) -> None:
     assert_close(attend_both_ways(scene, backend), attend_both_ways(untouched, backend))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a kernel is interpreted
 @pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}])
 @pytest.mark.parametrize("share", ["always", "never"])
-def test_broken_numbers_of_one_sequence_do_not_reach_another(share: str, options: dict[str, Any]) -> None:
+@fast_backends
+def test_broken_numbers_of_one_sequence_do_not_reach_another(backend: str, share: str, options: dict[str, Any]) -> None:
     """Sequence 0 goes on in the shared page, sequence 1 masks that tail and goes on elsewhere."""
     scene = scene_of(
         [[PageRef(3), PageRef(4)], [PageRef(3), PageRef(4, 0, 0b0001), PageRef(5, 0, 0b1110)], [PageRef(4, 0, 0b1000)]],
@@ -190,33 +197,36 @@ def test_broken_numbers_of_one_sequence_do_not_reach_another(share: str, options
     )
     scene.v_pages[:, 4, 2] = torch.inf
     scene.k_pages[:, 4, 1] = torch.nan
-    out, lse = scene.attend(scene.plan(share=share), **options)
+    out, lse = scene.attend(scene.plan(share=share), backend=backend, **options)
     assert out[0].isnan().all()
     wanted = scene.attend(scene.plan(), backend="reference", **options)
     assert_close((out[1:], lse[1:]), (wanted[0][1:], wanted[1][1:]))
 
 
-def test_no_rows_and_no_sequences() -> None:
+@fast_backends
+def test_no_rows_and_no_sequences(backend: str) -> None:
     scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
     for plan in (scene.plan(rows=QueryRows([], [])), scene.plan(tables=[], rows=QueryRows([], []))):
-        out, lse = scene.attend(plan, scene.q[:0])
+        out, lse = scene.attend(plan, scene.q[:0], backend=backend)
         assert out.shape == (0, 4, 8)
         assert lse.shape == (0, 4)
 
 
-def test_changed_slot_positions_are_noticed() -> None:
+@fast_backends
+def test_changed_slot_positions_are_noticed(backend: str) -> None:
     """The same plan, after a slot was written that it shows."""
     scene = scene_of([[PageRef(3), PageRef(4)]], [(0, 9)], positions_of(p3=0))
     plan = scene.plan()
-    before = scene.attend(plan)
+    before = scene.attend(plan, backend=backend)
     scene.k_pages[:, 4], scene.v_pages[:, 4] = 1.0, 1.0
     mark_written(scene.slot_position, torch.tensor([4 * PAGE_SIZE]), torch.tensor([4]))
-    after = scene.attend(plan)
+    after = scene.attend(plan, backend=backend)
     assert not torch.equal(before[1], after[1])
     assert_close(after, scene.attend(plan, backend="reference"))
 
 
-def test_layers_may_differ_in_window_and_rope() -> None:
+@fast_backends
+def test_layers_may_differ_in_window_and_rope(backend: str) -> None:
     """One plan for all layers of a model whose local layers have a window and a rope of their own."""
     scene = scene_of([[PageRef(3), PageRef(4)]], [(0, 9)], positions_of(p3=0, p4=4))
     plan, local = scene.plan(), RopeTable.from_theta(10.0, 4, 64)
@@ -224,13 +234,15 @@ def test_layers_may_differ_in_window_and_rope() -> None:
         for options in ({"window": 3}, {"window": None}):
             for rope in (ROPE, local):
                 layer = replace(scene, rope=rope)
-                assert_close(layer.attend(plan, **options), layer.attend(plan, backend="reference", **options))
+                wanted = layer.attend(plan, backend="reference", **options)
+                assert_close(layer.attend(plan, backend=backend, **options), wanted)
 
 
-def test_inference_mode_works() -> None:
+@fast_backends
+def test_inference_mode_works(backend: str) -> None:
     with torch.inference_mode():
         scene = scene_of([[PageRef(3)]], [(0, 9)], positions_of(p3=0))
-        assert_close(scene.attend(scene.plan()), scene.attend(scene.plan(), backend="reference"))
+        assert_close(scene.attend(scene.plan(), backend=backend), scene.attend(scene.plan(), backend="reference"))
 
 
 @pytest.mark.parametrize(

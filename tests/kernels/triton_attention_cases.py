@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, get_args
 
+import torch
+
 from mneme.kernels.triton_attention import attention_kernel
-from mneme.kernels.triton_configs import HEAD_DIMS, Config, Phase, candidates, config_of, next_power_of_2
+from mneme.kernels.triton_backend import MERGE_WARPS, launch_constants, merge_constants
+from mneme.kernels.triton_configs import HEAD_DIMS, Config, Phase, candidates, config_of
 from mneme.kernels.triton_merge import merge_kernel
 from mneme.kernels.triton_queries import key_position_kernel
 from tests.kernels.triton_compile import ARCHITECTURES, Case
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
@@ -21,17 +25,13 @@ def attention_case(
     dtype: str = "bf16",
     head_dim: int = 128,
     page_size: int = 32,
-    sample: bool = False,
     **switches: Any,
 ) -> Case:
     """One launch; `switches` are constexprs that differ from the plain full-rotary decode of four groups."""
     element = _POINTERS[dtype]
     constexprs: dict[str, Any] = {
-        "NUM_KV_HEADS": 8, "GROUPS": 4, "HEAD_DIM": head_dim, "ROTARY_DIM": head_dim, "PAGE_SIZE": page_size,
-        "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
-        "NARROW_M": config.narrow_m, "WIDE_M": config.wide_m, "BLOCK_N": config.block_n,
-        "STAGES": config.num_stages, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False, "TRIM": False,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "INTERPRET": False,
+        "NUM_KV_HEADS": 8, "GROUPS": 4, "HAS_WINDOW": False, "HAS_SLOPES": False, "HAS_CAP": False, "TRIM": False,
+        "INTERPRET": False, **launch_constants(config, head_dim, head_dim, page_size, _DTYPES[dtype]),
     }  # fmt: skip
     signature = {
         "q": element, "k_pages": element, "v_pages": element, "key_position": "*i32", "rope_table": "*fp32",
@@ -52,14 +52,11 @@ def attention_case(
 
 
 def merge_case(dtype: str, head_dim: int) -> Case:
-    """The merge of four groups."""
-    constexprs = {
-        "NUM_KV_HEADS": 8, "GROUPS": 4, "HEAD_DIM": head_dim, "BLOCK_GROUPS": 4,
-        "BLOCK_DIM": next_power_of_2(head_dim),
-    }  # fmt: skip
+    """The merge of rows of 32 heads."""
+    constexprs = merge_constants(32, head_dim)
     pointers = ("out", "lse", "partial_out", "partial_lse")
     signature = dict.fromkeys(pointers, "*fp32") | {"out": _POINTERS[dtype], "work": "*i32"}
-    return Case(f"merge-{dtype}-d{head_dim}", merge_kernel, signature, constexprs, {"num_warps": 1})
+    return Case(f"merge-{dtype}-d{head_dim}", merge_kernel, signature, constexprs, {"num_warps": MERGE_WARPS})
 
 
 def _key_position_case(page_size: int) -> Case:
@@ -69,17 +66,16 @@ def _key_position_case(page_size: int) -> Case:
 
 
 def _attention_cases() -> Iterator[Case]:
-    """What serving launches: every configuration of the rule for every head dimension, type and phase, and every
-    switch and page size once."""
-    for architecture, (dtype, element_bytes), head_dim, phase in product(
-        ARCHITECTURES, (("bf16", 2), ("fp16", 2), ("fp32", 4)), HEAD_DIMS, get_args(Phase)
-    ):
-        config = config_of(
-            head_dim=head_dim, element_bytes=element_bytes, num_groups=4, phase=phase, architecture=architecture
-        )
-        is_sample = dtype == "bf16" and (head_dim == 128 or (head_dim, phase, architecture) == (80, "decode", 90))
-        case = attention_case(config, dtype=dtype, head_dim=head_dim, TRIM=phase == "prefill")
-        yield case._replace(architectures=(architecture,), is_sample=is_sample)
+    """What serving launches: the rule's configuration for every head dimension and phase, other types where registers
+    differ, and every switch and page size once."""
+    for architecture, head_dim, phase in product(ARCHITECTURES, HEAD_DIMS, get_args(Phase)):
+        is_sample = head_dim == 128 or (head_dim, phase, architecture) == (80, "decode", 90)
+        for dtype, element_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+            if dtype == "bf16" or (phase == "decode" and head_dim in (64, 128, 256)):
+                sizes = {"head_dim": head_dim, "element_bytes": element_bytes, "num_groups": 4}
+                config = config_of(**sizes, phase=phase, architecture=architecture)
+                case = attention_case(config, dtype=dtype, head_dim=head_dim, TRIM=phase == "prefill")
+                yield case._replace(architectures=(architecture,), is_sample=is_sample and dtype == "bf16")
     decode = config_of(head_dim=128, element_bytes=2, num_groups=4, phase="decode")
     for page_size in (16, 64):
         yield attention_case(decode, page_size=page_size)._replace(architectures=(90,))

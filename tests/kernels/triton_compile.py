@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +20,15 @@ from typing import Any, NamedTuple
 # Shared memory that one program may have on each architecture, in bytes.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 ARCHITECTURES = tuple(SHARED_BYTES)
-# Registers that do not fit spill to the stack; a few addresses do no harm outside the inner loop.
-STACK_BYTES = 64
+# Registers that do not fit spill to the stack. Around a tile's or a run's beginning some may, once per 64 KB or more of
+# keys and values; inside the innermost loops that multiply none may.
+STACK_BYTES = 512
 # Modules with a list `CASES`.
-MODULES = ["tests.kernels.triton_attention_cases"]
+MODULES = ["tests.kernels.triton_attention_cases", "tests.kernels.triton_small_cases"]
+
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_BRANCH = re.compile(r"\bBRA\b.*\(?`?\((\.L_x_\d+)\)")
+_SPILL = re.compile(r"\b(STL|LDL)\b")
 
 
 class Case(NamedTuple):
@@ -46,6 +50,7 @@ class Report(NamedTuple):
 
     registers: int
     stack_bytes: int
+    loop_spills: int  # instructions that store to or load from the stack in innermost loops with products
     shared_bytes: int
     wgmma: int  # instructions in PTX
     mma_sync: int
@@ -65,11 +70,12 @@ def compile_case(case: Case, architecture: int) -> Report:
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *case.aligned)}
     source = ASTSource(case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))
-    registers, stack = _resources(built.asm["cubin"])
+    registers, stack, sass = _assembled(built.asm["cubin"])
     ptx = built.asm["ptx"]
     return Report(
         registers=registers,
         stack_bytes=stack,
+        loop_spills=sum(_SPILL.search(line) is not None for loop in _product_loops(sass) for line in loop),
         shared_bytes=built.metadata.shared,
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         mma_sync=len(re.findall(r"mma\.sync", ptx)),
@@ -82,6 +88,8 @@ def faults_of(case: Case, architecture: int, report: Report) -> list[str]:
     faults = []
     if report.stack_bytes > STACK_BYTES:
         faults.append(f"{report.stack_bytes} bytes of stack, more than {STACK_BYTES}")
+    if report.loop_spills:
+        faults.append(f"{report.loop_spills} spills in inner loops")
     if report.shared_bytes > SHARED_BYTES[architecture]:
         faults.append(f"{report.shared_bytes} bytes of shared memory, more than {SHARED_BYTES[architecture]}")
     if case.tensor_cores == "wgmma" and architecture >= 90 and not report.wgmma:
@@ -91,23 +99,38 @@ def faults_of(case: Case, architecture: int, report: Report) -> list[str]:
     return faults
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes, from the cuobjdump that comes with Triton."""
+def _assembled(cubin: bytes) -> tuple[int, int, list[str]]:
+    """Registers, stack bytes and instructions, from the tools that come with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(_cuobjdump()), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
-    assert found, printed
-    return int(found[1]), int(found[2])
+        usage = _printed("cuobjdump", "--dump-resource-usage", file.name)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, usage
+        return int(found[1]), int(found[2]), _printed("nvdisasm", "-c", file.name).splitlines()
 
 
-@cache
-def _cuobjdump() -> Path:
+def _printed(tool: str, *arguments: str) -> str:
     from triton import backends
 
-    return Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    command = [str(Path(backends.__file__).parent / "nvidia" / "bin" / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _product_loops(sass: list[str]) -> Iterator[list[str]]:
+    """The innermost loops that multiply on tensor cores: from a label to a branch back to it."""
+    label_at: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for number, line in enumerate(sass):
+        if label := _LABEL.match(line):
+            label_at[label[1]] = number
+        branch = _BRANCH.search(line)
+        if branch and branch[1] in label_at:
+            loops.append((label_at[branch[1]], number))
+    for start, end in loops:
+        holds_another = any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops)
+        if not holds_another and any("MMA" in line for line in sass[start:end]):
+            yield sass[start:end]
 
 
 def cases(modules: Iterable[str] = tuple(MODULES)) -> Iterator[Case]:
