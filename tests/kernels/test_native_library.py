@@ -1,0 +1,147 @@
+"""How the compiled kernels are built, kept and done without."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mneme.kernels import native_library
+from mneme.kernels.native_library import build, find_compiler, library
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+# Attention and a KV write on the default path, and which backend that was.
+PROGRAM = """
+import logging; logging.basicConfig(format="LOGGED %(message)s")
+import torch
+from mneme.kernels.attention import PageRef, QueryRows, RopeTable, attend, build_plan, new_slot_position, write_kv
+from mneme.kernels.native_library import library
+pool, slot_position, rope = torch.zeros(2, 1, 2, 4, 16), new_slot_position(8), RopeTable.from_theta(100.0, 16, 8)
+k = torch.arange(32.0).view(2, 1, 16); slots = torch.tensor([4, 5]); slot_position[slots] = torch.tensor([0, 1]).int()
+write_kv(k, k, slots, torch.tensor([0, 1]), *pool, rope)
+sizes = {"page_size": 4, "num_q_heads": 1, "num_kv_heads": 1, "head_dim": 16}
+plan = build_plan([[PageRef(1)]], QueryRows([0], [0]), **sizes)
+for _ in range(2):
+    out, lse = attend(k[:1], *pool, slot_position, rope, plan, softmax_scale=1.0)
+    assert torch.equal(out, k[:1]), out
+print("native" if library() else "torch")
+"""
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one small source in place of the kernels, which take ten seconds."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "native_small.h").write_text("constexpr int kAnswer = 42;\n")
+    (folder / "native_small.cpp").write_text('#include "native_small.h"\nextern "C" int answer() { return kAnswer; }\n')
+    monkeypatch.setattr(native_library, "_FOLDER", folder)
+    return folder
+
+
+def compiler() -> tuple[str, ...]:
+    found = find_compiler()
+    assert found is not None
+    return found
+
+
+def answer(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer())
+
+
+@needs_compiler
+def test_a_library_is_built_once_for_each_version_of_the_sources(small_sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = build(compiler(), cache)
+    assert answer(first) == 42
+    built_at = first.stat().st_mtime_ns
+    assert build(compiler(), cache) == first
+    assert first.stat().st_mtime_ns == built_at
+    (small_sources / "native_small.h").write_text("constexpr int kAnswer = 43;\n")
+    second = build(compiler(), cache)
+    assert second != first
+    assert (answer(first), answer(second)) == (42, 43)
+    assert build(compiler(), cache, flags=("-O0",)) not in (first, second)
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".so", ".so", ".so"]  # the lock, no leftovers
+
+
+@needs_compiler
+def test_another_cpu_gets_a_library_of_its_own(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = build(compiler(), tmp_path)
+    monkeypatch.setattr(native_library, "cpu_features", lambda: "flags: something newer")
+    assert build(compiler(), tmp_path) != here
+
+
+@needs_compiler
+def test_builds_at_once_end_in_one_library(small_sources: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: build(compiler(), tmp_path / "cache"), range(4)))
+    assert len(set(paths)) == 1
+    assert answer(paths[0]) == 42
+
+
+@needs_compiler
+def test_a_failing_compiler_is_one_warning_and_no_library(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small_sources / "native_small.cpp").write_text("this is not C++\n")
+    monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("MNEME_NATIVE", raising=False)
+    library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert [library(), library()] == [None, None]
+    finally:
+        library.cache_clear()
+    [record] = caplog.records
+    assert "torch is used instead" in record.message
+    assert "native_small.cpp" in record.message
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("MNEME_NATIVE", raising=False)
+    library.cache_clear()
+    try:
+        assert library() is None
+    finally:
+        library.cache_clear()
+    assert "torch is used instead" in caplog.text
+
+
+def run_program(**environment: str) -> tuple[str, list[str]]:
+    """The backend that a fresh process used, and what it logged."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), [line for line in done.stderr.splitlines() if line.startswith("LOGGED")]
+
+
+def test_without_a_compiler_torch_does_the_work() -> None:
+    backend, logged = run_program(CXX="/nonexistent/c++", MNEME_NATIVE="1")
+    assert backend == "torch"
+    assert logged == ["LOGGED no C++ compiler found: CPU kernels fall back to torch, which is several times slower"]
+
+
+def test_switched_off_torch_does_the_work_silently() -> None:
+    assert run_program(MNEME_NATIVE="0") == ("torch", [])
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled kernels are off or cannot be built")
+def test_with_a_compiler_the_compiled_kernels_do_the_work() -> None:
+    assert run_program() == ("native", [])
