@@ -21,15 +21,16 @@ from mneme.kernels.attention import (
     new_slot_position,
     write_kv,
 )
-from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene
+from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene, needs_native
 
 PAGE_SIZE = 4
 ROPE = RopeTable.from_theta(100.0, 8, 64)  # reaches 128
 triton = pytest.param(
     "triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
 )
-fast_backends = pytest.mark.parametrize("backend", ["torch", "native", triton])
-all_backends = pytest.mark.parametrize("backend", ["reference", "torch", "native", triton])
+native = pytest.param("native", marks=needs_native)
+fast_backends = pytest.mark.parametrize("backend", ["torch", native, triton])
+all_backends = pytest.mark.parametrize("backend", ["reference", "torch", native, triton])
 
 
 def positions_of(**first_position_by_page: int) -> Tensor:
