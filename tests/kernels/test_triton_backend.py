@@ -105,7 +105,7 @@ def forest_scene(
 
 
 @dtypes
-@pytest.mark.parametrize(("head_dim", "page_size"), zip(HEAD_DIMS, (16, 32, 64, 16, 32), strict=True))
+@pytest.mark.parametrize(("head_dim", "page_size"), list(zip(HEAD_DIMS, (16, 32, 64, 16, 32), strict=True)))
 def test_every_head_dimension(triton_device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> None:
     scene = forest_scene(dtype, head_dim, page_size, num_groups=4)
     wanted = scene.attend(scene.plan(), backend="reference")
