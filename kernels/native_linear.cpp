@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kPanel = 32;             // output features of a panel
 constexpr int kVectors = kPanel / kLanes;  // of a panel's step
+constexpr int64_t kBlockBytes = 512 << 10;  // of inputs that stay in the second-level cache while all panels pass by
 // Registers hold MR * kVectors sums: 24 of 32 with AVX-512, where a vector is one register; else it is two or four.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;
@@ -140,18 +141,29 @@ void tile_of(const Problem& problem, int64_t row, int64_t num_rows, int64_t pane
   tile<Type, MR>(problem, row, panel, ahead);
 }
 
+// Rows [first, last) of one panel, in tiles of equal height, to one row.
+template <class Type>
+void block_of(const Problem& problem, int64_t first, int64_t last, int64_t panel) {
+  const int64_t num_rows = last - first, num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    const int64_t begin = num_rows * t / num_tiles, end = num_rows * (t + 1) / num_tiles;
+    tile_of<Type, kMaxRows>(problem, first + begin, end - begin, panel, ahead_of(problem, panel, t, num_tiles));
+  }
+}
+
 template <class Type>
 void linear(const Problem& problem, int num_threads) {
   const int64_t num_panels = (problem.num_features + kPanel - 1) / kPanel;
+  const int64_t row_bytes = problem.num_steps * Type::kStep * sizeof(typename Type::Value);
+  const int64_t block_rows = std::max<int64_t>(kMaxRows, kBlockBytes / std::max<int64_t>(1, row_bytes));
+  const int64_t num_blocks = (problem.num_rows + block_rows - 1) / block_rows;
   // A few shares for each thread, so that one whose core is taken from it does not hold up all others.
   const int64_t share = std::max<int64_t>(1, num_panels / (4 * num_threads));
 #pragma omp parallel for schedule(dynamic, share) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t panel = 0; panel < num_panels; ++panel) {
-    const int64_t num_tiles = (problem.num_rows + kMaxRows - 1) / kMaxRows;
-    for (int64_t t = 0; t < num_tiles; ++t) {  // of equal height, to one row
-      const int64_t begin = problem.num_rows * t / num_tiles, end = problem.num_rows * (t + 1) / num_tiles;
-      tile_of<Type, kMaxRows>(problem, begin, end - begin, panel, ahead_of(problem, panel, t, num_tiles));
-    }
+  for (int64_t index = 0; index < num_blocks * num_panels; ++index) {
+    const int64_t block = index / num_panels;
+    block_of<Type>(problem, problem.num_rows * block / num_blocks, problem.num_rows * (block + 1) / num_blocks,
+                   index % num_panels);
   }
 }
 

@@ -1,8 +1,8 @@
 """A projection whose weight is packed for the compiled kernel (native_linear.cpp); the plain weight is not kept.
 
-One packed copy serves any number of rows: from one row, where it reads memory as fast as memory goes, to thousands,
-where it reaches the rate of oneDNN in bfloat16 and twice that in float32 (README, benchmarks). Each sum runs over k in
-one order whatever the number of rows, so a row's result is the same bits in every batch.
+One packed copy serves any number of rows: from few, where it reads weights about as fast as memory goes, to thousands,
+where it is as fast as oneDNN in bfloat16 and twice as fast in float32 (benchmarks/bench_linear.py). Each sum runs over
+k in one order whatever the number of rows, so a row's result is the same bits in every batch.
 """
 
 from __future__ import annotations

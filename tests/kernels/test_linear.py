@@ -64,6 +64,18 @@ def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_a_cache_holds(dtype: torch.dtype) -> None:
+    """Their inputs, 1 MB and 2, pass in blocks of rows."""
+    x, weight = draw(1027, 512, dtype=dtype), draw(40, 512, dtype=dtype, seed=1)
+    linear = PackedLinear(weight)
+    y = linear(x)
+    assert_close(y, x, weight, None)
+    for row in (0, 300, 513, 1026):
+        assert torch.equal(y[row : row + 1], linear(x[row : row + 1]))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_the_weight_come_back(dtype: torch.dtype) -> None:
     weight = draw(70, 33, dtype=dtype)
     index = torch.tensor([0, 69, 31, 32, 32])
