@@ -121,6 +121,8 @@ def reason_against(device: torch.device, plan: Plan) -> str | None:
     num_groups = plan.num_q_heads // plan.num_kv_heads
     if num_groups > MAX_GROUPS:
         return f"holds up to {MAX_GROUPS} query heads per KV head (got {num_groups})"
+    if len(plan.work.page_id) * plan.page_size >= 2**31:
+        return f"counts keys in 31 bits (got {len(plan.work.page_id)} pages of {plan.page_size})"
     return None
 
 

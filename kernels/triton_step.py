@@ -1,11 +1,12 @@
 """What a device holds of the present step: its work, the positions of its keys, and room for partial results.
 
-One step is on a device at a time, as there is one engine per device and one thread that calls it. A plan whose work
-was overwritten by another plan's is uploaded again when it is used again.
+One step of a thread is on a device at a time, as an engine has one thread. A plan whose work was overwritten by another
+plan's is uploaded again when it is used again.
 """
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -149,11 +150,18 @@ class _Staging:
         self._copied.record(torch.cuda.current_stream(target.device))
 
 
-_STEP_BY_DEVICE: dict[torch.device, DeviceStep] = {}
+class _Steps(threading.local):
+    """Each thread its own, so that engines on one device do not write each other's buffers."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, DeviceStep] = {}
+
+
+_STEPS = _Steps()
 
 
 def step_of(device: torch.device) -> DeviceStep:
-    """The one step of a device."""
-    if device not in _STEP_BY_DEVICE:
-        _STEP_BY_DEVICE[device] = DeviceStep(device)
-    return _STEP_BY_DEVICE[device]
+    """The present step of a device, for the calling thread."""
+    if device not in _STEPS.by_device:
+        _STEPS.by_device[device] = DeviceStep(device)
+    return _STEPS.by_device[device]
