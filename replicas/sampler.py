@@ -59,15 +59,18 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
     logits  float32 [num_rows, vocab_size]; changed in place
     """
-    raw = logits.clone() if any(row.params.logprobs is not None for row in rows) else logits
+    told = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    raw = logits[told] if told else logits[:0]
     edit_logits(logits, rows)
     token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if token_ids is None:
         token_ids = _draw(logits, rows)
-    return [
-        Sampled(token_id, None if token_id is None else _logprobs(raw[index], token_id, row.params.logprobs))
-        for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-    ]
+    sampled = [Sampled(token_id, None) for token_id in token_ids]
+    if told:
+        all_logprobs = _logprobs(raw, [token_ids[index] for index in told], [rows[index].params for index in told])
+        for index, logprobs in zip(told, all_logprobs, strict=True):
+            sampled[index] = Sampled(token_ids[index], logprobs)
+    return sampled
 
 
 def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:
@@ -165,10 +168,20 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, num_top: int | None) -> Logprobs | None:
-    if num_top is None:
-        return None
-    logprobs = logits.log_softmax(dim=-1)
-    values, ids = logprobs.topk(num_top) if num_top else (logprobs[:0], logprobs[:0])
-    top = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
-    return Logprobs(token_id, float(logprobs[token_id]), top)
+def _logprobs(
+    raw: torch.Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
+) -> list[Logprobs | None]:
+    """Of rows that drew a token, what the model said before anything was edited.
+
+    raw  float32 [rows, vocab_size]
+    """
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = torch.tensor([[token_id or 0] for token_id in token_ids], device=raw.device)
+    most = max(p.logprobs or 0 for p in params)
+    values, ids = logprobs.topk(most)
+    rows = zip(logprobs.gather(-1, chosen)[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True)
+    told = zip(token_ids, params, rows, strict=True)
+    return [
+        None if token_id is None else Logprobs(token_id, own, tuple(zip(top[: p.logprobs], best, strict=False)))
+        for token_id, p, (own, top, best) in told
+    ]

@@ -216,3 +216,15 @@ def test_edits_of_a_batch_stay_with_their_rows() -> None:
         row(temperature=0, presence_penalty=1.5, output_ids=(1, 1)),
     ]
     assert draw(*edited) == [draw(one)[0] for one in edited] == [3, 1, 2, 0, 2]
+
+
+def test_each_row_gets_the_logprobs_that_it_asks_for() -> None:
+    rows = [row(temperature=0, logprobs=count) for count in (3, None, 0, 2)]
+    logits = torch.stack([LOGITS, LOGITS, LOGITS - 7, LOGITS * torch.nan])
+    three, none, zero, broken = sample(logits, rows)
+    expected = LOGITS.log_softmax(-1).tolist()
+    assert three.logprobs is not None
+    assert three.logprobs.top == tuple((token, pytest.approx(expected[token])) for token in (1, 2, 0))
+    assert none.logprobs is None
+    assert zero.logprobs == (1, pytest.approx(expected[1], abs=1e-5), ())
+    assert broken == (None, None)
