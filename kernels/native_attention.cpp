@@ -113,13 +113,37 @@ static void parallel_for(int count, int num_threads, const Body& body) {
   for (int i = 0; i < count; ++i) body(i);
 }
 
+struct Block {
+  int piece, first, count;  // rows [first, first + count) of the piece
+};
+
 template <class Elem>
-static void attend_block(const Step& s, const Layer& layer, int kv_head, int piece, int first, int count) {
+static void attend_block(const Step& s, const Layer& layer, HeadRange kv_heads, const Block& block) {
   const int num_groups = s.num_q_heads / s.num_kv_heads;
-  if (count * num_groups < kTileHeads && s.head_dim % kLanes == 0) {
-    attend_rows<Elem>(s, layer, kv_head, piece, first, count);
-  } else {
-    attend_tiles<Elem>(s, layer, kv_head, piece, first, count);
+  if (block.count * num_groups < kTileHeads && s.head_dim % kLanes == 0) {
+    return attend_rows<Elem>(s, layer, kv_heads, block.piece, block.first, block.count);
+  }
+  for (int head = kv_heads.begin; head < kv_heads.end; ++head) {
+    attend_tiles<Elem>(s, layer, head, block.piece, block.first, block.count);
+  }
+}
+
+// Blocks side by side; the KV heads of a block too, where there are few blocks for so many threads.
+template <class Elem>
+static void attend_blocks(const Step& s, const Layer& layer, const std::vector<Block>& blocks, int num_threads) {
+  const int num_blocks = static_cast<int>(blocks.size());
+  const int parts = num_threads > 1 && num_blocks < 4 * num_threads ? s.num_kv_heads : 1;
+  parallel_for(num_blocks * parts, num_threads, [&](int task) {
+    const int head = task % parts;
+    const HeadRange kv_heads = parts == 1 ? HeadRange{0, s.num_kv_heads} : HeadRange{head, head + 1};
+    attend_block<Elem>(s, layer, kv_heads, blocks[task / parts]);
+  });
+}
+
+static void add_blocks(const Step& s, int piece, int block_rows, std::vector<Block>& blocks) {
+  const int num_rows = s.row_begin[piece + 1] - s.row_begin[piece];
+  for (int first = 0; first < num_rows; first += block_rows) {
+    blocks.push_back({piece, first, std::min(block_rows, num_rows - first)});
   }
 }
 
@@ -127,36 +151,21 @@ static void attend_block(const Step& s, const Layer& layer, int kv_head, int pie
 template <class Elem>
 static void attend_shared(const Step& s, const Layer& layer, int piece, int block_rows, int num_threads) {
   const int32_t *row = s.row + s.row_begin[piece], *end = s.row + s.row_begin[piece + 1];
-  const int num_rows = static_cast<int>(end - row);
+  std::vector<Block> blocks;
+  add_blocks(s, piece, block_rows, blocks);
   const bool is_unique = std::adjacent_find(row, end, [](int a, int b) { return a >= b; }) == end;
-  const int chunk = is_unique ? block_rows : num_rows;
-  const int num_chunks = (num_rows + chunk - 1) / chunk;
-  parallel_for(num_chunks * s.num_kv_heads, num_threads, [&](int task) {
-    const int begin = task / s.num_kv_heads * chunk, chunk_end = std::min(begin + chunk, num_rows);
-    for (int first = begin; first < chunk_end; first += block_rows) {
-      const int count = std::min(block_rows, chunk_end - first);
-      attend_block<Elem>(s, layer, task % s.num_kv_heads, piece, first, count);
-    }
+  if (is_unique) return attend_blocks<Elem>(s, layer, blocks, num_threads);
+  parallel_for(s.num_kv_heads, num_threads, [&](int head) {
+    for (const Block& block : blocks) attend_block<Elem>(s, layer, {head, head + 1}, block);
   });
 }
 
 // Each row is in one private piece at most, so all blocks run side by side.
 template <class Elem>
 static void attend_private(const Step& s, const Layer& layer, int block_rows, int num_threads) {
-  struct Block {
-    int piece, first, count;
-  };
   std::vector<Block> blocks;
-  for (int piece = s.num_shared; piece < s.num_pieces; ++piece) {
-    const int num_rows = s.row_begin[piece + 1] - s.row_begin[piece];
-    for (int first = 0; first < num_rows; first += block_rows) {
-      blocks.push_back({piece, first, std::min(block_rows, num_rows - first)});
-    }
-  }
-  parallel_for(static_cast<int>(blocks.size()) * s.num_kv_heads, num_threads, [&](int task) {
-    const Block& block = blocks[task / s.num_kv_heads];
-    attend_block<Elem>(s, layer, task % s.num_kv_heads, block.piece, block.first, block.count);
-  });
+  for (int piece = s.num_shared; piece < s.num_pieces; ++piece) add_blocks(s, piece, block_rows, blocks);
+  attend_blocks<Elem>(s, layer, blocks, num_threads);
 }
 
 template <class Elem>

@@ -114,6 +114,10 @@ inline Vec adjusted(const Step& s, Vec score, Vec slope, IntVec distance) {
   return score;
 }
 
+struct HeadRange {
+  int begin, end;
+};
+
 // Scratch of this thread, grown as needed; 64-byte aligned.
 float* thread_scratch(size_t num_floats);
 
@@ -121,8 +125,8 @@ float* thread_scratch(size_t num_floats);
 template <class Elem>
 void attend_tiles(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
 
-// The same for few rows: dot products straight from the pages, whose head_dim is a multiple of kLanes.
+// The same for few rows and several KV heads: dot products straight from the pages; head_dim is a multiple of kLanes.
 template <class Elem>
-void attend_rows(const Step& step, const Layer& layer, int kv_head, int piece, int first, int count);
+void attend_rows(const Step& step, const Layer& layer, HeadRange kv_heads, int piece, int first, int count);
 
 }  // namespace mneme::attention
