@@ -63,6 +63,8 @@ def attend_triton(
     if rope is not None:
         check_reach(plan, slot_position, rope.num_positions, window)
     step = step_of(q.device)
+    if q.is_cuda:
+        step.check_capture(plan)
     step.prepare(plan, slot_position, grid)
     switches = {
         "HAS_WINDOW": window is not None,
@@ -104,6 +106,7 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
     step = step_of(device)
     step.prepare(plan, slot_position, grid)
     step.round_up()
+    step.staged = plan
     return config, trims, step.num_tiles, step.num_merged, step.addresses
 
 

@@ -26,8 +26,10 @@ _STAGING_BUFFERS = 2
 class DeviceStep:
     """The buffers of one device. They grow by half at least, so a server soon stops growing them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_own: bool = False) -> None:
         self.device = device
+        self.staged: Plan | None = None  # the plan that will be brought here again before a replay
+        self._is_own = is_own
         self.words = torch.zeros(0, dtype=torch.int32, device=device)
         self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
         self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
@@ -64,6 +66,11 @@ class DeviceStep:
         """
         counts = (self.num_tiles, self.num_merged)
         self.num_tiles, self.num_merged = (1 << (count - 1).bit_length() if count else 0 for count in counts)
+
+    def check_capture(self, plan: Plan) -> None:
+        """Refuse to capture launches that would find another plan's work here when they are replayed."""
+        if torch.cuda.is_current_stream_capturing() and not (self._is_own or self.staged is plan):
+            raise RuntimeError("a captured plan must have been staged, or have buffers of its own (OwnStep)")
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -158,6 +165,30 @@ class _Steps(threading.local):
 
 
 _STEPS = _Steps()
+
+
+class OwnStep:
+    """Within the block this thread's attention on a device has buffers of its own.
+
+    For launches that are captured with one plan and replayed whatever other plans have run since. The block may be
+    entered again and again; the buffers stay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._step = DeviceStep(device, is_own=True)
+        self._outer: list[DeviceStep | None] = []
+
+    def __enter__(self) -> DeviceStep:
+        self._outer.append(_STEPS.by_device.get(self._step.device))
+        _STEPS.by_device[self._step.device] = self._step
+        return self._step
+
+    def __exit__(self, *exception: object) -> None:
+        outer = self._outer.pop()
+        if outer is None:
+            del _STEPS.by_device[self._step.device]
+        else:
+            _STEPS.by_device[self._step.device] = outer
 
 
 def step_of(device: torch.device) -> DeviceStep:

@@ -9,6 +9,7 @@ beforehand; our arms rotate theirs. Contiguous KV was copied, and keys turned to
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -31,9 +32,24 @@ def ours(scene: Scene, name: str = "auto", share: Share = "auto", backend: str =
     plan = scene.plan(share)
     # The torch backend waits for the host, which ends a capture.
     is_capturable = backend != "torch"
-    return Arm(
-        name, lambda layer: scene.attend(layer, plan, backend=backend), len(scene.layers), is_capturable=is_capturable
-    )
+    buffers = _own_buffers(scene.q.device)
+
+    def call(layer: int) -> Tensor:
+        with buffers:
+            return scene.attend(layer, plan, backend=backend)
+
+    return Arm(name, call, len(scene.layers), is_capturable=is_capturable)
+
+
+def _own_buffers(device: torch.device) -> AbstractContextManager[object]:
+    """A captured pass finds its plan where it was, whatever other arms have run since."""
+    if device.type != "cuda":
+        return nullcontext()
+    try:
+        from mneme.kernels.triton_step import OwnStep
+    except ImportError:
+        return nullcontext()
+    return OwnStep(device)
 
 
 def contiguous(scene: Scene, cache_bytes: int = 0) -> list[Arm]:

@@ -167,6 +167,33 @@ def test_a_decode_step_uploads_its_positions_only(triton_device: torch.device) -
     assert step.words.data_ptr() == words
 
 
+def test_own_buffers_keep_a_plan_while_others_run(triton_device: torch.device) -> None:
+    """What a graph that was captured inside the block would read is still there."""
+    scene = forest_scene(torch.float32, 64, 16, 2)
+    placed, own = on(triton_device, scene), triton_step.OwnStep(torch.zeros(0, device=triton_device).device)
+    plan, other = scene.plan(share="always"), scene.plan(share="never")
+    with own as step:
+        wanted = attend_triton(placed, plan)
+        words = step.words.clone()
+    before = step.uploaded_bytes
+    attend_triton(placed, other)
+    assert torch.equal(step.words, words)
+    with own:
+        assert_close(attend_triton(placed, plan), wanted)
+    assert step.uploaded_bytes == before
+
+
+def test_a_capture_that_would_read_another_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    plan = forest_scene(torch.float32, 64, 16, 2).plan()
+    step = triton_step.DeviceStep(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="must have been staged"):
+        step.check_capture(plan)
+    step.staged = plan
+    step.check_capture(plan)
+    triton_step.DeviceStep(torch.device("cpu"), is_own=True).check_capture(plan)
+
+
 def test_a_position_out_of_the_table_is_refused_only_if_it_sees_something(triton_device: torch.device) -> None:
     scene = on(triton_device, forest_scene(torch.float32, 64, 16, 2))
     rows = QueryRows([0, 1], [79, 2 * (5 * 16 + 60) + 40])
