@@ -22,7 +22,8 @@ constexpr int kMaxRows = 3;
 #else
 constexpr int kMaxRows = 1;
 #endif
-constexpr int kAheadBytes = 16384;  // with 4 KB memory idles (a fifth slower at 8 rows); far more does not fit the first-level cache
+// With 4 KB memory idles (a fifth slower at 8 rows); far more does not fit the first-level cache.
+constexpr int kAheadBytes = 16384;
 
 struct Float32 {
   using Value = float;
