@@ -50,6 +50,13 @@ def test_faults_are_named(architecture: int, change: dict[str, int], fault: str 
     assert faults_of(case, architecture, GOOD._replace(**change)) == ([] if fault is None else [fault])
 
 
+def test_float32_may_spill_but_within_the_bound_of_the_stack() -> None:
+    case = Case("exact", None, {}, {}, {})
+    report = GOOD._replace(wgmma=0, mma_sync=0, loop_spills=9)
+    assert faults_of(case, 90, report) == []
+    assert faults_of(case, 90, report._replace(stack_bytes=513)) == ["513 bytes of stack, more than 512"]
+
+
 def test_only_innermost_loops_with_products_are_searched_for_spills() -> None:
     listing = """
 .L_x_0:
