@@ -18,6 +18,10 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 # Query heads per KV head that one tile can hold.
 MAX_GROUPS = 128
 
+# Keys of a block times head dimensions from which registers spill in the loop over keys.
+_MOST_BLOCK_ELEMENTS_SM_80 = 4096
+_MOST_BLOCK_ELEMENTS_SM_90 = 8192
+
 
 class Config(NamedTuple):
     """Block sizes of one launch."""
@@ -70,14 +74,14 @@ def candidates(*, head_dim: int, element_bytes: int, num_groups: int, architectu
         for phase in get_args(Phase)
     ]
     others = []
-    if element_bytes == 2:
+    if element_bytes == 2 and head_dim <= 128:
+        most = _MOST_BLOCK_ELEMENTS_SM_90 if architecture >= 90 else _MOST_BLOCK_ELEMENTS_SM_80
         others = [
             Config(max(16, rows), max(wide_m, rows), block_n, num_warps, num_stages)
             for wide_m, num_warps in ((64, 4), (128, 8))
             for block_n in (32, 64, 128)
             for num_stages in (2, 3, 4)
-            if stage_bytes(head_dim, block_n) * num_stages <= (160 if architecture < 90 else 220) * 1024
-            and not (head_dim > 128 and (num_warps == 4 or block_n == 128))
+            if block_n * max(32, next_power_of_2(head_dim)) <= most
         ]
     yield from dict.fromkeys([*chosen, *others])
 

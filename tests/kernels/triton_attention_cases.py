@@ -91,15 +91,19 @@ def _attention_cases() -> Iterator[Case]:
         yield attention_case(decode, **switches)._replace(architectures=(90,))
 
 
-def tuning_cases() -> Iterator[Case]:
-    """Every candidate that a GPU would be tuned with, for the two commonest head dimensions."""
+def _tuning_cases() -> Iterator[Case]:
+    """Every candidate that a GPU would be tuned with, for the two commonest head dimensions, beside the rule's."""
     for architecture, head_dim in product(ARCHITECTURES, (64, 128)):
-        for config in candidates(head_dim=head_dim, element_bytes=2, num_groups=4, architecture=architecture):
-            yield attention_case(config, head_dim=head_dim)._replace(architectures=(architecture,))
+        sizes = {"head_dim": head_dim, "element_bytes": 2, "num_groups": 4, "architecture": architecture}
+        rule = [config_of(**sizes, phase=phase) for phase in get_args(Phase)]
+        for config in candidates(**sizes):
+            if config not in rule:
+                yield attention_case(config, head_dim=head_dim)._replace(architectures=(architecture,))
 
 
 CASES = [
     *_attention_cases(),
+    *_tuning_cases(),
     *(merge_case(dtype, head_dim) for dtype in _POINTERS for head_dim in (64, 80, 256)),
     *(_key_position_case(page_size) for page_size in (16, 32, 64)),
 ]
