@@ -30,7 +30,7 @@ from mneme.kernels.plan import Plan
 from mneme.kernels.work import Share
 
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))
-_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge", "call")
+_CONSTANTS = ("key_few", "head_few", "key_many", "head_many", "piece", "merge", "cold", "call")
 
 
 def main() -> None:
@@ -87,7 +87,8 @@ def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-de
 
 
 def features_of(plan: Plan, heads: Heads) -> list[float]:
-    """Sums over the pieces of a plan, in the order of the constants; the last is what a call costs whatever it does."""
+    """Sums over the pieces of a plan, in the order of the constants. The last two do not depend on sharing: elements that come
+    from memory the first time that they are read, and what a call costs whatever it does."""
     work, width = plan.work, heads.kv * heads.dim
     few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
     for piece in range(work.num_pieces):
@@ -101,7 +102,8 @@ def features_of(plan: Plan, heads: Heads) -> list[float]:
             many[0] += elements
             many[1] += elements * rows * heads.group
         merge += rows * heads.group * width
-    return [*few, *many, work.num_pieces * heads.kv, merge, 1.0]
+    distinct = len({int(page) for table in plan.page_tables for page in table.page_ids}) * plan.page_size * width
+    return [*few, *many, work.num_pieces * heads.kv, merge, distinct, 1.0]
 
 
 def non_negative_fit(matrix: np.ndarray, wanted: np.ndarray, num_steps: int = 50_000) -> np.ndarray:

@@ -37,6 +37,7 @@ struct Layer {
 };
 
 constexpr int kTileKeys = 64;
+constexpr int kCacheLine = 64;
 constexpr float kUnseen = -1e30f;  // the running maximum of a row that has seen nothing; finite, so that no NaN arises
 
 // Keys that some row of a block may see; those that not every row sees are marked.

@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kMostHeads = 4;        // that go over a tile together
 constexpr int kPair = 2 * kLanes;    // values that are loaded together
-constexpr int kCacheLine = 64;
 
 // One query row and some KV heads, one *unit* (up to kMostHeads query heads of one KV head) after the other; a unit's
 // first tile is asked for while the last one of the unit before is at work. Queries and sums are kept in the order in

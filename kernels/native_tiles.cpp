@@ -15,7 +15,7 @@ void Tiles<Dot, Elem>::add_tile() {
     if (num_keys == 0) continue;
     scores(first, cols, num_keys);
     if (step_.soft_cap > 0 || step_.alibi_slopes) adjust(first, cols, num_keys);
-    if (tile_.is_mixed) hide(first, cols, num_keys);
+    if (tile_->is_mixed) hide(first, cols, num_keys);
     softmax(first, cols, num_keys);
     add_values(first, cols, num_keys);
     if (num_broken_) add_broken_values(first, std::min(cols * kLanes, num_lanes_ - first), num_keys);
@@ -25,10 +25,10 @@ void Tiles<Dot, Elem>::add_tile() {
 // How many of the tile's keys these lanes need: none behind the last one that a lane sees.
 template <class Dot, class Elem>
 int Tiles<Dot, Elem>::visible_keys(int first_lane, int lanes) const {
-  int count = tile_.count;
-  if (!tile_.is_mixed) return count;
+  int count = tile_->count;
+  if (!tile_->is_mixed) return count;
   const int highest = *std::max_element(position_ + first_lane, position_ + first_lane + lanes);
-  while (count > 0 && tile_.position[count - 1] > highest) --count;
+  while (count > 0 && tile_->position[count - 1] > highest) --count;
   return count;
 }
 
@@ -38,6 +38,7 @@ void Tiles<Dot, Elem>::scores(int first_lane, int cols, int num_keys) {
   const float* query = query_ + first_lane * query_steps_;
   const int stride = cols * kLanes;
   for (int n = 0; n < num_keys; n += kKeyStep) {
+    for (int i = 0; i < kKeyStep && first_lane == 0; ++i) prefetch(n + i);
     float* score = score_ + n * stride;
     if (cols == 1) {
       product<Dot, 8, 1>(key_ + n, 1, query, stride, query_steps_, score, stride, nullptr);
@@ -65,7 +66,7 @@ void Tiles<Dot, Elem>::adjust(int first_lane, int cols, int num_keys) {
     for (int j = 0; j < cols; ++j) {
       const int lane = first_lane + j * kLanes;
       float* score = score_ + (n * cols + j) * kLanes;
-      const IntVec distance = splat(tile_.position[n]) - load(position_ + lane);
+      const IntVec distance = splat(tile_->position[n]) - load(position_ + lane);
       store(score, adjusted(step_, load(score), load(slope_ + lane), distance));
     }
   }
@@ -73,9 +74,9 @@ void Tiles<Dot, Elem>::adjust(int first_lane, int cols, int num_keys) {
 
 template <class Dot, class Elem>
 bool Tiles<Dot, Elem>::sees(int lane, int n) const {
-  const int at = tile_.position[n], position = position_[lane], page = tile_.page[n];
+  const int at = tile_->position[n], position = position_[lane], page = tile_->page[n];
   return at <= position && at > position - step_.window &&
-         is_shown(step_, rows_.run, first_ + lane / num_groups_, page, tile_.slot[n] % step_.page_size);
+         is_shown(step_, rows_.run, first_ + lane / num_groups_, page, tile_->slot[n] % step_.page_size);
 }
 
 // Scores of pairs that are invisible become -inf, whatever they were.
@@ -83,8 +84,8 @@ template <class Dot, class Elem>
 void Tiles<Dot, Elem>::hide(int first_lane, int cols, int num_keys) {
   const bool has_masks = step_.mask_stride[rows_.run] != 0;
   for (int n = 0; n < num_keys; ++n) {
-    if (!tile_.is_partial[n]) continue;
-    const IntVec at = splat(tile_.position[n]);
+    if (!tile_->is_partial[n]) continue;
+    const IntVec at = splat(tile_->position[n]);
     for (int j = 0; j < cols; ++j) {
       const int lane = first_lane + j * kLanes;
       const IntVec position = load(position_ + lane);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "native_attention.h"
 #include "native_products.h"
@@ -44,6 +45,7 @@ class Tiles {
  private:
   static constexpr bool kWidens = sizeof(Elem) * Dot::kPerCell != 4;  // keys become float32 tile by tile
 
+  void look_ahead();
   void begin_run(int run);
   void pack_query(int lane, int row, int head);
   void add_tile();
@@ -58,8 +60,9 @@ class Tiles {
   void add_values(int first_lane, int cols, int num_keys);
   void add_broken_values(int first_lane, int lanes, int num_keys);
   bool sees(int lane, int n) const;
+  void prefetch(int n) const;
   const Elem* row_of(const void* pool, int n) const {
-    return static_cast<const Elem*>(pool) + kv_head_ * layer_.num_slots * dim_ + tile_.offset[n];
+    return static_cast<const Elem*>(pool) + kv_head_ * layer_.num_slots * dim_ + tile_->offset[n];
   }
 
   const Step& step_;
@@ -68,8 +71,12 @@ class Tiles {
   const int piece_, first_, count_, num_groups_;
   const int dim_, padded_dim_, query_steps_;
   const int num_lanes_, padded_lanes_;
-  RunRows rows_{};
-  KeyTile tile_;
+  RunRows rows_{}, next_rows_{};
+  int next_run_;
+  std::optional<KeyCursor> cursor_;  // of next_run_
+  KeyTile tiles_[2], begin_;         // begin_: the first tile, which the next KV head begins with too
+  KeyTile *tile_ = tiles_, *ahead_ = tiles_ + 1;  // the second is on its way into the cache
+  int64_t ahead_head_ = 0;           // elements from this KV head's pool to that of ahead_
   int num_broken_ = 0;
   int broken_[kTileKeys];  // partial keys whose values hold a NaN or an infinity
   const float* key_[kTileKeys + kKeyStep];
@@ -116,7 +123,7 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
   }
   std::fill_n(query_, query_steps_ * lanes, 0.0f);
   std::fill_n(out_, round_up(num_lanes_, kRowsOfValues) * dim, 0.0f);
-  std::fill_n(value_, tile * dim, 0.0f);
+  if (padded_dim_ > dim_) std::fill_n(value_, tile * dim, 0.0f);
   std::fill_n(rotated_, 2 * dim, 0.0f);  // zeros_ too
   std::fill_n(top_, lanes, kUnseen);
   std::fill_n(weight_, lanes, 0.0f);
@@ -128,14 +135,52 @@ Tiles<Dot, Elem>::Tiles(const Step& step, const Layer& layer, int kv_head, int p
 
 template <class Dot, class Elem>
 void Tiles<Dot, Elem>::run_through() {
-  for (int run = step_.run_begin[piece_]; run < step_.run_begin[piece_ + 1]; ++run) {
-    rows_ = run_rows(step_, piece_, run, first_, count_);
-    KeyCursor cursor(step_, rows_);
-    if (!cursor.next(tile_)) continue;
-    begin_run(run);
-    do {
-      add_tile();
-    } while (cursor.next(tile_));
+  int run = -1;
+  next_run_ = step_.run_begin[piece_];
+  look_ahead();
+  begin_ = *ahead_;
+  for (int n = 0; n < begin_.count; ++n) prefetch(n);
+  while (ahead_->count > 0) {
+    std::swap(tile_, ahead_);
+    if (next_run_ != run) {
+      run = next_run_;
+      rows_ = next_rows_;
+      begin_run(run);
+    }
+    look_ahead();
+    const bool is_last = ahead_->count == 0;
+    if (is_last && kv_head_ + 1 < step_.num_kv_heads) {
+      *ahead_ = begin_;
+      ahead_head_ = layer_.num_slots * dim_;
+    }
+    add_tile();
+    if (is_last) return;
+  }
+}
+
+// The next tile, of this run or of a later one; an empty one behind the last.
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::look_ahead() {
+  ahead_->count = 0;
+  while (!(cursor_ && cursor_->next(*ahead_))) {
+    if (cursor_) ++next_run_;
+    if (next_run_ == step_.run_begin[piece_ + 1]) return;
+    next_rows_ = run_rows(step_, piece_, next_run_, first_, count_);
+    cursor_.emplace(step_, next_rows_);
+  }
+}
+
+// Asks for a row of the tile that comes next: pages lie anywhere, and no hardware foresees where. (Always inline: GCC
+// takes a function that only prefetches for one without effect.)
+template <class Dot, class Elem>
+__attribute__((always_inline)) inline void Tiles<Dot, Elem>::prefetch(int n) const {
+  if (n >= ahead_->count) return;
+  const int64_t at = kv_head_ * layer_.num_slots * dim_ + ahead_head_ + ahead_->offset[n];
+  const char* key = reinterpret_cast<const char*>(static_cast<const Elem*>(layer_.k) + at);
+  const char* value = reinterpret_cast<const char*>(static_cast<const Elem*>(layer_.v) + at);
+  for (int i = 0; i < dim_ * static_cast<int>(sizeof(Elem)); i += kCacheLine) {
+    __builtin_prefetch(key + i);
+    __builtin_prefetch(value + i);
   }
 }
 
@@ -164,8 +209,8 @@ void Tiles<Dot, Elem>::pack_query(int lane, int row, int head) {
 
 template <class Dot, class Elem>
 void Tiles<Dot, Elem>::find_keys() {
-  for (int n = 0; n < round_up(tile_.count, kKeyStep); ++n) {
-    const int real = std::min(n, tile_.count - 1);
+  for (int n = 0; n < round_up(tile_->count, kKeyStep); ++n) {
+    const int real = std::min(n, tile_->count - 1);
     const Elem* key = row_of(layer_.k, real);
     if constexpr (kWidens) {
       if (n == real) pack(key, dim_, wide_key_ + n * padded_dim_);
@@ -180,7 +225,7 @@ void Tiles<Dot, Elem>::find_keys() {
 template <class Dot, class Elem>
 const Elem* Tiles<Dot, Elem>::usable_values(int n) {
   const Elem* values = row_of(layer_.v, n);
-  if (!tile_.is_partial[n]) return values;
+  if (!tile_->is_partial[n]) return values;
   float product = 0;
   for (int i = 0; i < dim_; ++i) product += to_float(values[i]) * 0.0f;
   if (product == 0) return values;
@@ -192,14 +237,14 @@ template <class Dot, class Elem>
 void Tiles<Dot, Elem>::pack_values() {
   num_broken_ = 0;
   const Elem* zeros = reinterpret_cast<const Elem*>(zeros_);
-  for (int n = 0; n < tile_.count; n += Dot::kPerCell) {
+  for (int n = 0; n < tile_->count; n += Dot::kPerCell) {
     float* cells = value_ + n / Dot::kPerCell * static_cast<int64_t>(padded_dim_);
     const Elem* first = usable_values(n);
     if (!first) first = zeros;
     if constexpr (Dot::kPerCell == 1) {
       pack(first, dim_, cells);
     } else {
-      const Elem* second = n + 1 < tile_.count ? usable_values(n + 1) : nullptr;
+      const Elem* second = n + 1 < tile_->count ? usable_values(n + 1) : nullptr;
       pack(first, second ? second : zeros, dim_, cells);
     }
   }

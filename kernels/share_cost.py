@@ -56,10 +56,10 @@ class ShareCost:
 
 # One core of a CPU with AVX-512 BF16.
 COMPILED_BFLOAT16 = ShareCost(
-    many_heads=8, key_few=89.0, head_few=11.0, key_many=101.0, head_many=12.0, piece=6e4, merge=410.0
+    many_heads=8, key_few=74.0, head_few=13.0, key_many=119.0, head_many=10.4, piece=6.7e4, merge=780.0
 )
 COMPILED_FLOAT32 = ShareCost(
-    many_heads=8, key_few=115.0, head_few=19.0, key_many=155.0, head_many=22.0, piece=6e4, merge=470.0
+    many_heads=8, key_few=141.0, head_few=16.0, key_many=269.0, head_many=19.4, piece=6.7e4, merge=560.0
 )
 # The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
 TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0)
