@@ -9,8 +9,8 @@ prefix out of every request's prefill but one.
 Timed from the first submission to the last token, from an empty cache, one thread each, arms interleaved in turns,
 medians. Our pool is allocated beforehand, as a server's is; `generate` allocates its cache as it goes.
 `generate` gets what it is best at: one padded-free batch of equal lengths, its own KV cache, `torch.inference_mode`.
-Peers (benchmarks/peers/*.py) run in environments of their own; their figures are merged from the files that they leave
-in benchmarks/results/ (`--peers DIR`).
+Peers (benchmarks/peers/*.py) run in environments of their own. With `--beside vllm_cpu=PYTHON` one takes its turn in
+every round; otherwise figures are merged from the files that peers leave in benchmarks/results/ (`--peers DIR`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers.beside import Peer
 from workloads import MODEL_SHAPE, WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig
@@ -37,6 +38,8 @@ from mneme.replicas.weights import load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"bfloat16": 4.0, "float32": 3.0}  # times `generate`, workload W
+WARM_TARGETS = {"bfloat16": 10.0, "float32": 4.0}
+PEER_TARGETS = {"W": 1.2, "S": 2.0, "P": 1.2}  # times vLLM's CPU build, both warm
 PAGE_SIZE = 32
 
 
@@ -108,9 +111,14 @@ class Transformers:
 
 
 def measure(
-    name: str, workload: Workload, directory: Path, num_runs: int, arms: dict[str, Callable[..., Any]]
+    name: str,
+    workload: Workload,
+    directory: Path,
+    num_runs: int,
+    arms: dict[str, Callable[..., Any]],
+    beside: list[Peer],
 ) -> dict[str, Any]:
-    """Medians of tokens per second by arm, and the ratio of the medians."""
+    """Medians of tokens per second by arm, and the ratio of the medians; peers take their turn in every round."""
     built = {arm: make(directory, DTYPES[name], workload) for arm, make in arms.items()}
     seconds: dict[str, list[float]] = {arm: [] for arm in (*arms, "mneme_warm")}
     for run in range(num_runs + 1):
@@ -120,6 +128,11 @@ def measure(
         timed["mneme_warm"] = built["mneme"].run_warm(prompts)
         for arm, elapsed in timed.items() if run else ():  # the first is a warm-up
             seconds[arm].append(elapsed)
+        for peer in beside:
+            peer.run(run, is_counted=run > 0)
+    for peer in beside:
+        for kind, values in peer.seconds.items():
+            seconds[f"{peer.identity['name']}_{kind.removesuffix('_s')}"] = values
     rates = {arm: workload.output_tokens / statistics.median(values) for arm, values in seconds.items()}
     baseline = rates.get("transformers")
     return {
@@ -140,10 +153,30 @@ def print_table(results: dict[str, Any], peers: list[dict[str, Any]]) -> None:
     for name, result in results.items():
         rates = result["tokens_per_s"]
         theirs, ratio = rates.get("transformers", "-"), result["ratio"] or "-"
-        print(f"{name:<10}{rates['mneme']:>10}{theirs:>14}{ratio:>8}{rates['mneme_warm']:>12}")
+        beside = {arm: rate for arm, rate in rates.items() if arm not in ("mneme", "mneme_warm", "transformers")}
+        print(f"{name:<10}{rates['mneme']:>10}{theirs:>14}{ratio:>8}{rates['mneme_warm']:>12}   {beside or ''}")
     for peer in peers:
         cold, warm = peer.get("tokens_per_s_cold"), peer.get("tokens_per_s_warm")
         print(f"peer {peer['name']} {peer['version']}: cold {cold}, warm {warm} (its own run)")
+
+
+def checks_of(workload: str, dtype: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the project promises of this workload, where both arms were run."""
+    rates = result["tokens_per_s"]
+    wanted = [
+        ("mneme", "transformers", TARGETS[dtype] if workload == "W" else None),
+        ("mneme_warm", "transformers", WARM_TARGETS[dtype] if workload == "W" else None),
+        ("mneme_warm", "vllm_warm", PEER_TARGETS[workload]),
+    ]
+    ratios = [
+        (f"{ours}_vs_{theirs}_{dtype}", round(rates[ours] / rates[theirs], 2), target)
+        for ours, theirs, target in wanted
+        if target is not None and theirs in rates
+    ]
+    return [
+        {"name": name, "value": ratio, "unit": "x", "target": f">={target}", "ok": ratio >= target}
+        for name, ratio, target in ratios
+    ]
 
 
 def main() -> None:
@@ -153,6 +186,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="only our engine: S and P take `generate` minutes a run")
     parser.add_argument("--quick", action="store_true", help="two runs of workload W")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
+    parser.add_argument("--beside", metavar="SCRIPT=PYTHON", help="a peer that takes turns, such as vllm_cpu=PATH")
     parser.add_argument("--peers", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
@@ -167,14 +201,14 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_random_llama(Path(scratch))
-        results = {name: measure(name, workload, directory, num_runs, arms) for name in args.dtype or list(DTYPES)}
+        beside = [Peer(*args.beside.split("=", 1), args.workload)] if args.beside else []
+        names = args.dtype or (["bfloat16"] if beside else list(DTYPES))
+        results = {name: measure(name, workload, directory, num_runs, arms, beside) for name in names}
+        for peer in beside:
+            peer.stop()
     peers = peer_results(args.peers, args.workload)
     print_table(results, peers)
-    checks = [
-        {"name": f"engine_vs_generate_{name}", "value": result["ratio"], "unit": "x", "target": f">={TARGETS[name]}",
-         "ok": result["ratio"] >= TARGETS[name]}
-        for name, result in results.items() if args.workload == "W" and not args.alone
-    ]  # fmt: skip
+    checks = [check for name, result in results.items() for check in checks_of(args.workload, name, result)]
     closing = json.dumps(
         {
             "benchmark": "engine", "workload": args.workload, "workload_shape": workload._asdict(), "runs": num_runs,

@@ -87,8 +87,11 @@ def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-de
 
 
 def features_of(plan: Plan, heads: Heads) -> list[float]:
-    """Sums over the pieces of a plan, in the order of the constants. The last two do not depend on sharing: elements that come
-    from memory the first time that they are read, and what a call costs whatever it does."""
+    """Sums over the pieces of a plan, in the order of the constants.
+
+    The last two do not depend on sharing: elements that come from memory the first time that they are read, and what a
+    call costs whatever it does.
+    """
     work, width = plan.work, heads.kv * heads.dim
     few, many, merge = [0.0, 0.0], [0.0, 0.0], 0.0
     for piece in range(work.num_pieces):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from workloads import WORKLOADS, Workload, cpu_name, load_average
@@ -18,8 +20,17 @@ def parse_arguments(description: str | None) -> tuple[argparse.Namespace, Worklo
     parser.add_argument("--workload", choices=WORKLOADS, default="W")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print only the JSON line, and write it to results/")
+    parser.add_argument("--turns", action="store_true", help="run when asked to, for `bench_engine.py --beside`")
     arguments = parser.parse_args()
     return arguments, WORKLOADS[arguments.workload]
+
+
+def take_turns(name: str, version: str, run: Callable[[int], float]) -> None:
+    """Say who this is, then answer each line (a seed) with the seconds of a cold and a warm run of that seed."""
+    print(json.dumps({"name": name, "version": version}), flush=True)
+    for line in sys.stdin:
+        seed = int(line)
+        print(json.dumps({"cold_s": run(seed), "warm_s": run(seed)}), flush=True)
 
 
 def report(

@@ -7,7 +7,7 @@
 
 Random weights of the same shape (`load_format="dummy"`), bfloat16, one thread, prefix caching on. Cold: a new cache;
 warm: the same prompts were run once before. Writes benchmarks/results/peer-vllm-<workload>.json, which
-`bench_engine.py` merges.
+`bench_engine.py` merges. With `bench_engine.py --beside vllm_cpu=.peers/vllm/bin/python` both take turns in one run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peers.report import parse_arguments, report
+from peers.report import parse_arguments, report, take_turns
 from workloads import MODEL_SHAPE, make_prompts
 
 
@@ -72,6 +72,9 @@ def main() -> None:
             return elapsed
 
         run(0)
+        if arguments.turns:
+            take_turns("vllm", vllm.__version__, run)
+            return
         seconds = [(run(seed), run(seed)) for seed in range(1, arguments.runs + 1)]
     report(arguments, workload, "vllm", vllm.__version__, [c for c, _ in seconds], [w for _, w in seconds])
 
