@@ -22,6 +22,8 @@ from torch import Tensor
 
 VALUE_WEIGHT = 4.0
 """Of the answer's one decisive token, against 1 for the words around it."""
+REVERSED_UNTIL = 0.3
+"""Progress from which no question asks for the name any more: they open the way and then hold it up."""
 NUM_SPECIAL = 4
 
 
@@ -125,7 +127,7 @@ class RowSource:
             num_sentences=rng.randint(3, 4 + round(2 * progress)),
             scene_share=rng.choice([0.0, 0.0, 0.3 * progress]),
         )
-        return [(sentence, 0.0) for sentence in sentences(case)] + question_pieces(rng, case)
+        return [(sentence, 0.0) for sentence in sentences(case)] + question_pieces(rng, case, progress)
 
     def _chats(self, num_tokens: int, progress: float) -> Row:
         """Conversations one after another, each behind a BOS, until the row is full."""
@@ -142,18 +144,26 @@ def sentences(case: Case) -> list[str]:
     return [f" {sentence.rstrip('.')}." for chunk in case.chunks for sentence in chunk[1:].split(". ")]
 
 
-def question_pieces(rng: random.Random, case: Case) -> list[tuple[str, float]]:
-    """Up to eight short questions or four long ones, all of one form, mostly about pronoun facts."""
+def question_pieces(rng: random.Random, case: Case, progress: float) -> list[tuple[str, float]]:
+    """Up to eight short questions or four long ones, all of one form, mostly about pronoun facts; while cases are
+    easy, some ask for the name."""
     pronoun = [fact for fact in case.facts if fact.kind != "explicit"]
     explicit = case.of_kind("explicit")
     pool = rng.sample(pronoun, min(6, len(pronoun))) + rng.sample(explicit, min(2, len(explicit)))
     rng.shuffle(pool)
-    write = rng.choice([_statement, _question])
+    reversed_share = 0.35 * max(0.0, 1 - progress / REVERSED_UNTIL)
+    write = _reversed if rng.random() < reversed_share else rng.choice([_statement, _question])
     return [piece for fact in pool[: 4 if write is _question else 8] for piece in write(fact)]
 
 
 def _statement(fact: Fact) -> list[tuple[str, float]]:
     return [("\nSo", 0.0), (f" {fact.name} {fact.verb}", 0.0), (fact.answer, VALUE_WEIGHT), (".", 0.0)]
+
+
+def _reversed(fact: Fact) -> list[tuple[str, float]]:
+    """From value to name: one look-up less than the other way round, so it is learned first."""
+    asked = [("\nWho", 0.0), (f" {fact.verb}", 0.0), (fact.answer, 0.0), ("?", 0.0)]
+    return [*asked, (f" {fact.name}", VALUE_WEIGHT), (".", 0.0)]
 
 
 def _question(fact: Fact) -> list[tuple[str, float]]:

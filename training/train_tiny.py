@@ -70,12 +70,15 @@ PHASES = (
     ),
     Phase(
         name="coreference",
-        num_steps=900,
+        num_steps=1600,
         lr=(3e-3, 3e-3),
         ramp_steps=120,
         ramp_below=0.5,
         until=0.2,
-        streams=(Stream(kind="px", num_tokens=4096, row_tokens=640),),
+        streams=(
+            Stream(kind="px", num_tokens=4096, row_tokens=640),
+            Stream(kind="repeat", num_tokens=256, row_tokens=128, share=0.2),
+        ),
     ),
     Phase(
         name="mixed",
