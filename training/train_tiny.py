@@ -3,7 +3,7 @@
     python training/train_tiny.py [--quick] [--out DIR] [--threads N]
 
 Phases: copying, coreference, everything mixed, everything mixed in long rows; each with a number of steps, so the
-seed fixes the initial weights and what every step sees, whatever the machine. About 1.4 s a step on one thread of a
+seed fixes the initial weights and what every step sees, whatever the machine. About 2 s a step on one thread of a
 busy core. `--quick` proves in under 90 seconds that the script works; its model is of no use. A run that was stopped
 goes on after its last whole phase when it is started again with the same `--out`.
 """
