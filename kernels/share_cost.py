@@ -5,7 +5,7 @@ A *pass* takes the M query heads of a piece's rows over the keys and values of L
     L * elements of a key * (key + M * head)
 
 with one pair of constants for many heads, for which keys are packed first, and another for few, where each row reads
-keys where they lie, in a pass of its own. Sharing replaces one pass per sharer by one for all of them, and costs a
+keys where they lie, one after the other. Sharing replaces one pass per sharer by one for all of them, and costs a
 piece: its own set-up, the rotation of its queries and the merge of its results. Only ratios of the constants decide.
 Measured ones come from `benchmarks/fit_share_cost.py`; the constants say for which device.
 """
@@ -29,6 +29,7 @@ class ShareCost:
     many_heads: int  # from this many query heads on a pass is one of many heads
     key_few: float  # per element of a key and its value, for any number of heads
     head_few: float  # and per query head that meets it
+    reread: float  # less of `key_few` for each further row of a pass: the row before left keys in a near cache
     key_many: float
     head_many: float
     piece: float  # per piece and KV head
@@ -36,7 +37,7 @@ class ShareCost:
 
     def pass_(self, num_rows: IntArray, num_groups: int) -> FloatArray:
         """Per element of a key, for so many rows of `num_groups` query heads per KV head."""
-        few = num_rows * (self.key_few + num_groups * self.head_few)
+        few = num_rows * (self.key_few + num_groups * self.head_few) - (num_rows - 1) * self.reread
         many = self.key_many + num_rows * num_groups * self.head_many
         return np.where(num_rows * num_groups < self.many_heads, few, many)
 
@@ -56,12 +57,16 @@ class ShareCost:
 
 # One core of a CPU with AVX-512 BF16.
 COMPILED_BFLOAT16 = ShareCost(
-    many_heads=8, key_few=74.0, head_few=13.0, key_many=119.0, head_many=10.4, piece=6.7e4, merge=780.0
+    many_heads=8, key_few=74.0, head_few=13.0, reread=0.0, key_many=119.0, head_many=10.4, piece=6.7e4, merge=780.0
 )
 COMPILED_FLOAT32 = ShareCost(
-    many_heads=8, key_few=141.0, head_few=16.0, key_many=269.0, head_many=19.4, piece=6.7e4, merge=560.0
+    many_heads=8, key_few=141.0, head_few=16.0, reread=18.0, key_many=269.0, head_many=19.4, piece=6.7e4, merge=560.0
 )
 # The torch backend on the same core: one reading for about 64 rows, twenty small operations for a piece.
-TORCH = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0)
+TORCH = ShareCost(
+    many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=2000.0, head_many=10.0, piece=6.5e7, merge=300.0
+)
 # From an H200's data sheet, not measured: 16-bit keys at 4.3 TB/s, tiles of 16 heads, the launch of a merge.
-TRITON = ShareCost(many_heads=1, key_few=0.0, head_few=0.0, key_many=0.93, head_many=0.005, piece=2.5e5, merge=2.0)
+TRITON = ShareCost(
+    many_heads=1, key_few=0.0, head_few=0.0, reread=0.0, key_many=0.93, head_many=0.005, piece=2.5e5, merge=2.0
+)
