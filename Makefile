@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: setup setup-dev serve test test-all kernels-compile lint format train gpu clean
+.PHONY: setup setup-dev serve test test-all test-torch kernels-compile lint format train gpu clean
 
 setup: $(READY)
 setup-dev: $(DEV_READY)
@@ -42,6 +42,10 @@ test: $(DEV_READY)
 
 test-all: test
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# The paths of a CPU without a compiler: torch in the place of the compiled kernels.
+test-torch: $(DEV_READY)
+	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" tests/kernels tests/replicas $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton_compile
