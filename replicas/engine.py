@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
 from mneme.replicas.admission import check_token_ids, max_output_tokens, stop_stream
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.explanations import Explanations
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sampler import Sampled, SampleRow, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.sessions import Sessions
+from mneme.replicas.sessions import SessionKey, Sessions
 from mneme.replicas.token_counts import TokenCounts
+from mneme.replicas.token_log import FinishedTurn
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -69,6 +71,7 @@ class Engine:
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.capacity = min(self.max_context, runner.num_pages * runner.page_size)  # tokens of one sequence
+        self.explanations = Explanations()
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self._outbox: list[TokenEvent] = []  # events that arise between steps
@@ -106,7 +109,7 @@ class Engine:
             try:
                 self._start(request, ids)
             except Exception:
-                self._begin_next(self.sessions.end(request, None, ""))
+                self._begin_next(self.sessions.end(request, None))
                 raise
 
     def abort(self, request_id: str) -> None:
@@ -149,6 +152,14 @@ class Engine:
             "capacity_tokens": self.capacity,
         }
 
+    def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
+        """What the first choice of the session's running turn has, if it runs."""
+        log = self.sessions.get(key)
+        ids = [] if log is None or log.running is None else log.running.answering
+        sequences = [self._sequence_by_id[request_id] for request_id in ids if request_id in self._sequence_by_id]
+        first = next((s for s in sequences if s.request.choice_index == 0), None)
+        return None if first is None else (self._turn(first), first.request)
+
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
         for sequence in list(self._sequence_by_id.values()):
@@ -188,6 +199,8 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += 1
+        for chunk in chunks:
+            chunk.sequence.note_computed(chunk.start, chunk.end)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         for sequence, outcome in zip(sampling, sampled, strict=True):
             try:
@@ -228,6 +241,7 @@ class Engine:
         usage = sequence.take_usage()
         if usage is not None and sequence.num_cached is not None:
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
+            self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()
         sequence.num_reported += len(fresh)
@@ -236,19 +250,18 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         request = sequence.request
-        kept = sequence.ids if request.session_id is not None and reason != "error" else None
-        text = self._session_text(sequence) if kept else ""
+        kept = self._turn(sequence) if request.session_id is not None and reason != "error" else None
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
         self.num_finished[reason] += 1
         self._report(sequence, reason, error)
-        self._begin_next(self.sessions.end(request, kept, text))
+        self._begin_next(self.sessions.end(request, kept))
 
-    def _session_text(self, sequence: Sequence) -> str:
-        if self._tokenizer is None or sequence.request.prompt_text is None:
-            return ""
-        output = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
-        return sequence.request.prompt_text + output
+    def _turn(self, sequence: Sequence) -> FinishedTurn:
+        text = None
+        if self._tokenizer is not None and sequence.request.prompt_text is not None:
+            text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
+        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""
@@ -265,7 +278,7 @@ class Engine:
                     log.exception("start failed request_id=%s", request.request_id)
                 message = str(error) if known else "the engine could not take the request"
                 self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, message))
-                unstarted.extend(self.sessions.end(request, None, ""))
+                unstarted.extend(self.sessions.end(request, None))
 
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None, "only requests with text match by text"

@@ -1,4 +1,4 @@
-"""One thread that drives one engine, and the thread-safe calls around it: submit_many, abort, subscribe, stats.
+"""One thread that drives one engine, and the thread-safe calls around it: submit_many, abort, query, subscribe, stats.
 
 Other threads never touch the engine. They leave commands in an inbox that the loop empties before each step;
 `submit_many` waits for its answers, which come within one step. Idle, the thread sleeps on a condition.
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.engine import Engine
+from mneme.replicas.queries import Query, answer
 from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class EngineLoop:
         """End requests; unknown ids are ignored."""
         self._post(lambda: self._abort(request_ids))
 
+    def query(self, query: Query) -> Any:
+        """What the engine says between two steps (`queries.py`); an error it raises is returned."""
+        return self._ask(lambda: self._answer(query))
+
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
         self._post(lambda: self._subscribers.update({subscriber: _Subscriber(deliver)}))
@@ -88,11 +93,11 @@ class EngineLoop:
 
     def _ask(self, question: Callable[[], T]) -> T:
         """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""
-        answer: Future[T] = Future()
-        posted = self._post(lambda: answer.set_result(question()))
-        while posted and (answer.done() or self._thread.is_alive()):
+        future: Future[T] = Future()
+        posted = self._post(lambda: future.set_result(question()))
+        while posted and (future.done() or self._thread.is_alive()):
             try:
-                return answer.result(timeout=_ALIVE_CHECK_S)
+                return future.result(timeout=_ALIVE_CHECK_S)
             except TimeoutError:  # a long step, or a thread that has ended
                 continue
         raise ReplicaUnavailable("this replica is stopping")
@@ -159,6 +164,15 @@ class EngineLoop:
             return MnemeError("the engine could not take the request")
         self._subscriber_by_request[request.request_id] = request.subscriber
         return None
+
+    def _answer(self, query: Query) -> Any:
+        try:
+            return answer(self.engine, query)
+        except MnemeError as error:
+            return error
+        except Exception:  # a question may fail, the engine may not
+            log.exception("query failed query=%s", type(query).__name__)
+            return MnemeError("the engine could not answer")
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         events_by_subscriber: dict[str, list[TokenEvent]] = defaultdict(list)

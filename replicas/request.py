@@ -90,6 +90,9 @@ class GenerationRequest:
     session_id: str | None = None  # already namespaced by the ingress
     prompt_text: str | None = None  # the rendered prompt, special tokens included; lets a session reuse its exact ids
     subscriber: str = ""  # whose token stream gets the events
+    append: bool = False  # the prompt goes on where the session's token log ends
+    num_closing_chars: int = 0  # of an appended `prompt_text`: what closes the answer before it
+    session_ttl_s: float | None = None  # how long the session is kept unused; None: as before
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
 
 
@@ -98,6 +101,11 @@ class PromptUsage(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was not computed by this request
+
+    def kv_details(self) -> dict[str, int]:
+        """Where the prompt's KV came from, in tokens; they sum to `prompt_tokens`. Today's only tier is the device."""
+        tiers = {"device": self.cached_tokens, "host": 0, "disk": 0, "peer": 0}
+        return {**tiers, "recomputed": self.prompt_tokens - self.cached_tokens, "dropped": 0}
 
 
 class TokenEvent(NamedTuple):

@@ -24,6 +24,7 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     path: Path | None = None  # None while it waits
     num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
+    computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt; see `note_computed`
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
@@ -46,11 +47,28 @@ class Sequence:
             if counts is not None:
                 counts.add(token_id)
 
+    def note_computed(self, start: int, end: int) -> None:
+        """Rows [start, end) of the prompt were computed, before its first output token; they come in order."""
+        end = min(end, self.num_prompt)
+        if self.num_output or start >= end:
+            return
+        if self.computed and start <= self.computed[-1][1]:
+            while self.computed and start <= self.computed[-1][0]:  # suspended, and begun again further back
+                end = max(end, self.computed.pop()[1])
+            if self.computed and start <= self.computed[-1][1]:
+                first, last = self.computed.pop()
+                start, end = first, max(end, last)
+        self.computed.append((start, end))
+
     def take_usage(self) -> PromptUsage | None:
         """The prompt's usage, for the first event only."""
-        if self.num_reported:
-            return None
-        return PromptUsage(self.num_prompt, self.num_cached or 0)
+        return None if self.num_reported else self.usage
+
+    @property
+    def usage(self) -> PromptUsage:
+        """As far as the prompt has been computed; what was not begun counts as computed."""
+        num_computed = sum(end - start for start, end in self.computed) if self.computed else self.num_prompt
+        return PromptUsage(self.num_prompt, self.num_prompt - num_computed)
 
 
 @dataclass(frozen=True, slots=True)

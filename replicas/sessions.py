@@ -1,41 +1,29 @@
-"""Token logs of conversations: the exact ids of every turn, and one turn at a time (Pensieve 4.3).
+"""The token logs of an engine's conversations, and one turn at a time (Pensieve 4.3).
 
-A client sends its history as text. Where the text that a session has stored begins the new text, the stored ids
-are used for that part, so that generated ids are never tokenized again and a next turn finds its KV to the token;
-otherwise the request's own ids stand, and the prefix forest finds the longest common prefix.
+A client sends its history as text, or only what is new (`append`). Text is matched mark by mark (`token_log.py`): the
+stored ids are used up to the last mark that the text agrees with, so that generated ids are never tokenized again and
+a next turn finds its KV to the token. Behind that, or where nothing agrees, the request's own ids stand, and the prefix
+forest finds the longest common prefix.
 
 A session that is answering keeps its next turns in order of arrival. Policy only: no tensors.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from mneme.errors import Overloaded
+from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest
+from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog, root_turn, turn_name
 
 SessionKey = tuple[str, str]  # (tenant salt, session id)
 
 MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queue
-
-
-@dataclass(slots=True)
-class TokenLog:
-    """One session. `text` is the rendered text of `ids`, special tokens included."""
-
-    text: str = ""
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    last_used_s: float = 0.0
-    turn: str = ""  # the turn that is answering now
-    answering: set[str] = field(default_factory=set)  # its choices that have not ended, by request id
-    queue: deque[GenerationRequest] = field(default_factory=deque)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.answering or self.queue)
+_MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
+_HEAP_SLACK = 64  # entries of sessions that are gone, before they are swept
 
 
 class Sessions:
@@ -58,6 +46,7 @@ class Sessions:
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self._queued: dict[str, TokenLog] = {}  # by request id
+        self._deadlines: list[tuple[float, SessionKey]] = []  # heap, of logs with a time of their own; may be too early
 
     def __len__(self) -> int:
         return len(self._log_by_key)
@@ -74,94 +63,223 @@ class Sessions:
     def is_queued(self, request_id: str) -> bool:
         return request_id in self._queued
 
+    def get(self, key: SessionKey) -> TokenLog | None:
+        """The session as it is known to its owner."""
+        self.expire()
+        log = self._log_by_key.get(key)
+        return log if log is not None and log.is_known else None
+
     def begin(self, request: GenerationRequest) -> list[int] | None:
         """The prompt ids to run, or None: an earlier turn is answering and this one is queued behind it.
 
-        Raises `Overloaded` if too many turns wait already.
+        Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
         """
         key = _key(request)
         if key is None or self._max_sessions == 0:
-            return list(request.prompt_token_ids)
+            return _ids_without_session(request)
         self.expire()
-        log = self._log_by_key.setdefault(key, TokenLog())
-        if log.answering and log.turn != _turn(request):
-            if len(log.queue) >= MAX_QUEUED_PER_SESSION:
-                raise Overloaded(f"{MAX_QUEUED_PER_SESSION} requests of this session are waiting")
-            log.queue.append(request)
-            self._queued[request.request_id] = log
+        log = self._log_by_key.get(key) or TokenLog()
+        running, turn = log.running, turn_name(request)
+        if running is not None and running.answering and running.name != turn:
+            self._put_in_queue(log, running, request)
             return None
-        ids = self._match(log, request)
-        log.turn = _turn(request)
-        log.answering.add(request.request_id)
-        self._touch(key, log)
+        if request.append and not log.ids:
+            raise _not_found(key)
+        num_base = log.num_base if root_turn(request) == log.last_turn else len(log.ids)
+        ids, num_marks = self._prompt(log, request, num_base)
+        if running is None:
+            running = log.running = RunningTurn(turn, num_base, num_marks)
+        running.name, running.num_base, running.num_marks = turn, num_base, num_marks
+        running.answering.add(request.request_id)
+        self._log_by_key[key] = log
+        self._touch(key, log, request.session_ttl_s)
         return ids
 
-    def end(self, request: GenerationRequest, ids: list[int] | None, text: str) -> list[GenerationRequest]:
-        """The request is over; `ids` and `text` are its prompt and answer, None if nothing is to be kept.
+    def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
+        """The request is over; `turn` is None if nothing of it is to be kept.
 
         Returns the next turn's requests, if this ended its turn: each must `begin` now, and `end` if it cannot run.
         """
         key = _key(request)
         log = self._log_by_key.get(key) if key is not None else None
-        if key is None or log is None or request.request_id not in log.answering:
+        running = log.running if log is not None else None
+        if key is None or log is None or running is None or request.request_id not in running.answering:
             return []
-        if ids is not None and request.choice_index == 0:
-            self._num_tokens += len(ids) - len(log.ids)
-            log.ids, log.text = array("i", ids), text
-        log.answering.discard(request.request_id)
+        if turn is not None and request.choice_index == 0 and not running.is_deleted:
+            self._num_tokens += len(turn.ids) - len(log.ids)
+            log.keep(turn, request, running.num_marks)
+            log.note_hit(turn.num_prompt, turn.num_cached)
+            log.num_base, log.last_turn = running.num_base, root_turn(request)
+        running.answering.discard(request.request_id)
         self._touch(key, log)
-        return [] if log.answering else self._next_turn(log)
+        return [] if running.answering else self._next_turn(key, log, running)
 
     def cancel_queued(self, request_id: str) -> GenerationRequest | None:
         """Take a queued request out; None if it is not queued."""
         log = self._queued.pop(request_id, None)
-        if log is None:
+        if log is None or log.running is None:
             return None
-        request = next(request for request in log.queue if request.request_id == request_id)
-        log.queue.remove(request)
+        queue = log.running.queue
+        request = next(request for request in queue if request.request_id == request_id)
+        queue.remove(request)
         return request
+
+    def delete(self, key: SessionKey) -> bool:
+        """Forget a session; returns whether there was one.
+
+        A turn that is answering goes on, and is not kept; turns that wait behind it find no history.
+        """
+        log = self.get(key)
+        if log is None:
+            return False
+        self._forget_ids(log)
+        if log.running is None:
+            del self._log_by_key[key]
+        else:
+            log.running.is_deleted = True
+        return True
+
+    def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
+        """A new session with the past of another and, where that is answering, what its turn has so far.
+
+        Raises `SessionNotFound`, or `InvalidRequest` if the new one exists.
+        """
+        log = self.get(key)
+        if log is None:
+            raise _not_found(key)
+        if new_key in self._log_by_key:
+            raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
+        forked = log.forked()
+        if so_far is not None and log.running is not None:
+            forked.keep(*so_far, log.running.num_marks)
+        self._log_by_key[new_key] = forked
+        self._num_tokens += len(forked.ids)
+        self._touch(new_key, forked, forked.ttl_s)
+        self.expire()
 
     def expire(self) -> None:
         """Drop idle sessions that are too old, and the least recently used while there is too much of them."""
-        oldest_s = self._clock() - self._ttl_s
+        now = self._clock()
+        self._expire_own(now)
         for _ in range(len(self._log_by_key)):
             key, log = next(iter(self._log_by_key.items()))
             too_many = len(self._log_by_key) > self._max_sessions or self._num_tokens > self._max_tokens
-            if not too_many and log.last_used_s >= oldest_s:
+            if not too_many and log.last_used_s >= now - self._ttl_s:
                 return
-            if log.is_busy:
+            if log.running is not None:
                 self._log_by_key.move_to_end(key)
             else:
-                del self._log_by_key[key]
-                self._num_tokens -= len(log.ids)
+                self._drop(key, log)
 
-    def _match(self, log: TokenLog, request: GenerationRequest) -> list[int]:
-        text, given = request.prompt_text, list(request.prompt_token_ids)
-        if not log.text or text is None or not text.startswith(log.text):
-            return given
-        rest = text[len(log.text) :]
-        resumed = given[len(given) - request.output_offset :]  # output so far, of a request that was moved here
-        return log.ids.tolist() + (self._encode(rest) if rest else []) + resumed
+    def expires_in_s(self, log: TokenLog) -> float:
+        """Seconds that the session will be kept if nobody uses it and there is room."""
+        ttl_s = self._ttl_s if log.ttl_s is None else min(log.ttl_s, self._ttl_s)
+        return max(log.last_used_s + ttl_s - self._clock(), 0.0)
 
-    def _touch(self, key: SessionKey, log: TokenLog) -> None:
-        log.last_used_s = self._clock()
-        self._log_by_key.move_to_end(key)
+    def idle_s(self, log: TokenLog) -> float:
+        """Seconds since the session was used; 0 while it answers."""
+        return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
-    def _next_turn(self, log: TokenLog) -> list[GenerationRequest]:
+    def _expire_own(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] < now:
+            _, key = heapq.heappop(self._deadlines)
+            log = self._log_by_key.get(key)
+            if log is None or log.ttl_s is None:
+                continue
+            if log.running is None and log.last_used_s + log.ttl_s < now:
+                self._drop(key, log)
+            else:
+                heapq.heappush(self._deadlines, ((now if log.running else log.last_used_s) + log.ttl_s, key))
+
+    def _prompt(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int]:
+        """The ids to run, and how many marks of the log they begin with."""
+        text, given = request.prompt_text, request.prompt_token_ids
+        own = list(given[: len(given) - request.output_offset])
+        resumed = list(given[len(own) :])  # output so far, of a request that was moved here
+        if request.append:
+            return [*log.ids[:num_base], *self._continuation(log, request, own, num_base), *resumed], log.marks_up_to(
+                num_base
+            )
+        marks = log.matching_marks(text) if text is not None and log.marks else []
+        for num_marks in range(len(marks), max(len(marks) - _MAX_SEAMS, 0), -1):
+            assert text is not None
+            num_chars, num_ids = marks[num_marks - 1]
+            rest = self._encode(text[num_chars:]) if num_chars < len(text) else []
+            # Behind the whole log the stored ids always stand. Elsewhere the text goes on otherwise than it did, maybe
+            # in the middle of a word: then only where its own tokens have a seam too.
+            if num_ids == len(log.ids) or own[len(own) - len(rest) :] == rest:
+                return [*log.ids[:num_ids], *rest, *resumed], num_marks
+        return [*own, *resumed], 0
+
+    def _continuation(self, log: TokenLog, request: GenerationRequest, own: list[int], num_base: int) -> list[int]:
+        """Ids of what is appended: without what it begins with to close an answer and the log has already."""
+        text = request.prompt_text
+        if text is None:
+            return own
+        closing = self._encode(text[: request.num_closing_chars]) if request.num_closing_chars else []
+        tail = log.ids[max(num_base - len(closing), 0) : num_base].tolist()
+        num_closed = next((n for n in range(len(closing), 0, -1) if tail[-n:] == closing[:n]), 0)
+        rest = text[request.num_closing_chars :]
+        return closing[num_closed:] + (self._encode(rest) if rest else [])
+
+    def _put_in_queue(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
+        if len(running.queue) >= MAX_QUEUED_PER_SESSION:
+            raise Overloaded(f"{MAX_QUEUED_PER_SESSION} requests of this session are waiting")
+        running.queue.append(request)
+        self._queued[request.request_id] = log
+
+    def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
+        log.running = None
+        if not ended.queue:
+            if not log.ids:
+                self._drop(key, log)
+            return []
+        running = log.running = RunningTurn(turn_name(ended.queue[0]), 0, 0, queue=ended.queue)
         turn: list[GenerationRequest] = []
-        while log.queue and (not turn or _turn(log.queue[0]) == log.turn):
-            request = log.queue.popleft()
+        while running.queue and turn_name(running.queue[0]) == running.name:
+            request = running.queue.popleft()
             del self._queued[request.request_id]
-            log.turn = _turn(request)
-            log.answering.add(request.request_id)  # all of them now: the turn ends with its last choice
+            running.answering.add(request.request_id)  # all of them now: the turn ends with its last choice
             turn.append(request)
         return turn
+
+    def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
+        log.last_used_s = self._clock()
+        self._log_by_key.move_to_end(key)
+        if ttl_s is None:
+            return
+        if log.ttl_s is None or ttl_s < log.ttl_s:
+            heapq.heappush(self._deadlines, (log.last_used_s + ttl_s, key))
+        log.ttl_s = ttl_s
+        if len(self._deadlines) > 2 * len(self._log_by_key) + _HEAP_SLACK:
+            logs = self._log_by_key.items()
+            self._deadlines = [(log.last_used_s + log.ttl_s, key) for key, log in logs if log.ttl_s is not None]
+            heapq.heapify(self._deadlines)
+
+    def _drop(self, key: SessionKey, log: TokenLog) -> None:
+        del self._log_by_key[key]
+        self._num_tokens -= len(log.ids)
+
+    def _forget_ids(self, log: TokenLog) -> None:
+        self._num_tokens -= len(log.ids)
+        log.ids, log.marks, log.hits = array("i"), b"", b""
+        log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
 
 def _key(request: GenerationRequest) -> SessionKey | None:
     return None if request.session_id is None else (request.salt, request.session_id)
 
 
-def _turn(request: GenerationRequest) -> str:
-    """All choices of one HTTP request are one turn; their ids are `<turn>.<choice index>`."""
-    return request.request_id.removesuffix(f".{request.choice_index}")
+def _name(key: SessionKey) -> str:
+    """As its owner calls it: without the tenant."""
+    return key[1].partition(":")[2]
+
+
+def _not_found(key: SessionKey) -> SessionNotFound:
+    return SessionNotFound("session_id", _name(key))
+
+
+def _ids_without_session(request: GenerationRequest) -> list[int]:
+    if request.append:
+        raise SessionNotFound("session_id", None)
+    return list(request.prompt_token_ids)

@@ -3,6 +3,9 @@
     MnemeError                     500  internal_error
     |- InvalidRequest              400  the request breaks a rule: field, value, rule
     |  |- ContextLengthExceeded    400  prompt + max_tokens can never fit
+    |  |- SessionNotFound          404  there is no such session, or no more
+    |  |- ExplanationNotFound      404  the request is not remembered, or is another key's
+    |  |- PinRefused              400  pinning would leave too few pages for requests
     |  |- RequestTooLarge          413  the body is over its cap
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
@@ -62,6 +65,33 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt and requested output can never fit the model's context or the page pool."""
 
     code = "context_length_exceeded"
+
+
+class SessionNotFound(InvalidRequest):
+    """No session of this name: never begun, expired, deleted, or another tenant's."""
+
+    http_status = 404
+    code = "session_not_found"
+
+    def __init__(self, field: str | None, value: object, rule: str = "no such session; it may have expired") -> None:
+        super().__init__(field, value, rule)
+
+
+class ExplanationNotFound(InvalidRequest):
+    """No request of this id is remembered: they are kept for a while only, and for their own tenant."""
+
+    http_status = 404
+    code = "request_not_found"
+
+
+class PinRefused(InvalidRequest):
+    """Pages cannot be pinned: what is left would be too little, for running requests or for those in flight."""
+
+    code = "pin_refused"
+
+    def __init__(self, num_pages: int, num_left: int, num_needed: int) -> None:
+        rule = f"pinning {num_pages} pages more would leave {num_left} unpinned; at least {num_needed} must be"
+        super().__init__("pin", num_pages, rule if num_pages else "nothing of this prefix can be pinned")
 
 
 class RequestTooLarge(InvalidRequest):

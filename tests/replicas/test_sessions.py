@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mneme.errors import Overloaded
+from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions import MAX_QUEUED_PER_SESSION, Sessions
+from mneme.replicas.token_log import FinishedTurn
 
 
 class Clock:
@@ -35,7 +41,13 @@ def turn(name: str, session: str | None, text: str | None = "ab", index: int = 0
 def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int], text: str) -> None:
     ids = sessions.begin(request)
     assert ids is not None
-    assert sessions.end(request, ids + output_ids, (request.prompt_text or "") + text) == []
+    assert end(sessions, request, ids, output_ids, text) == []
+
+
+def end(
+    sessions: Sessions, request: GenerationRequest, ids: list[int], output_ids: list[int], text: str
+) -> list[GenerationRequest]:
+    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, text))
 
 
 def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
@@ -75,10 +87,10 @@ def test_turns_wait_in_order_and_choices_go_together() -> None:
     later = [turn("2", "s", index=0), turn("2", "s", index=1), turn("3", "s")]
     assert [sessions.begin(request) for request in later] == [None, None, None]
     assert sessions.num_queued == 3
-    assert sessions.end(first, None, "") == later[:2]
+    assert sessions.end(first, None) == later[:2]
     assert [sessions.begin(request) is not None for request in later[:2]] == [True, True]
-    assert sessions.end(later[0], None, "") == []
-    assert sessions.end(later[1], None, "") == [later[2]]
+    assert sessions.end(later[0], None) == []
+    assert sessions.end(later[1], None) == [later[2]]
 
 
 def test_the_first_choice_is_the_one_that_is_kept() -> None:
@@ -86,9 +98,9 @@ def test_the_first_choice_is_the_one_that_is_kept() -> None:
     choices = [turn("1", "s", index=i) for i in range(2)]
     for choice in choices:
         sessions.begin(choice)
-    sessions.end(choices[1], [1], "abZ")
-    sessions.end(choices[0], [2], "abY")
-    assert sessions.begin(turn("2", "s", "abY")) == [2]
+    end(sessions, choices[1], [97, 98], [1], "Z")
+    end(sessions, choices[0], [97, 98], [2], "Y")
+    assert sessions.begin(turn("2", "s", "abY")) == [97, 98, 2]
 
 
 def test_surplus_sessions_go_but_never_one_that_is_answering() -> None:
@@ -102,7 +114,7 @@ def test_surplus_sessions_go_but_never_one_that_is_answering() -> None:
     assert sessions.begin(turn("a2", "a", "abc")) == encode("abc")  # the oldest went
     assert sessions.begin(turn("c2", "c", "abc")) == [97, 98, 1]
     sessions.expire()
-    assert sessions.end(busy, [1], "abc") == []
+    assert end(sessions, busy, [97, 98], [1], "c") == []
 
 
 def test_old_sessions_go_also_when_they_are_asked_for() -> None:
@@ -111,7 +123,7 @@ def test_old_sessions_go_also_when_they_are_asked_for() -> None:
     clock.now = 10
     second = turn("2", "s", "abc")
     assert sessions.begin(second) == [97, 98, 1000]
-    sessions.end(second, [97, 98, 1000], "abc")
+    end(sessions, second, [97, 98, 1000], [], "")
     clock.now = 21
     assert sessions.begin(turn("3", "s", "abc")) == encode("abc")
 
@@ -150,4 +162,219 @@ def test_a_queued_turn_can_be_taken_out() -> None:
     sessions.begin(second)
     assert sessions.cancel_queued("2.0") is second
     assert sessions.cancel_queued("2.0") is None
-    assert sessions.end(first, None, "") == []
+    assert sessions.end(first, None) == []
+
+
+def conversation(sessions: Sessions, num_turns: int) -> str:
+    """Turns whose answers have ids that their text alone would not give; returns the text."""
+    text = ""
+    for index in range(num_turns):
+        text += f"<question {index}>"
+        answer(sessions, turn(f"{index}", "s", text), [1000 + index], f"<answer {index}>")
+        text += f"<answer {index}>"
+    return text
+
+
+def log_of(sessions: Sessions) -> list[int]:
+    log = sessions.get(("", "s"))
+    assert log is not None
+    return log.ids.tolist()
+
+
+def test_an_edited_message_keeps_all_before_it() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 3)
+    stored = log_of(sessions)
+    edited = text.replace("<question 2>", "<question 2, but another>")
+    kept = stored[: stored.index(1001) + 1]  # to the end of the second answer, exact
+    assert sessions.begin(turn("next", "s", edited + "more")) == kept + encode(
+        edited.partition("<answer 1>")[2] + "more"
+    )
+
+
+def test_a_stripped_answer_keeps_all_before_it() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 3)
+    kept = log_of(sessions)[:-1]  # to the end of the third question
+    stripped = text.removesuffix("<answer 2>") + "stripped"
+    assert sessions.begin(turn("next", "s", stripped)) == kept + encode("stripped")
+
+
+def test_after_an_edit_the_log_is_what_was_said_last() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 2)
+    edited = turn("edit", "s", text.replace("<answer 1>", "<other>") + "?")
+    answer(sessions, edited, [2000], "!")
+    assert log_of(sessions)[-1] == 2000
+    assert 1001 not in log_of(sessions)
+    old = turn("old", "s", text)  # what the first client still has: matched up to where both agree
+    assert sessions.begin(old) == log_of(sessions)[: log_of(sessions).index(1000) + 1] + encode(
+        text.partition("<answer 0>")[2]
+    )
+
+
+def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
+    """A tokenizer of whole words: where a prompt ended in the middle of one, its own tokens have no seam."""
+    vocabulary = {"br": 1, "oom": 2, "broom": 3}
+    sessions, _ = make()
+    sessions._encode = lambda text: [vocabulary[text]]
+    first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
+    answer(sessions, first, [7], "own")
+    assert sessions.begin(replace(turn("2", "s", "broom"), prompt_token_ids=(3,))) == [3]
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=8), st.text("ab", max_size=12))
+def test_whatever_a_client_sends_its_own_text_is_what_runs(said: list[str], sent: str) -> None:
+    """Ids decode to exactly the text that was sent: nothing stale, nothing lost."""
+    text_by_id: dict[int, str] = {}
+    sessions, _ = make()
+    text = ""
+    for index, each in enumerate(said):
+        text += each
+        text_by_id[1000 + index] = each + "!"
+        answer(sessions, turn(f"{index}", "s", text), [1000 + index], text_by_id[1000 + index])
+        text += text_by_id[1000 + index]
+    for asked in (sent, text, text + sent, text[: len(sent)] + sent, text[:-1] + sent):
+        request = turn("next", "s", asked or "a")
+        ids = sessions.begin(request)
+        assert ids is not None
+        assert "".join(text_by_id.get(i, chr(i)) for i in ids) == (asked or "a")
+        sessions.end(request, None)
+
+
+def appended(name: str, text: str | None = "new", num_closing: int = 0, **more: Any) -> GenerationRequest:
+    return replace(turn(name, "s", text, **more), append=True, num_closing_chars=num_closing)
+
+
+def test_what_is_appended_follows_the_log() -> None:
+    sessions, _ = make()
+    conversation(sessions, 2)
+    stored = log_of(sessions)
+    assert sessions.begin(appended("next")) == stored + encode("new")
+
+
+def test_an_answer_is_closed_once() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
+    closed = appended("2", ";\nnew", num_closing=2)
+    assert sessions.begin(closed) == encode("abc;\nnew")
+    sessions.end(closed, None)
+    answer(sessions, turn("3", "s", "ab"), encode("c"), "c")
+    assert sessions.begin(appended("4", ";\nnew", num_closing=2)) == encode("abc;\nnew")
+
+
+def test_appended_turns_leave_older_marks_good() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 1)
+    answer(sessions, appended("2"), [3000], "unseen")
+    stored = log_of(sessions)
+    assert sessions.begin(turn("3", "s", text + "and now all of it")) == stored[: stored.index(1000) + 1] + encode(
+        "and now all of it"
+    )
+
+
+def test_nothing_to_append_to_is_an_error_and_leaves_nothing() -> None:
+    sessions, _ = make()
+    with pytest.raises(SessionNotFound):
+        sessions.begin(appended("1"))
+    with pytest.raises(SessionNotFound):
+        sessions.begin(replace(appended("1"), session_id=None))
+    assert len(sessions) == 0
+
+
+def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
+    sessions, _ = make()
+    conversation(sessions, 1)
+    stored = log_of(sessions)
+    first = appended("2")
+    ids = sessions.begin(first)
+    assert ids is not None
+    end(sessions, first, ids, [3000, 3001], "xy")  # its replica's stream broke; two tokens had come
+    again = replace(appended("2~1"), prompt_token_ids=(*first.prompt_token_ids, 3000, 3001), output_offset=2)
+    assert sessions.begin(again) == [*stored, *encode("new"), 3000, 3001]
+
+
+def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> None:
+    sessions, _ = make()
+    conversation(sessions, 1)
+    running, queued = turn("2", "s", "ab"), appended("3")
+    ids = sessions.begin(running)
+    assert ids is not None
+    assert sessions.begin(queued) is None
+    assert sessions.delete(("", "s"))
+    assert sessions.get(("", "s")) is None
+    assert not sessions.delete(("", "s"))
+    assert end(sessions, running, ids, [5], "x") == [queued]
+    with pytest.raises(SessionNotFound):
+        sessions.begin(queued)
+    assert sessions.end(queued, None) == []
+    assert (len(sessions), sessions._num_tokens) == (0, 0)
+
+
+def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 2)
+    stored = log_of(sessions)
+    sessions.fork(("", "s"), ("", "f"), None)
+    assert sessions.begin(turn("1f", "f", text + "one")) == stored + encode("one")
+    assert sessions.begin(turn("1s", "s", text + "two")) == stored + encode("two")
+    with pytest.raises(InvalidRequest):
+        sessions.fork(("", "s"), ("", "f"), None)
+    with pytest.raises(SessionNotFound):
+        sessions.fork(("other", "s"), ("other", "g"), None)
+
+
+def test_a_fork_in_the_middle_of_an_answer_has_what_was_said() -> None:
+    sessions, _ = make()
+    request = turn("1", "s", "ab")
+    ids = sessions.begin(request)
+    assert ids is not None
+    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, "c"), request))
+    assert sessions.begin(turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
+    assert end(sessions, request, ids, [1000, 1001], "cd") == []
+    assert log_of(sessions) == [97, 98, 1000, 1001]
+
+
+def test_a_session_may_have_a_shorter_life_of_its_own() -> None:
+    sessions, clock = make(ttl_s=100, max_sessions=100)
+    answer(sessions, replace(turn("1", "s"), session_ttl_s=5.0), [1], "c")
+    answer(sessions, replace(turn("2", "long"), session_ttl_s=1e9), [1], "c")
+    clock.now = 4
+    answer(sessions, turn("3", "s", "abc"), [1], "c")
+    clock.now = 9
+    assert sessions.get(("", "s")) is not None
+    clock.now = 9.5
+    assert sessions.get(("", "s")) is None
+    clock.now = 101
+    assert sessions.get(("", "long")) is None
+    assert (len(sessions), sessions._num_tokens) == (0, 0)
+
+
+def test_own_times_do_not_pile_up() -> None:
+    sessions, clock = make(ttl_s=10**6, max_sessions=10)
+    for index in range(5000):
+        clock.now = index
+        request = replace(turn(f"{index}", f"s{index % 20}"), session_ttl_s=500.0 - index % 2)
+        answer(sessions, request, [1], "c")
+    assert len(sessions._deadlines) <= 2 * 10 + 65
+
+
+def test_an_idle_session_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
+    num_sessions, num_turns, num_output = 500, 12, 100
+    sessions, _ = make(max_sessions=num_sessions, max_tokens=10**9)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for index in range(num_sessions):
+        name = f"{index:032x}:{index:064x}"
+        text = ""
+        for number in range(num_turns):
+            text += "question " * 8
+            request = turn(f"{index:029x}{number:03x}", name, text)
+            answer(sessions, replace(request, session_ttl_s=60.0), list(range(num_output)), "a" * num_output)
+            text += "a" * num_output
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    num_tokens = sessions._num_tokens
+    assert num_tokens == num_sessions * num_turns * (72 + num_output)
+    assert (used - 4 * num_tokens) / num_sessions <= 1024

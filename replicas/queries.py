@@ -1,0 +1,106 @@
+"""Questions about sessions and prompts that an engine answers between two steps: plain values, as requests are.
+
+    GetSession      -> what is known of it, or None
+    DeleteSession   -> whether there was one
+    ForkSession     -> what is known of the new one
+    ExplainPrompt   -> a list of explanations, empty if the request is not remembered
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mneme.replicas.forest import PrefixForest
+from mneme.replicas.forest_nodes import Node
+from mneme.replicas.sessions import SessionKey
+from mneme.replicas.token_log import TokenLog
+
+if TYPE_CHECKING:
+    from mneme.replicas.engine import Engine
+
+
+class GetSession(NamedTuple):
+    key: SessionKey
+
+
+class DeleteSession(NamedTuple):
+    key: SessionKey
+
+
+class ForkSession(NamedTuple):
+    key: SessionKey
+    new_id: str  # namespaced, like all session ids here
+
+
+class ExplainPrompt(NamedTuple):
+    salt: str
+    http_id: str
+
+
+Query = GetSession | DeleteSession | ForkSession | ExplainPrompt
+
+
+def answer(engine: Engine, query: Query) -> Any:
+    """Called on the engine's thread; raises `SessionNotFound` or `InvalidRequest`."""
+    match query:
+        case GetSession(key):
+            return _describe(engine, key)
+        case DeleteSession(key):
+            return engine.sessions.delete(key)
+        case ForkSession(key, new_id):
+            new_key = (key[0], new_id)
+            engine.sessions.fork(key, new_key, engine.turn_so_far(key))
+            return _describe(engine, new_key)
+        case ExplainPrompt(salt, http_id):
+            return engine.explanations.of(salt, http_id)
+
+
+def num_resident(forest: PrefixForest, salt: str, ids: list[int]) -> int:
+    """How many of the first tokens have KV in the forest; leaves its order of eviction as it is."""
+    path = forest.open_path(salt)  # empty: it holds no page
+    node: Node = path.root
+    position = 0
+    while position < len(ids):
+        position += _num_common(node.tokens[position - node.start :], ids[position : node.end])
+        child = node.children.get((position, ids[position])) if position < len(ids) else None
+        if child is None:
+            break
+        node = child
+    forest.release(path)
+    return position
+
+
+def _num_common(ours: list[int], theirs: list[int]) -> int:
+    if ours == theirs:
+        return len(ours)
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+
+
+def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
+    sessions = engine.sessions
+    log = sessions.get(key)
+    if log is None:
+        return None
+    running = engine.turn_so_far(key)
+    ids = log.ids.tolist() if running is None else running[0].ids
+    return {
+        "tokens": len(ids),
+        "turns": log.num_turns,
+        "answering": log.running is not None,
+        "queued": 0 if log.running is None else len(log.running.queue),
+        "idle_s": sessions.idle_s(log),
+        "expires_in_s": sessions.expires_in_s(log),
+        "kv": _tiers(num_resident(engine.forest, key[0], ids), len(ids)),
+        "hit_history": _hits(log),
+    }
+
+
+def _tiers(num_device: int, num_tokens: int) -> dict[str, int]:
+    return {"device": num_device, "host": 0, "disk": 0, "peer": 0, "dropped": num_tokens - num_device}
+
+
+def _hits(log: TokenLog) -> list[dict[str, int]]:
+    return [{"prompt_tokens": prompt, "cached_tokens": cached} for prompt, cached in log.hit_history()]

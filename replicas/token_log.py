@@ -1,0 +1,155 @@
+"""One conversation's token log: the exact ids of all turns, and marks by which their text is known again.
+
+A mark says that the first `num_chars` characters of the session's rendered text are the first `num_ids` ids, and holds
+a digest of those characters instead of the characters: a log costs four bytes a token and a bounded rest, whatever was
+said. There is a mark where a prompt ends and where its answer ends, so a client that changes a message is matched up
+to the message before.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mneme.replicas.request import GenerationRequest
+
+MAX_MARKS = 12  # per log: of more, every second of the older half is dropped
+MAX_HITS = 4  # turns whose hits are remembered
+
+_DIGEST_BYTES = 12
+_MARK = struct.Struct(f"<II{_DIGEST_BYTES}s")
+_MAX_CHARS = 2**32 - 1
+
+
+class Mark(NamedTuple):
+    num_chars: int
+    num_ids: int
+
+
+class FinishedTurn(NamedTuple):
+    """What a turn's first choice leaves behind, or has so far where it is forked while it answers."""
+
+    ids: list[int]  # prompt, then output
+    num_prompt: int
+    num_cached: int  # prompt tokens that it did not compute
+    output_text: str | None  # None: its text is not known
+
+
+@dataclass(slots=True, eq=False)
+class RunningTurn:
+    """What a log holds only while it is busy."""
+
+    name: str  # `turn_name` of its requests
+    num_base: int  # ids that the log had when the turn began
+    num_marks: int  # marks of the log that the turn's text begins with
+    answering: set[str] = field(default_factory=set)  # its choices that have not ended, by request id
+    queue: deque[GenerationRequest] = field(default_factory=deque)  # later turns
+    is_deleted: bool = False  # nobody may see it, and nothing of it is kept
+
+
+@dataclass(slots=True, eq=False)
+class TokenLog:
+    """One session; what it says of text concerns the rendered text, special tokens included."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    marks: bytes = b""
+    hits: bytes = b""  # (prompt, cached) tokens of the last turns, packed
+    num_turns: int = 0
+    num_base: int = 0  # ids before the last turn
+    last_turn: int | None = None  # `root_turn` of the last turn
+    last_used_s: float = 0.0
+    ttl_s: float | None = None  # its own, where it has one
+    running: RunningTurn | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a conversation: one that failed before its first token, or was deleted, is none."""
+        return bool(self.ids) or (self.running is not None and not self.running.is_deleted)
+
+    def matching_marks(self, text: str) -> list[Mark]:
+        """The marks whose text `text` begins with, shortest first."""
+        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        position, found = 0, []
+        for num_chars, num_ids, digest in _MARK.iter_unpack(self.marks):
+            if num_chars > len(text):
+                break
+            hasher.update(_encoded(text[position:num_chars]))
+            position = num_chars
+            if hasher.copy().digest() != digest:
+                break  # the later ones begin with the same characters
+            found.append(Mark(num_chars, num_ids))
+        return found
+
+    def marks_up_to(self, num_ids: int) -> int:
+        """How many marks the first `num_ids` ids begin with."""
+        return sum(mark[1] <= num_ids for mark in _MARK.iter_unpack(self.marks))
+
+    def keep(self, turn: FinishedTurn, request: GenerationRequest, num_marks: int) -> None:
+        """Take over what a turn leaves, which began with `num_marks` of the marks."""
+        marks = self.marks[: num_marks * _MARK.size]
+        if not request.append and request.prompt_text is not None and turn.output_text is not None:
+            num_prompt = turn.num_prompt - request.output_offset
+            ends = [
+                (len(request.prompt_text), num_prompt),
+                (len(request.prompt_text + turn.output_text), len(turn.ids)),
+            ]
+            marks += _packed(request.prompt_text + turn.output_text, ends)
+        self.marks = _thinned(marks)
+        self.ids = array("i", turn.ids)
+        self.num_turns += 1
+
+    def note_hit(self, num_prompt: int, num_cached: int) -> None:
+        self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]
+
+    def hit_history(self) -> list[tuple[int, int]]:
+        """(prompt, cached) tokens of the last turns, the latest last."""
+        return [(prompt, cached) for prompt, cached in struct.iter_unpack("<II", self.hits)]
+
+    def forked(self) -> TokenLog:
+        """A session of its own with the same past."""
+        return TokenLog(ids=self.ids[:], marks=self.marks, hits=self.hits, num_turns=self.num_turns, ttl_s=self.ttl_s)
+
+
+def turn_name(request: GenerationRequest) -> str:
+    """All choices of one HTTP request are one turn; their ids are `<turn>.<choice index>`."""
+    return request.request_id.removesuffix(f".{request.choice_index}")
+
+
+def root_turn(request: GenerationRequest) -> int:
+    """Of the turn without the number of the attempt: a request that was moved or sent again has the same."""
+    return hash(turn_name(request).partition("~")[0])  # 64 bits; names are random
+
+
+def _packed(text: str, ends: list[tuple[int, int]]) -> bytes:
+    return b"".join(_MARK.pack(*end, digest) for end, digest in zip(ends, _digests(text, ends), strict=False))
+
+
+def _digests(text: str, ends: list[tuple[int, int]]) -> Iterator[bytes]:
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    position = 0
+    for num_chars, _ in ends:
+        if num_chars > _MAX_CHARS:
+            return
+        hasher.update(_encoded(text[position:num_chars]))
+        position = num_chars
+        yield hasher.copy().digest()
+
+
+def _thinned(marks: bytes) -> bytes:
+    """The older, the sparser: an edit of the latest messages is what clients do."""
+    if len(marks) <= MAX_MARKS * _MARK.size:
+        return marks
+    each = [marks[i : i + _MARK.size] for i in range(0, len(marks), _MARK.size)]
+    half = len(each) // 2
+    return b"".join(each[1:half:2] + each[half:])
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
