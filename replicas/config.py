@@ -7,6 +7,7 @@ from typing import Literal
 
 from mneme.config import check_range
 from mneme.errors import ConfigError
+from mneme.replicas.eviction_policies import PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class EngineConfig:
     max_running: int = 128  # sequences with pages
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     prefix_sharing: bool = True
+    eviction: PolicyName = "lru"  # which cached pages go first; replicas/eviction_*.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
     num_threads: int | None = None  # torch threads; None: what torch chooses

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
 from mneme.replicas.admission import check_token_ids, max_output_tokens, stop_stream
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine_pool import make_forest
 from mneme.replicas.explanations import Explanations
-from mneme.replicas.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sampler import Sampled, SampleRow, sample
 from mneme.replicas.scheduler import Scheduler
@@ -56,9 +56,7 @@ class Engine:
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._clock = clock
         self._max_waiting = config.max_waiting
-        self.forest = PrefixForest(
-            runner.num_pages, runner.page_size, sharing=config.prefix_sharing, first_page=runner.first_page
-        )
+        self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
         )
@@ -70,7 +68,6 @@ class Engine:
             max_tokens=config.max_session_tokens,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
-        self.capacity = min(self.max_context, runner.num_pages * runner.page_size)  # tokens of one sequence
         self.explanations = Explanations()
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
@@ -78,6 +75,11 @@ class Engine:
         self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
         self.num_finished: Counter[str] = Counter()  # by finish_reason
         self.num_steps = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one sequence that is sure to finish."""
+        return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +166,7 @@ class Engine:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
         for sequence in list(self._sequence_by_id.values()):
             self._finish(sequence, "error", message)
-        self.forest.clear()
+        self.forest.forget_all()
         return self.take_events()
 
     def _start(self, request: GenerationRequest, ids: list[int]) -> None:

@@ -12,21 +12,27 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-States of a page: free (on the free list), in use (held by a sequence), cached (held by nobody, still matching).
-`free + cached + in_use == num_pages` is checked by `check()`. The pool never grows or gives memory back.
+States of a page: free (on the free list), in use (held by a sequence or a pin), cached (held by nobody, still
+matching; `forest_cached.py` says whose it is and when it goes). `free + cached + in_use == num_pages` is checked by
+`check()`. The pool never grows or gives memory back.
 
 Policy only: no tensors.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Path, Root
+from mneme.errors import PinRefused
+from mneme.replicas.eviction import EvictionPolicy
+from mneme.replicas.eviction_lru import LruPolicy
+from mneme.replicas.forest_cached import CachedPages
+from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Path, Pin, Root, common_prefix
+from mneme.replicas.forest_owners import Owner
 
-_HEAP_SLACK = 64  # entries that may be stale before they are swept
+_RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
 class OutOfPages(Exception):
@@ -36,17 +42,31 @@ class OutOfPages(Exception):
 class PrefixForest:
     """Pages, their owners, and token-exact matching over everything that is resident."""
 
-    def __init__(self, num_pages: int, page_size: int, *, sharing: bool = True, first_page: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        sharing: bool = True,
+        first_page: int = 0,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_owners: int = 10_000,
+    ) -> None:
+        """`policy` is LRU unless given; at most `max_owners` sessions are remembered with their paths."""
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
         self._sharing = sharing
         self._free = list(range(first_page + num_pages - 1, first_page - 1, -1))  # pops the lowest first
         self._fresh: list[int] = []
         self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
         self._num_in_use = 0
-        self._clock = itertools.count(1)
-        self._evictable: list[tuple[int, int, int, Node]] = []  # heap of (last_used, -start, serial, leaf)
-        self._serial = itertools.count()
+        self._num_pinned = 0
+        self._pins: set[Pin] = set()
+        self._clock = clock
+        self._releases = itertools.count(1)
+        self._cached = CachedPages(policy or LruPolicy(), max_owners)
 
     @property
     def num_free(self) -> int:
@@ -65,6 +85,15 @@ class PrefixForest:
         """Pages that `write` can still take: free ones, then cached ones."""
         return self.num_pages - self._num_in_use
 
+    @property
+    def num_unpinned(self) -> int:
+        """Pages that one sequence could have if it were alone, beside the pinned ones that it shares."""
+        return self.num_pages - self._num_pinned
+
+    def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
+        """Where eviction reads which sessions wait, in order; None for a request without a session."""
+        self._cached.look_ahead(queue)
+
     def open_path(self, salt: str) -> Path:
         """An empty path under the tenant's root; paths under different salts never meet."""
         root = self._roots.get(salt)
@@ -80,7 +109,7 @@ class PrefixForest:
         before = position = path.num_tokens
         while position < limit:
             node = path.tail
-            position += _common_prefix(node.tokens, position - node.start, ids, position, limit)
+            position += common_prefix(node.tokens, position - node.start, ids, position, limit)
             if position == limit:
                 break
             child = node.children.get((position, ids[position]))
@@ -116,25 +145,66 @@ class PrefixForest:
             position = (position // self.page_size + 1) * self.page_size
         return max(0, -(-end // self.page_size) - position // self.page_size)
 
-    def release(self, path: Path) -> None:
-        """The sequence is gone: its pages stay cached, youngest use last, tails before heads."""
-        now = next(self._clock)
+    def release(self, path: Path, owner: Owner | None = None) -> None:
+        """The sequence is gone: its pages stay cached. They are the owner's, if it is given, and no others any more."""
+        number, now_s, tail = next(self._releases), self._clock(), path.tail
         for node in reversed(path.nodes):
             node.refs -= 1
-            node.last_used = now
+            node.released, node.last_used_s = number, now_s
             if node.writer is path:
                 node.writer = None
             if node.refs == 0:
                 self._num_in_use -= 1
-                self._became_idle(node)
+                if not self._sharing:
+                    self._free.append(node.page_id)
+        if path.nodes and self._sharing:
+            self._cached.released(tail, owner)
         path.root.refs -= 1
         self._drop_empty_root(path.root)
         path.nodes, path.page_ids, path.masks, path.num_tokens = [], [], [], 0
 
+    def disown(self, owner: Owner) -> None:
+        """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
+        self._cached.disown(owner)
+
+    def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
+        """Keep the path's pages until `unpin`, whatever becomes of the path.
+
+        Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned.
+        """
+        num_new = sum(not node.pins for node in path.nodes)
+        left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
+        if left < needed or not path.nodes or not self._sharing:
+            raise PinRefused(num_new, max(left, 0), needed)
+        pin = Pin(path.copy())
+        for node in path.nodes:
+            node.refs += 1
+            node.pins += 1
+        path.root.refs += 1
+        self._num_pinned += num_new
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The pages are as any others again; a pin that is gone already is ignored."""
+        if pin not in self._pins:
+            return
+        self._pins.remove(pin)
+        for node in pin.path.nodes:
+            node.pins -= 1
+            self._num_pinned -= not node.pins
+        self.release(pin.path)
+
     def clear(self) -> None:
-        """Forget every cached page (after a failed step, say); pages in use stay."""
+        """Forget every cached page; pages in use or pinned stay."""
         while self._num_in_use + len(self._free) < self.num_pages:
             self._evict_one()
+
+    def forget_all(self) -> None:
+        """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
+        for pin in list(self._pins):
+            self.unpin(pin)
+        self.clear()
 
     def drain_fresh(self) -> list[int]:
         """Page ids taken since the last call: the runner makes their old slots invisible before it writes."""
@@ -149,12 +219,14 @@ class PrefixForest:
             assert sorted(pages + self._free) == sorted(set(pages) | set(self._free)), "a page has two owners"
             assert len(pages) + len(self._free) == self.num_pages, "a page is lost"
             assert self._num_in_use == sum(node.refs > 0 for node in nodes)
+            self._cached.check(nodes)
+        assert self._num_pinned == sum(node.pins > 0 for node in nodes)
         for node in nodes:
             assert node.refs >= 0
             assert 0 < len(node.tokens) <= self.page_size - node.start % self.page_size
             assert node.parent is not None
             assert node.start <= node.parent.end
-            assert node.refs <= node.parent.refs
+            assert node.pins <= node.refs <= node.parent.refs
             assert node.parent.children[(node.start, node.tokens[0])] is node
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
@@ -168,7 +240,9 @@ class PrefixForest:
     def _hold(self, path: Path, node: Node) -> None:
         if node.refs == 0:
             self._num_in_use += 1
+            self._cached.held(node)
         node.refs += 1
+        node.num_uses += 1
         path.nodes.append(node)
         path.page_ids.append(node.page_id)
         path.masks.append(ALL_SLOTS)
@@ -208,49 +282,14 @@ class PrefixForest:
         self._fresh.append(page_id)
         return page_id
 
-    def _became_idle(self, node: Node) -> None:
-        if not self._sharing:
-            self._free.append(node.page_id)
-        elif not node.children:
-            heapq.heappush(self._evictable, (node.last_used, -node.start, next(self._serial), node))
-            if len(self._evictable) > 2 * self.num_pages + _HEAP_SLACK:
-                self._evictable = [entry for entry in self._evictable if _is_true(entry)]
-                heapq.heapify(self._evictable)
-
     def _evict_one(self) -> None:
-        """Free the least recently used leaf that nobody holds; entries that are no longer true are skipped."""
-        while self._evictable:
-            entry = heapq.heappop(self._evictable)
-            node, parent = entry[-1], entry[-1].parent
-            if not _is_true(entry) or parent is None:
-                continue
-            node.parent = None
-            del parent.children[(node.start, node.tokens[0])]
-            self._free.append(node.page_id)
-            if parent.refs == 0 and not parent.children and parent.parent is not None:
-                self._became_idle(parent)
-            self._drop_empty_root(parent)
-            return
-        raise OutOfPages
+        evicted = self._cached.evict()
+        if evicted is None:
+            raise OutOfPages
+        leaf, parent = evicted
+        self._free.append(leaf.page_id)
+        self._drop_empty_root(parent)
 
     def _drop_empty_root(self, node: Node) -> None:
         if isinstance(node, Root) and node.refs == 0 and not node.children:
             self._roots.pop(node.salt, None)
-
-
-def _is_true(entry: tuple[int, int, int, Node]) -> bool:
-    """Whether an entry of the heap still describes a leaf that nobody holds."""
-    last_used, _, _, node = entry
-    return not node.refs and not node.children and node.last_used == last_used and node.parent is not None
-
-
-def _common_prefix(tokens: list[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
-    """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
-    ours = tokens[offset:]
-    theirs = list(ids[position : min(limit, position + len(ours))])
-    if ours == theirs:
-        return len(ours)
-    for count, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return count
-    return min(len(ours), len(theirs))

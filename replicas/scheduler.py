@@ -3,7 +3,9 @@
 First come, first served. Running sequences go in order of arrival, one row per decode set aside for each before
 prefill chunks share what is left; then waiting ones are admitted. When pages run out the latest arrival that has
 no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and finds them again.
-A sequence that fits the pool alone can therefore always finish: the oldest is never suspended.
+A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
+only as long as each request that was taken fits beside the pinned ones. A tenth of the pages is left to running
+sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
 
 Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
 the later one follows the pages as they come.
@@ -17,7 +19,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from mneme.replicas.forest import OutOfPages, PrefixForest
-from mneme.replicas.forest_nodes import Path
+from mneme.replicas.forest_nodes import Path, Pin
+from mneme.replicas.forest_owners import Owner
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sequence import Chunk, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -38,6 +42,7 @@ class Scheduler:
         # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
         self._refused: Sequence | None = None
         self._rematch_in = 0
+        forest.look_ahead(lambda: (_session(sequence.request) for sequence in self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -47,14 +52,29 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended: forget it and let its pages become cached."""
-        self._refused = None
+        """The sequence has ended: forget it and let its pages become cached, its session's if it has one."""
         if sequence.path is None:
+            self._refused = None
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self._forest.release(sequence.path)
-        sequence.path = None
+        else:
+            self._give_back(sequence)
+
+    def pin(self, salt: str, ids: list[int]) -> Pin:
+        """Keep what is resident of a prefix until `unpin`.
+
+        Raises `PinRefused` if nothing is, and if then a request that was taken might never fit, or no reserve be left.
+        """
+        path = self._forest.open_path(salt)
+        self._forest.extend(path, ids, len(ids))
+        try:
+            return self._forest.pin(path, num_kept=self._largest_need())
+        finally:
+            self._forest.release(path)
+
+    def unpin(self, pin: Pin) -> None:
+        """The pages are as any others again; a pin that is gone already is ignored."""
+        self._refused = None
+        self._forest.unpin(pin)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
@@ -104,9 +124,16 @@ class Scheduler:
         return True
 
     def _fits(self, path: Path, sequence: Sequence) -> bool:
-        """Whether all known tokens fit beside one page more for each running sequence."""
+        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence."""
         needed = self._forest.num_new_pages(path, sequence.ids, len(sequence.ids))
-        return needed + len(self.running) <= self._forest.num_available
+        kept = max(self._forest.num_reserved, len(self.running)) if self.running else 0
+        return needed + kept <= self._forest.num_available
+
+    def _largest_need(self) -> int:
+        """Pages that the longest of the requests that were taken may come to hold, but for pinned ones."""
+        taken = [*self.waiting, *self.running]
+        num_tokens = max((sequence.num_prompt + sequence.max_tokens for sequence in taken), default=0)
+        return -(-num_tokens // self._forest.page_size)
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
         """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
@@ -135,19 +162,28 @@ class Scheduler:
         return Chunk(sequence, start, end, self._forest.write(path, ids, end))
 
     def _suspend(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        self.num_suspensions += 1
+        self.waiting.appendleft(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The first choice of a turn is what its session goes on from: its path is the session's."""
         assert sequence.path is not None
         self._refused = None
         self.running.remove(sequence)
-        self._forest.release(sequence.path)
+        request = sequence.request
+        self._forest.release(sequence.path, _session(request) if request.choice_index == 0 else None)
         sequence.path = None
-        self.num_suspensions += 1
-        self.waiting.appendleft(sequence)
 
 
 def _num_pending(sequence: Sequence) -> int:
     """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
     assert sequence.path is not None
     return len(sequence.ids) - sequence.path.num_tokens
+
+
+def _session(request: GenerationRequest) -> Owner | None:
+    return None if request.session_id is None else (request.salt, request.session_id)
 
 
 def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:

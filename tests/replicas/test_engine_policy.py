@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
+from mneme.replicas.eviction_heap import EvictionHeap
+from mneme.replicas.forest_nodes import Pin
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation
 
+POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -334,13 +338,125 @@ def test_the_least_recently_used_leaf_is_evicted_first() -> None:
         assert usage_of(run(engine), name) == (4, cached), name
 
 
-def test_nothing_grows_with_the_number_of_requests() -> None:
-    engine = make_engine(num_pages=8)
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
+    engine = make_engine(num_pages=8, eviction=eviction, max_sessions=20)
+    heaps: list[EvictionHeap] = []
     for index in range(500):
-        engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], salt=f"tenant {index % 50}"))
+        session = {"salt": f"tenant {index % 50}", "session_id": f"s{index}"}
+        engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], **session))
         run(engine)
-    assert len(engine.forest._evictable) <= 2 * 8 + 64
+        policy: Any = engine.forest._cached._policy
+        heaps = [policy._heap] if hasattr(policy, "_heap") else list(policy._heap_by_size.values())
+        assert sum(heap.num_entries for heap in heaps) <= 3 * (8 + 64)
+    assert any(map(len, heaps))
     assert len(engine.forest._roots) <= 8
+    assert engine.forest._cached.num_owners <= 20
+
+
+def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("runs", [1] * 100, SamplingParams(temperature=0, max_tokens=50)))  # 38 pages at last
+    engine.step()
+    assert engine.forest.num_in_use == 25
+    engine.submit(make_request("eleven pages", [2] * 44))
+    engine.step()
+    assert len(engine.scheduler.running) == 1  # 26 and 11 leave three
+    engine.abort("eleven pages")
+    engine.submit(make_request("ten pages", [2] * 40, SamplingParams(temperature=0, max_tokens=1)))
+    engine.step()
+    assert engine.num_finished == {"abort": 1, "length": 1}
+    peak = 0
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.forest.num_in_use)
+    assert peak > 40 - engine.forest.num_reserved
+    assert engine.scheduler.num_suspensions == 0
+
+
+def test_a_request_larger_than_what_admission_leaves_runs_alone() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("small", [1] * 8))
+    engine.submit(make_request("all", [2] * 156))
+    events = run(engine)
+    assert tokens_of(events, "all") == continuation([2] * 156, 4, 5)
+    assert tokens_of(events, "small") == continuation([1] * 8, 4, 5)
+
+
+def test_a_pinned_prefix_outlives_any_traffic_and_what_cannot_fit_beside_it_is_refused() -> None:
+    engine = make_engine(num_pages=10, page_size=4)
+    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    pin = engine.scheduler.pin("", [1] * 12)
+    assert (pin.num_tokens, engine.capacity) == (12, 28)
+    with pytest.raises(ContextLengthExceeded, match="28 tokens"):
+        engine.submit(make_request("over", [2] * 25))
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", [2 + index % 3, index, *[0] * 22]))
+    assert sum(event.finish_reason == "length" for event in run(engine)) == 4
+    engine.submit(make_request("again", [1] * 12))
+    assert usage_of(run(engine), "again") == (12, 11)
+    engine.scheduler.unpin(pin)
+    engine.scheduler.unpin(pin)
+    assert engine.forest.num_in_use == 0
+    assert engine.capacity == 40
+
+
+def test_a_pin_is_refused_while_a_request_that_was_taken_may_need_the_pages() -> None:
+    engine = make_engine(num_pages=10, page_size=4)
+    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=16)))
+    with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 9"):
+        engine.scheduler.pin("", [1] * 12)
+    with pytest.raises(PinRefused, match="nothing of this prefix"):
+        engine.scheduler.pin("other tenant", [1] * 12)
+    run(engine)
+    engine.submit(make_request("warm again", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    engine.scheduler.pin("", [1] * 12)
+
+
+def test_pins_leave_the_reserve() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("warm", [1] * 150, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    with pytest.raises(PinRefused, match="would leave 2 unpinned; at least 4"):
+        engine.scheduler.pin("", [1] * 150)
+    engine.scheduler.pin("", [1] * 144)
+    engine.submit(make_request("shares", [1] * 8, SamplingParams(temperature=0, max_tokens=8)))
+    assert tokens_of(run(engine), "shares") == continuation([1] * 8, 8, 5)
+
+
+def test_a_failed_step_takes_the_pins_with_it() -> None:
+    engine = make_engine()
+    engine.submit(make_request("warm", [1] * 12))
+    run(engine)
+    pin = engine.scheduler.pin("", [1] * 12)
+    engine.fail_all("failed")
+    assert engine.forest.num_free == engine.forest.num_pages
+    engine.scheduler.unpin(pin)
+    engine.forest.check()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_traffic_over_the_pool_starves_nobody(eviction: str) -> None:
+    """Turns of twenty sessions and strangers that all want more than there is: each ends, in about its turn."""
+    engine = make_engine(num_pages=20, page_size=4, eviction=eviction, max_batch_tokens=32)
+    history = {session: [session % 5, session // 5] for session in range(20)}
+    ended: list[str] = []
+    for turn in range(4):
+        for session, ids in history.items():
+            engine.submit(make_request(f"{turn}.{session}", ids, session_id=f"s{session}"))
+        long = SamplingParams(temperature=0, max_tokens=40)
+        engine.submit(make_request(f"{turn}.stranger", [turn, 3, 3], long))
+        events = run(engine)
+        ended += [event.request_id for event in events if event.finish_reason == "length"]
+        for session, ids in history.items():
+            answer = tokens_of(events, f"{turn}.{session}")
+            assert answer == continuation(ids, 4, 5)
+            history[session] = [*ids, *answer, turn]
+    assert len(ended) == 4 * 21
 
 
 requests = st.lists(
@@ -366,13 +482,29 @@ requests = st.lists(
     st.integers(16, 40),
     st.integers(1, 8),
     st.booleans(),
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 11)), max_size=4),
 )
 def test_any_traffic_computes_what_each_request_alone_would(
-    traffic: list[Any], num_pages: int, page_size: int, max_batch_tokens: int, max_running: int, sharing: bool
+    traffic: list[Any],
+    num_pages: int,
+    page_size: int,
+    max_batch_tokens: int,
+    max_running: int,
+    sharing: bool,
+    eviction: str,
+    pinning: list[tuple[int, int, int]],
 ) -> None:
+    """`pinning`: at which step, for how many steps, and the prompt of which request."""
     engine = make_engine(
-        num_pages, page_size, max_batch_tokens=max_batch_tokens, max_running=max_running, prefix_sharing=sharing
+        num_pages,
+        page_size,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        prefix_sharing=sharing,
+        eviction=eviction,
     )
+    pins: list[tuple[int, Pin]] = []
     events: list[TokenEvent] = []
     names: dict[str, Any] = {}
     for step in itertools.count():
@@ -381,14 +513,25 @@ def test_any_traffic_computes_what_each_request_alone_would(
             if arrival == step:
                 params = SamplingParams(temperature=0, max_tokens=max_tokens)
                 for choice, name in enumerate(choices):
-                    names[name] = traffic[index]
                     extra = {"salt": salt, "session_id": session, "choice_index": choice}
-                    engine.submit(make_request(name, ids, params, **extra))
+                    request = make_request(name, ids, params, **extra)
+                    if len(ids) + max_tokens > engine.capacity and pins:
+                        continue  # refused at submission, or as a queued turn when it starts
+                    names[name] = traffic[index]
+                    engine.submit(request)
             if abort_after is not None and arrival + abort_after == step:
                 engine.abort(choices[0])
+        for start, length, index in pinning:
+            if start == step:
+                _, ids, _, salt, *_ = traffic[index % len(traffic)]
+                with contextlib.suppress(PinRefused):
+                    pins.append((step + length, engine.scheduler.pin(salt, ids)))
+        for end, pin in pins:
+            if end == step:
+                engine.scheduler.unpin(pin)
         events += engine.step()
         engine.forest.check()
-        if step > 40 and not engine.has_work:
+        if step > 61 and not engine.has_work:
             break
         assert step < 4_000, "some request never ends"
     for name, (_, ids, max_tokens, _, abort_after, _, _) in names.items():

@@ -1,0 +1,26 @@
+"""The page pool of an engine, as its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.eviction_policies import make_policy
+from mneme.replicas.forest import PrefixForest
+
+if TYPE_CHECKING:
+    from mneme.replicas.runner import Runner
+
+
+def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:
+    """The forest over the runner's pages; it remembers a path for as many sessions as the engine keeps."""
+    return PrefixForest(
+        runner.num_pages,
+        runner.page_size,
+        sharing=config.prefix_sharing,
+        first_page=runner.first_page,
+        policy=make_policy(config.eviction, clock, runner.num_pages),
+        clock=clock,
+        max_owners=config.max_sessions,
+    )
