@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from mneme.cluster.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.protocol import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mneme.replicas.append_template import render_appended
 from mneme.replicas.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class ServedModel:
 class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     text: str | None  # None where the client gave ids
+    num_closing_chars: int = 0  # of what is appended: they close the answer before it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,16 +81,25 @@ class ApiState:
         *,
         add_generation_prompt: bool,
         template_variables: Mapping[str, Any] | None = None,
+        appends: bool = False,
     ) -> Prompt:
-        """The prompt of a conversation; the template runs off the event loop."""
+        """The prompt of a conversation, or what it grows by; the template runs off the event loop."""
+
+        def render(
+            messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = add_generation_prompt
+        ) -> str:
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            )
 
         def work() -> Prompt:
-            text = self.tokenizer.render_chat(
-                conversation(messages),
-                add_generation_prompt=add_generation_prompt,
-                template_variables=template_variables,
-            )
-            return self.encode("messages", text, model, add_special_tokens=False)
+            said = conversation(messages)
+            if not appends:
+                text = render(said)
+                return self.encode("messages", text, model, add_special_tokens=False)
+            text, num_closing_chars = render_appended(render, said)
+            prompt = self.encode("messages", text, model, add_special_tokens=False)
+            return prompt._replace(num_closing_chars=num_closing_chars)
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 

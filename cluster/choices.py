@@ -96,7 +96,7 @@ class Choice:
 
 
 def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
-    """OpenAI's `usage`: each prompt once, all output.
+    """OpenAI's `usage`: each prompt once, all output; and where the prompts' KV came from.
 
     `cached_tokens` counts prompt tokens that no choice of this answer computed.
     """
@@ -114,4 +114,5 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        "kv_details": PromptUsage(num_prompt, num_cached).kv_details(),
     }

@@ -19,6 +19,7 @@ from mneme.cluster.protocol import (
 )
 from mneme.cluster.run_response import RunResponse
 from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.errors import InvalidRequest
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 
@@ -34,6 +35,7 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
         model,
         add_generation_prompt=body.add_generation_prompt,
         template_variables=body.template_variables(),
+        appends=body.appends,
     )
     answer = ChatAnswer(
         f"chatcmpl-{request.state.request_id}",
@@ -86,7 +88,8 @@ def _take_prompts(
     prompts = []
     for field, prompt in zip(_prompt_fields(len(given)), given, strict=True):
         if isinstance(prompt, str):
-            prompts.append(api.encode(field, prompt, model, add_special_tokens=body.add_special_tokens))
+            add_special_tokens = body.add_special_tokens and not body.appends
+            prompts.append(api.encode(field, prompt, model, add_special_tokens=add_special_tokens))
         else:
             prompts.append(api.take_ids(field, prompt, model))
     return prompts
@@ -131,12 +134,13 @@ def _requests(
 ) -> list[GenerationRequest]:
     """Their ids are `<turn>.<choice index>`, a turn for each prompt.
 
-    The first choice of the first prompt carries the session: a session has one turn at a time.
+    The first prompt carries the session: a session has one turn at a time.
     """
     request_id: str = request.state.request_id
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt = kv_salt(request.state.tenant, body.cache_salt)
     session = _session(request, body)
+    _check_session(body, session, len(prompts))
     return [
         GenerationRequest(
             request_id=f"{turns[i]}.{j}",
@@ -144,8 +148,11 @@ def _requests(
             sampling=params,
             choice_index=j,
             salt=salt,
-            session_id=session if i == j == 0 else None,
+            session_id=session if i == 0 else None,
             prompt_text=prompt.text,
+            append=body.appends,
+            num_closing_chars=prompt.num_closing_chars,
+            session_ttl_s=body.session.ttl_s if body.session is not None else None,
         )
         for i, prompt in enumerate(prompts)
         for j in range(params.n)
@@ -153,9 +160,22 @@ def _requests(
 
 
 def _session(request: Request, body: SamplingBody) -> str | None:
-    """From the header, else the body's `session_id`, else its `prompt_cache_key`."""
+    """From the header, else the body's `session.id`, `session_id` or `prompt_cache_key`, in this order."""
     tenant: str = request.state.tenant
-    from_header = session_key(tenant, request.headers.get("x-session-id"), "X-Session-ID")
-    from_body = session_key(tenant, body.session_id, "session_id")
-    from_cache_key = session_key(tenant, body.prompt_cache_key, "prompt_cache_key")
-    return from_header or from_body or from_cache_key
+    in_object = body.session.id if body.session is not None else None
+    given = [
+        session_key(tenant, request.headers.get("x-session-id"), "X-Session-ID"),
+        session_key(tenant, in_object, "session.id"),
+        session_key(tenant, body.session_id, "session_id"),
+        session_key(tenant, body.prompt_cache_key, "prompt_cache_key"),
+    ]
+    return next((session for session in given if session is not None), None)
+
+
+def _check_session(body: SamplingBody, session: str | None, num_prompts: int) -> None:
+    if body.session is None:
+        return
+    if session is None and (body.session.append or body.session.ttl_s is not None):
+        raise InvalidRequest("session.id", None, "must name the session")
+    if body.session.append and num_prompts > 1:
+        raise InvalidRequest("prompt", num_prompts, "only one prompt can be appended to a session")

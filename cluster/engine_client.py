@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sessions import SessionKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,17 @@ class EngineClient(Protocol):
 
     async def stats(self) -> list[ReplicaStats]:
         """Ask every replica, at most 1 s old; replicas that do not answer in time are left out."""
+        ...
+
+    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        """Ask every replica, or one; answers by replica id.
+
+        Raises `ReplicaUnavailable` unless all that are asked answer in time, and what a replica answers with an error.
+        """
+        ...
+
+    def place_fork(self, key: SessionKey, replica_id: str) -> None:
+        """A new session begins on this replica: its first turn belongs there."""
         ...
 
     def is_ready(self) -> bool:

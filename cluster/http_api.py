@@ -26,6 +26,7 @@ from mneme.cluster.latency import Clock
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.prometheus import CONTENT_TYPE
 from mneme.cluster.request_body import Receive
+from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
 from mneme.cluster.token_routes import detokenize, tokenize
 from mneme.replicas.tokenizer import Tokenizer
 
@@ -69,6 +70,10 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         ("POST", "/detokenize", detokenize),
         ("GET", "/v1/models", _list_models),
         ("GET", "/v1/models/{model_id:path}", _get_model),
+        ("GET", "/v1/sessions/{session_id:path}", get_session),
+        ("DELETE", "/v1/sessions/{session_id:path}", delete_session),
+        ("POST", "/v1/sessions/{session_id:path}/fork", fork_session),
+        ("GET", "/v1/kv/explain/{request_id:path}", explain),
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
         ("GET", "/metrics", _metrics),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
 
 from mneme.cluster.request_values import (
     fields_named,
@@ -26,6 +26,7 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_TEMPLATE_KWARGS = 16
+MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
@@ -41,6 +42,21 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class SessionOptions(Body):
+    """`append`: messages or prompt are only what is new; `ttl_s`: how long the session is kept unused."""
+
+    id: str | None = None
+    append: bool = False
+    ttl_s: float | None = None
+
+    @field_validator("ttl_s")
+    @classmethod
+    def _in_range(cls, ttl_s: float | None) -> float | None:
+        if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+            raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
+        return ttl_s
 
 
 class SamplingBody(Body):
@@ -65,6 +81,7 @@ class SamplingBody(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    session: SessionOptions | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
@@ -85,6 +102,10 @@ class SamplingBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
         )
+
+    @property
+    def appends(self) -> bool:
+        return self.session is not None and self.session.append
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -180,6 +201,10 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
+
+
+class ForkRequest(Body):
+    session_id: str | None = None  # of the new session; None: one is drawn
 
 
 class DetokenizeRequest(Body):

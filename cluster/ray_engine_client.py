@@ -13,14 +13,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Collection, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mneme.cluster.engine_client import ReplicaStats
+from mneme.cluster.placement import PlacedChoice, Placement, failures
 from mneme.cluster.replica_calls import ReplicaCalls
-from mneme.cluster.replica_link import LinkLost, ReplicaLink, Sink
-from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
-from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
+from mneme.cluster.replica_link import LinkLost, ReplicaLink
+from mneme.cluster.session_homes import SessionHomes, newest
+from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, SessionNotFound
+from mneme.replicas.queries import DeleteSession, GetSession, Query
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import RouterConfig
 
@@ -28,82 +31,9 @@ logger = logging.getLogger(__name__)
 
 WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
+QUERY_TIMEOUT_S = 10.0  # an engine answers between two steps, which may take seconds
 STATS_TIMEOUT_S = 0.5
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One request of a generation, and what the client already has of it."""
-
-    request: GenerationRequest
-    attempt: int = 0
-    emitted: list[int] = field(default_factory=list)
-    usage: PromptUsage | None = None
-    is_finished: bool = False
-
-    @property
-    def attempt_id(self) -> str:
-        """The request id at the replica; a turn's choices keep their common stem and their suffix."""
-        request_id = self.request.request_id
-        if not self.attempt:
-            return request_id
-        suffix = f".{self.request.choice_index}"
-        stem = request_id.removesuffix(suffix)
-        return f"{stem}~{self.attempt}{suffix if stem != request_id else ''}"
-
-    def take(self, event: TokenEvent) -> TokenEvent:
-        """Note an event; what goes on to the client has the usage once, as of the first submit."""
-        self.emitted.extend(event.token_ids)
-        self.is_finished = event.finish_reason is not None
-        usage = event.usage if self.usage is None else None
-        self.usage = self.usage or event.usage
-        return event._replace(request_id=self.request.request_id, usage=usage)
-
-    def remaining(self) -> GenerationRequest:
-        """What is still to be done, as a request of its own."""
-        sampling, num_emitted = self.request.sampling, len(self.emitted)
-        if num_emitted:
-            left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
-            sampling = replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0))
-        return replace(
-            self.request,
-            request_id=self.attempt_id,
-            prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
-            output_offset=num_emitted,
-            sampling=sampling,
-        )
-
-    def is_complete(self) -> bool:
-        """All tokens came, only the word that it has finished was lost."""
-        max_tokens = self.request.sampling.max_tokens
-        return max_tokens is not None and len(self.emitted) >= max_tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Placement:
-    """Choices running on one replica."""
-
-    link: ReplicaLink
-    reservation: Reservation
-    sink: Sink
-    choices: dict[str, _Choice]
-
-    async def events(self) -> AsyncGenerator[TokenEvent, None]:
-        """Events until each choice has finished; raises `LinkLost`."""
-        while not all(choice.is_finished for choice in self.choices.values()):
-            item = await self.sink.get()
-            if isinstance(item, LinkLost):
-                raise item
-            if item.finish_reason == "abort":  # not by us, who would not listen any more: the replica is stopping
-                raise LinkLost("the replica ended the request")
-            self.reservation.started()
-            yield self.choices[item.request_id].take(item)
-
-    def end(self) -> None:
-        """Give the reservation back and abort what still runs; never awaits."""
-        self.reservation.release()
-        self.link.abort([request_id for request_id, c in self.choices.items() if not c.is_finished])
 
 
 class RayEngineClient:
@@ -117,6 +47,7 @@ class RayEngineClient:
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._homes = SessionHomes()
         self._epochs: dict[str, str] = {}
         self._stats: tuple[float, list[ReplicaStats]] | None = None
         self._stats_lock = asyncio.Lock()
@@ -143,7 +74,7 @@ class RayEngineClient:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[TokenEvent, None]:
         """See `EngineClient`; a lost replica is a pause, and an "error" event if nothing takes over."""
-        choices = [_Choice(request) for request in requests]
+        choices = [PlacedChoice(request) for request in requests]
         num_losses = 0
         while choices:
             try:
@@ -151,7 +82,7 @@ class RayEngineClient:
             except MnemeError as error:
                 if not num_losses:
                     raise
-                for event in _failures(choices, error):
+                for event in failures(choices, error):
                     yield event
                 return
             try:
@@ -172,7 +103,7 @@ class RayEngineClient:
                 choices.remove(choice)
                 yield TokenEvent(choice.request.request_id, (), "length", None, None)
             if num_losses > MAX_LOSSES:
-                for event in _failures(choices, ReplicaUnavailable("replicas keep failing")):
+                for event in failures(choices, ReplicaUnavailable("replicas keep failing")):
                     yield event
                 return
 
@@ -186,17 +117,30 @@ class RayEngineClient:
                 self._stats = started_at, [answer for answer in answers if answer is not None]
             return self._stats[1]
 
+    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
+        asked = [r for r in self._links if replica_id in (None, r)]
+        if not asked:
+            raise ReplicaUnavailable("no replica is ready")
+        answers = await asyncio.gather(*(self._query_one(r, query) for r in asked))
+        return dict(zip(asked, answers, strict=True))
+
+    def place_fork(self, key: SessionKey, replica_id: str) -> None:
+        """See `EngineClient.place_fork`."""
+        self._homes.note_fork(key, replica_id)
+
     def is_ready(self) -> bool:
         """See `EngineClient.is_ready`: a stream is open, and Ray breaks it when its replica dies."""
         return self._opened.is_set()
 
-    async def _place(self, choices: Sequence[_Choice], *, is_resumed: bool) -> _Placement:
+    async def _place(self, choices: Sequence[PlacedChoice], *, is_resumed: bool) -> Placement:
         """Submit to the best replica, then to the others; raises what the last one answered."""
         tried: set[str] = set()
         refusal: MnemeError = ReplicaUnavailable("no replica is ready")
         deadline = asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S
         while True:
-            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried)
+            barred = await self._barred(choices[0].request)
+            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | barred)
             if reservation is None:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
@@ -225,6 +169,45 @@ class RayEngineClient:
             exclude=exclude,
         )
 
+    async def _barred(self, request: GenerationRequest) -> set[str]:
+        """Replicas where a request must not run: what is appended runs where its session is."""
+        if request.session_id is None:
+            return set()
+        key = (request.salt, request.session_id)
+        home = self._homes.fork_home(key)
+        if request.append:
+            found = newest(await self.query(GetSession(key)))
+            if found is None:
+                raise SessionNotFound("session_id", request.session_id.partition(":")[2])
+            home, _ = found
+        return self._links.keys() - {home} if home in self._links else set()
+
+    def _settle(self, request: GenerationRequest, replica_id: str) -> None:
+        """The session lives here now: what it left elsewhere would only grow old."""
+        if request.session_id is None:
+            return
+        key = (request.salt, request.session_id)
+        left = self._homes.move(key, replica_id)
+        if left in self._links:
+            task = asyncio.get_running_loop().create_task(self._forget(DeleteSession(key), left))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _forget(self, deletion: DeleteSession, replica_id: str) -> None:
+        with contextlib.suppress(MnemeError):  # it expires by itself
+            await self.query(deletion, replica_id=replica_id)
+
+    async def _query_one(self, replica_id: str, query: Query) -> Any:
+        try:
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
+                answer = await self._calls.query(replica_id, query)
+        except Exception as error:
+            logger.warning("replica_id=%s query failed: %s", replica_id, type(error).__name__)
+            raise ReplicaUnavailable("a replica did not answer") from error
+        if isinstance(answer, MnemeError):
+            raise answer
+        return answer
+
     async def _wait_for_replica(self, deadline: float, *, has_tried: bool) -> bool:
         """Wait for an open stream, at least a moment if all were tried; False when the time is up."""
         left_s = deadline - asyncio.get_running_loop().time()
@@ -237,9 +220,9 @@ class RayEngineClient:
                 await self._opened.wait()
         return self._opened.is_set()
 
-    async def _submit(self, choices: Sequence[_Choice], reservation: Reservation) -> _Placement:
+    async def _submit(self, choices: Sequence[PlacedChoice], reservation: Reservation) -> Placement:
         link = self._links[reservation.replica_id]
-        placement = _Placement(link, reservation, asyncio.Queue(), {c.attempt_id: c for c in choices})
+        placement = Placement(link, reservation, asyncio.Queue(), {c.attempt_id: c for c in choices})
         try:
             refusals = await link.submit([choice.remaining() for choice in choices], placement.sink)
         except BaseException:  # cancelled too: the request may be on its way
@@ -251,9 +234,10 @@ class RayEngineClient:
                 if isinstance(refusal, InvalidRequest):
                     refusal.request_id = choice.request.request_id
                 raise refusal
+        self._settle(choices[0].request, reservation.replica_id)
         return placement
 
-    def _remember(self, placement: _Placement) -> None:
+    def _remember(self, placement: Placement) -> None:
         """The replica now holds the answers' KV too: the next turn starts with them."""
         for choice in placement.choices.values():
             tokens = (*choice.request.prompt_token_ids, *choice.emitted)
@@ -283,7 +267,3 @@ class RayEngineClient:
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None
         return ReplicaStats(replica_id=replica_id, model=self._model, metrics=metrics)
-
-
-def _failures(choices: Sequence[_Choice], error: MnemeError) -> list[TokenEvent]:
-    return [TokenEvent(choice.request.request_id, (), "error", None, None, str(error)) for choice in choices]

@@ -22,6 +22,7 @@ from ray.util import get_node_ip_address
 
 from mneme.cluster.replica_calls import StreamItem
 from mneme.errors import MnemeError
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
@@ -51,6 +52,7 @@ class HandleCalls:
         self._submit_many = by_grpc.options(method_name="submit_many")
         self._abort = by_grpc.options(method_name="abort")
         self._stats = by_grpc.options(method_name="stats")
+        self._query = by_grpc.options(method_name="query")
 
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """See `ReplicaCalls`; closing the generator cancels the call at the replica."""
@@ -78,6 +80,10 @@ class HandleCalls:
         """See `ReplicaCalls`."""
         answer: dict[str, Any] = await _outside_requests(self._stats, replica_id=replica_id)
         return answer
+
+    async def query(self, replica_id: str, query: Query) -> Any:
+        """See `ReplicaCalls`."""
+        return await _outside_requests(self._query, replica_id=replica_id, query=query)
 
 
 def _outside_requests(method: DeploymentHandle[Any], **arguments: Any) -> Any:

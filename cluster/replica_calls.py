@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mneme.errors import MnemeError
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 
 
@@ -42,4 +43,8 @@ class ReplicaCalls(Protocol):
 
     async def stats(self, replica_id: str) -> dict[str, Any]:
         """`EngineLoop.stats()` and what the replica's process adds."""
+        ...
+
+    async def query(self, replica_id: str, query: Query) -> Any:
+        """What the engine answers to a question of `replicas/queries.py`, which may be a `MnemeError`."""
         ...

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mneme.cluster.replica_calls import StreamItem, StreamOpened, WrongReplica
 from mneme.errors import MnemeError
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 
 
@@ -29,6 +30,7 @@ class Engine(Protocol):
     def unsubscribe(self, subscriber: str) -> None: ...
     def check_health(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def query(self, query: Query) -> Any: ...
 
 
 class _Outbox:
@@ -99,6 +101,11 @@ class ReplicaServer:
         """The engine's figures, its process's memory among them, and the process id."""
         self._check(replica_id)
         return {**self._engine.stats(), "pid": os.getpid()}
+
+    async def query(self, *, replica_id: str, query: Query) -> Any:
+        """What the engine says between two of its steps; an error is returned, not raised."""
+        self._check(replica_id)
+        return await asyncio.to_thread(self._engine.query, query)
 
     async def check_health(self) -> None:
         """Returns when the engine's thread has answered; Serve replaces a replica that stays silent."""

@@ -83,9 +83,10 @@ class Sessions:
         if running is not None and running.answering and running.name != turn:
             self._put_in_queue(log, running, request)
             return None
-        if request.append and not log.ids:
-            raise _not_found(key)
-        num_base = log.num_base if root_turn(request) == log.last_turn else len(log.ids)
+        is_again = root_turn(request) == log.last_turn  # its replica's stream broke, and it was sent again
+        if request.append and (not log.ids or (request.output_offset and not is_again)):
+            raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
+        num_base = log.num_base if is_again else len(log.ids)
         ids, num_marks = self._prompt(log, request, num_base)
         if running is None:
             running = log.running = RunningTurn(turn, num_base, num_marks)

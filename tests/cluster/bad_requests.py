@@ -257,6 +257,60 @@ _MODEL_AND_SAMPLING = [
     _case("17 template kwargs", "chat_template_kwargs", chat_template_kwargs={f"k{i}": 1 for i in range(17)}),
 ]
 
+_APPEND = {"id": "nobody", "append": True}
+
+_SESSIONS = [
+    _case("session a string", "session", session="s"),
+    _case("session id a number", "session.id", session={"id": 7}),
+    _case("session id empty in the object", "session.id", session={"id": ""}),
+    _case("session id with a NUL-like character", "session.id", session={"id": "a\x7fb"}),
+    _case("append a string", "session.append", session={"id": "s", "append": "yes"}),
+    _case("append without a session", "session.id", session={"append": True}),
+    _case("ttl without a session", "session.id", session={"ttl_s": 60}),
+    _case("ttl 0", "session.ttl_s", session={"id": "s", "ttl_s": 0}),
+    _case("ttl negative", "session.ttl_s", session={"id": "s", "ttl_s": -1}),
+    _case("ttl 1e300", "session.ttl_s", session={"id": "s", "ttl_s": 1e300}),
+    _case("ttl 10**30", "session.ttl_s", session={"id": "s", "ttl_s": 10**30}),
+    _case("ttl text", "session.ttl_s", session={"id": "s", "ttl_s": "60"}),
+    _case("ttl true", "session.ttl_s", session={"id": "s", "ttl_s": True}),
+    BadRequest(name="append to nothing", body=chat(session=_APPEND), status=404, param="session_id"),
+    BadRequest(
+        name="stream of an append to nothing", body=chat(session=_APPEND, stream=True), status=404, param="session_id"
+    ),
+    BadRequest(name="append n choices to nothing", body=chat(session=_APPEND, n=3), status=404, param="session_id"),
+    _completion("append text to nothing", "session_id", 404, session=_APPEND),
+    _completion("append ids to nothing", "session_id", 404, prompt=[5, 6], session=_APPEND),
+    _completion("append two prompts", "prompt", prompt=["a", "b"], session=_APPEND),
+    BadRequest(
+        name="append under another salt", body=chat(session=_APPEND, cache_salt="x"), status=404, param="session_id"
+    ),
+    BadRequest(name="get unknown session", path="/v1/sessions/nobody", method="GET", status=404, param="session_id"),
+    BadRequest(name="get session without a name", path="/v1/sessions/", method="GET", param="session_id"),
+    BadRequest(name="get session with a newline", path="/v1/sessions/a%0Ab", method="GET", status=404, param=None),
+    BadRequest(name="get session with a NUL", path="/v1/sessions/%00", method="GET", param="session_id"),
+    BadRequest(name="get session of bad UTF-8", path="/v1/sessions/%ff", method="GET", status=404, param="session_id"),
+    BadRequest(name="get session of 257", path="/v1/sessions/" + "x" * 257, method="GET", param="session_id"),
+    BadRequest(
+        name="get session by a path", path="/v1/sessions/..%2f..%2fetc", method="GET", status=404, param="session_id"
+    ),
+    BadRequest(
+        name="get session with a bad salt", path="/v1/sessions/s?cache_salt=%0A", method="GET", param="cache_salt"
+    ),
+    BadRequest(
+        name="delete unknown session", path="/v1/sessions/nobody", method="DELETE", status=404, param="session_id"
+    ),
+    BadRequest(name="post to a session", path="/v1/sessions/s", body={}, status=405, param=None),
+    BadRequest(name="fork unknown session", path="/v1/sessions/nobody/fork", body={}, status=404, param="session_id"),
+    BadRequest(name="fork without a body", path="/v1/sessions/nobody/fork", param=None),
+    BadRequest(name="fork to a number", path="/v1/sessions/s/fork", body={"session_id": 7}, param="session_id"),
+    BadRequest(name="fork to nothing", path="/v1/sessions/s/fork", body={"session_id": ""}, param="session_id"),
+    BadRequest(name="fork to a tab", path="/v1/sessions/s/fork", body={"session_id": "a\tb"}, param="session_id"),
+    BadRequest(name="explain unknown request", path="/v1/kv/explain/x", method="GET", status=404, param="request_id"),
+    BadRequest(name="explain nothing", path="/v1/kv/explain/", method="GET", param="request_id"),
+    BadRequest(name="explain 200 characters", path="/v1/kv/explain/" + "x" * 200, method="GET", param="request_id"),
+    BadRequest(name="explain a pattern", path="/v1/kv/explain/.*", method="GET", status=404, param="request_id"),
+]
+
 _PROMPTS = [
     BadRequest(name="no prompt", path="/v1/completions", body={"model": "$MODEL"}, param="prompt"),
     _completion("prompt empty", "prompt", prompt=""),
@@ -312,7 +366,7 @@ _PROMPTS = [
     BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
 ]
 
-BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_PROMPTS]
+BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_SESSIONS, *_PROMPTS]
 
 
 def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:

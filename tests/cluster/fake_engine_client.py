@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,13 @@ from mneme.cluster.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.admission import max_output_tokens
 from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.explanations import Explanations
+from mneme.replicas.forest import PrefixForest
+from mneme.replicas.queries import DeleteSession, GetSession, Query, answer
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.sequence import Sequence as RunningSequence
+from mneme.replicas.sessions import SessionKey, Sessions
+from mneme.replicas.token_log import FinishedTurn
 from mneme.replicas.tokenizer import Tokenizer
 
 SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."
@@ -35,13 +42,23 @@ class FakeEngineClient:
     num_steps: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Event = field(default_factory=asyncio.Event)
+    query_failure: MnemeError | None = None
+    forks: dict[SessionKey, str] = field(default_factory=dict)
+    explanations: Explanations = field(default_factory=Explanations)
+    forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
+    _running: set[_Speaker] = field(default_factory=set)
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sessions = Sessions(
+            self.tokenizer.encode_continuation, time.monotonic, ttl_s=3600, max_sessions=100, max_tokens=10**6
+        )
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
         self.requests.extend(requests)
         if self.refusal is not None:
             raise self.refusal
-        speakers = [_Speaker(self, request) for request in requests]
+        speakers = self._speakers(requests)
         self.running.update(request.request_id for request in requests)
         self.idle.clear()
         self.busy.set()
@@ -49,6 +66,9 @@ class FakeEngineClient:
             async for event in self._events(speakers):
                 yield event
         finally:
+            for speaker in speakers:
+                self.sessions.end(speaker.request, speaker.turn())
+            self._running.difference_update(speakers)
             self.num_aborted += sum(not speaker.is_finished for speaker in speakers)
             self.running.difference_update(request.request_id for request in requests)
             if not self.running:
@@ -71,10 +91,33 @@ class FakeEngineClient:
             step += 1
             self.num_steps += 1
 
-    def cached_tokens(self, request: GenerationRequest) -> int:
-        ids = request.prompt_token_ids
-        shared = [_common(ids, other) for salt, other in self._seen if salt == request.salt]
-        self._seen.append((request.salt, ids))
+    def _speakers(self, requests: Sequence[GenerationRequest]) -> list[_Speaker]:
+        """Sessions are those of a real engine, but turns at once do not wait for each other."""
+        speakers = []
+        for request in requests:
+            ids = self.sessions.begin(request)
+            speakers.append(_Speaker(self, request, list(request.prompt_token_ids) if ids is None else ids))
+        self._running.update(speakers)
+        return speakers
+
+    def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
+        of_session = [s for s in self._running if (s.request.salt, s.request.session_id) == key]
+        return (of_session[0].turn(), of_session[0].request) if of_session else None
+
+    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        """Replica "b" has all sessions; "a" knows nothing."""
+        if self.query_failure is not None:
+            raise self.query_failure
+        known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
+        nothing = {GetSession: None, DeleteSession: False}.get(type(query), [])
+        return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
+
+    def place_fork(self, key: SessionKey, replica_id: str) -> None:
+        self.forks[key] = replica_id
+
+    def cached_tokens(self, salt: str, ids: tuple[int, ...]) -> int:
+        shared = [_common(ids, other) for other_salt, other in self._seen if other_salt == salt]
+        self._seen.append((salt, ids))
         return min(max(shared, default=0), len(ids) - 1)
 
     async def stats(self) -> list[ReplicaStats]:
@@ -99,20 +142,36 @@ class FakeEngineClient:
 class _Speaker:
     """One request's answer, a token per step."""
 
-    def __init__(self, client: FakeEngineClient, request: GenerationRequest) -> None:
-        num_prompt, params = len(request.prompt_token_ids), request.sampling
+    def __init__(self, client: FakeEngineClient, request: GenerationRequest, ids: list[int]) -> None:
         try:
-            self._limit = max_output_tokens(request, num_prompt, client.max_context)
+            self._limit = max_output_tokens(request, len(ids), client.max_context)
         except ContextLengthExceeded as error:
+            client.sessions.end(request, None)
             error.request_id = request.request_id
             raise
+        params = request.sampling
         self.request = request
+        self._prompt = ids
+        self._tokenizer = client.tokenizer
         self._ids = client.tokenizer.encode(client.sentence, add_special_tokens=False)
         self._is_endless = client.is_endless
         self._text = TextStream(client.tokenizer, params.stop, min_tokens=params.min_tokens)
-        self._usage: PromptUsage | None = PromptUsage(num_prompt, client.cached_tokens(request))
+        self._usage: PromptUsage | None = PromptUsage(len(ids), client.cached_tokens(request.salt, tuple(ids)))
         self._num_said = 0
         self.is_finished = False
+        client.explanations.note(self._sequence(self._usage), self._usage)
+
+    def turn(self) -> FinishedTurn:
+        said = [self._ids[i % len(self._ids)] for i in range(self._num_said)]
+        text = self._tokenizer.decode(said, skip_special_tokens=False)
+        return FinishedTurn(self._prompt + said, len(self._prompt), 0, text)
+
+    def _sequence(self, usage: PromptUsage) -> RunningSequence:
+        computed = [(usage.cached_tokens, usage.prompt_tokens)]
+        num_prompt = usage.prompt_tokens
+        return RunningSequence(
+            request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=1, arrival=0, computed=computed
+        )
 
     def say(self) -> TokenEvent:
         token_id = self._ids[self._num_said % len(self._ids)]

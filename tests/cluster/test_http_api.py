@@ -31,6 +31,7 @@ def test_a_chat_answer() -> None:
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "kv_details": {"device": 0, "host": 0, "disk": 0, "peer": 0, "recomputed": num_prompt, "dropped": 0},
     }
 
 
@@ -43,7 +44,7 @@ def test_what_the_engine_is_asked_for() -> None:
     assert first.prompt_token_ids == tuple(TOKENIZER.encode_rendered(RENDERED))
     assert (first.sampling.seed, first.sampling.max_tokens, first.sampling.top_k) == (5, 9, 3)
     assert first.sampling.stop == ("x",)
-    assert (first.session_id, second.session_id) == ("public:s", None)
+    assert (first.session_id, second.session_id) == ("public:s", "public:s")
     assert (first.choice_index, second.choice_index) == (0, 1)
     assert first.request_id != second.request_id
     assert first.salt == ""
@@ -207,4 +208,5 @@ def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
             "completion_tokens": 4,
             "total_tokens": 10,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "kv_details": {"device": 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 5, "dropped": 0},
         }

@@ -9,6 +9,7 @@ from typing import Any
 from mneme.cluster.replica_calls import StreamItem, StreamOpened
 from mneme.cluster.replica_server import ReplicaServer
 from mneme.errors import MnemeError
+from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 from tests.fakes.fake_engine import FakeEngineLoop
 
@@ -25,6 +26,7 @@ class DirectCalls:
         self.submit_batches: list[int] = []
         self.num_opened = 0  # streams so far
         self.hang_submits = False
+        self.hang_queries = False
         self.hide_from_stats = False
         self._servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
@@ -89,6 +91,12 @@ class DirectCalls:
         self._alive(replica_id)
         stats = await self._servers[replica_id].stats(replica_id=replica_id)
         return {**stats, "in_flight": {}} if self.hide_from_stats else stats
+
+    async def query(self, replica_id: str, query: Query) -> Any:
+        self._alive(replica_id)
+        if self.hang_queries:
+            await asyncio.Event().wait()
+        return await self._servers[replica_id].query(replica_id=replica_id, query=query)
 
     def _alive(self, replica_id: str) -> asyncio.Event:
         death = self._deaths[replica_id]

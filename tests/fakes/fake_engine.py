@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
+from mneme.replicas.queries import DeleteSession, GetSession, Query
 from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
+from mneme.replicas.sessions import SessionKey
 
 Deliver = Callable[[StepMessage], None]
 
@@ -42,6 +44,8 @@ class FakeEngineLoop:
         self._seen: set[tuple[int, ...]] = set()
         self._num_finished = 0
         self._is_stopped = False
+        self.sessions: dict[SessionKey, float] = {}
+        self.queries: list[Query] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -89,6 +93,17 @@ class FakeEngineLoop:
                     r: len(self._context[r]) - len(request.prompt_token_ids) for r, request in self._running.items()
                 },
             }
+
+    def query(self, query: Query) -> Any:
+        """Sessions are those that `sessions` names, by key: seconds since they were used."""
+        with self._lock:
+            self.queries.append(query)
+            if isinstance(query, GetSession):
+                idle_s = self.sessions.get(query.key)
+                return None if idle_s is None else {"idle_s": idle_s}
+            if isinstance(query, DeleteSession):
+                return self.sessions.pop(query.key, None) is not None
+            return []
 
     def _admit(self, request: GenerationRequest) -> MnemeError | None:
         if not request.prompt_token_ids:

@@ -292,6 +292,9 @@ def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
     end(sessions, first, ids, [3000, 3001], "xy")  # its replica's stream broke; two tokens had come
     again = replace(appended("2~1"), prompt_token_ids=(*first.prompt_token_ids, 3000, 3001), output_offset=2)
     assert sessions.begin(again) == [*stored, *encode("new"), 3000, 3001]
+    sessions.end(again, None)
+    with pytest.raises(SessionNotFound):  # a log that has not seen the turn begin is an older one
+        sessions.begin(replace(again, request_id="9~1.0"))
 
 
 def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> None:

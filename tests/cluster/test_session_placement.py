@@ -1,0 +1,119 @@
+"""What reaches the replica that holds a session: appended turns, first turns of forks, questions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mneme.cluster import ray_engine_client, session_homes
+from mneme.cluster.ray_engine_client import RayEngineClient
+from mneme.errors import ReplicaUnavailable, SessionNotFound
+from mneme.replicas.queries import DeleteSession, GetSession
+from mneme.replicas.request import GenerationRequest
+from tests.cluster.test_token_stream import request, run, tokens, until
+from tests.fakes.direct_calls import DirectCalls
+
+KEY = ("", "s")
+
+
+def appended(request_id: str) -> GenerationRequest:
+    return replace(request(request_id, session_id="s"), append=True)
+
+
+def admitted(calls: DirectCalls) -> dict[str, list[str]]:
+    return {name: [r.request_id for r in engine.admitted] for name, engine in calls.engines.items()}
+
+
+@pytest.mark.parametrize("holder", ["a", "b"])
+def test_what_is_appended_runs_where_the_session_is(holder: str) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        calls.engines[holder].sessions[KEY] = 5.0
+        await tokens(client, appended("one.0"))
+        (other,) = {"a", "b"} - {holder}
+        calls.engines[other].sessions[KEY] = 7.0  # an older copy
+        await tokens(client, appended("two.0"))
+        assert admitted(calls) == {holder: ["one.0", "two.0"], other: []}
+
+    run(scenario)
+
+
+def test_nothing_is_appended_to_a_session_that_no_replica_has() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        with pytest.raises(SessionNotFound) as refusal:
+            await tokens(client, replace(appended("one.0"), session_id="public:s"))
+        assert "'s'" in str(refusal.value)
+        assert admitted(calls) == {"a": [], "b": []}
+
+    run(scenario)
+
+
+def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "QUERY_TIMEOUT_S", 0.05)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        calls.hang_queries = True
+        with pytest.raises(ReplicaUnavailable):
+            await client.query(GetSession(KEY))
+        with pytest.raises(ReplicaUnavailable):
+            await tokens(client, appended("one.0"))
+
+    run(scenario)
+
+
+def test_questions_reach_every_replica_and_none_that_is_gone() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        calls.engines["b"].sessions[KEY] = 1.0
+        assert await client.query(GetSession(KEY)) == {"a": None, "b": {"idle_s": 1.0}}
+        assert await client.query(DeleteSession(KEY)) == {"a": False, "b": True}
+        assert await client.query(GetSession(KEY), replica_id="b") == {"b": None}
+        calls.kill("a")
+        with pytest.raises(ReplicaUnavailable):  # it may have had the session
+            await client.query(GetSession(KEY))
+        client.set_replicas(("b",))
+        assert await client.query(GetSession(KEY)) == {"b": None}
+        with pytest.raises(ReplicaUnavailable):
+            await client.query(GetSession(KEY), replica_id="a")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("home", ["a", "b"])
+def test_a_fork_s_first_turn_runs_where_it_was_made(home: str) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        for index in range(4):
+            client.place_fork(("", f"f{index}"), home)
+            await tokens(client, request(f"{index}.0", session_id=f"f{index}"))
+        assert len(admitted(calls)[home]) == 4
+
+    run(scenario)
+
+
+def test_a_session_that_moves_leaves_nothing_behind() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        await tokens(client, request("one.0", session_id="s"))
+        (home,) = [name for name, ids in admitted(calls).items() if ids]
+        (other,) = {"a", "b"} - {home}
+        calls.engines[home].sessions[KEY] = 1.0
+        for _ in range(40):  # as busy as it can be
+            client._chooser.select_and_reserve([1], exclude=[other])
+        await tokens(client, request("two.0", session_id="s"))
+        assert admitted(calls)[other] == ["two.0"]
+        await until(lambda: not calls.engines[home].sessions)
+        assert not calls.engines[other].queries  # where it lives now nothing is deleted
+
+    run(scenario)
+
+
+def test_homes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_homes, "MAX_HOMES", 3)
+    homes = session_homes.SessionHomes()
+    for index in range(5):
+        homes.note_fork(("", f"{index}"), "a")
+    assert [homes.fork_home(("", f"{index}")) for index in range(5)] == [None, None, "a", "a", "a"]
+    assert homes.move(("", "4"), "b") == "a"
+    assert homes.move(("", "4"), "b") is None
+    assert homes.fork_home(("", "4")) is None
