@@ -259,7 +259,25 @@ class ForestMachine(RuleBasedStateMachine):
         if path.num_tokens == len(ids):
             ids.append(token)
             self.forest.extend(path, ids, len(ids))
-        start, end = path.num_tokens, min(len(ids), path.num_tokens + num_tokens)
+        self.write_checked(path, ids, min(len(ids), path.num_tokens + num_tokens))
+
+    @rule(
+        data=st.data(),
+        kept=st.sampled_from([0.3, 0.6, 1.0, 1.0]),
+        more=st.lists(st.integers(0, 1), max_size=9),
+        session=st.sampled_from([None, "a", "b", "c", "d", "e"]),
+    )
+    def turn(self, data: st.DataObject, kept: float, more: list[int], session: str | None) -> None:
+        """A whole turn: on the history of this session or of another, all of it or its beginning."""
+        history = data.draw(st.sampled_from([*self.sessions.values(), []]))
+        ids = [*history[: int(len(history) * kept)], *more][: 4 * PAGE_SIZE]
+        path = self.forest.open_path("")
+        self.forest.extend(path, ids, len(ids))
+        self.write_checked(path, ids, len(ids))
+        self.released(path, ids, "", session)
+
+    def write_checked(self, path: Path, ids: list[int], end: int) -> None:
+        start = path.num_tokens
         if start == end:
             return
         available = self.forest.num_available
@@ -285,6 +303,9 @@ class ForestMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, session: str | None) -> None:
         index = data.draw(st.integers(0, len(self.running) - 1))
         path, ids, salt = self.running.pop(index)
+        self.released(path, ids, salt, session)
+
+    def released(self, path: Path, ids: list[int], salt: str, session: str | None) -> None:
         kept = ids[: path.num_tokens]
         if kept:
             self.resident[salt, tuple(kept)] = self.num_evicted
