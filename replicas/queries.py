@@ -63,7 +63,7 @@ def num_resident(forest: PrefixForest, salt: str, ids: list[int]) -> int:
     node: Node = path.root
     position = 0
     while position < len(ids):
-        position += _num_common(node.tokens[position - node.start :], ids[position : node.end])
+        position += _num_common(node.tokens, ids[position : node.end])  # it begins here
         child = node.children.get((position, ids[position])) if position < len(ids) else None
         if child is None:
             break

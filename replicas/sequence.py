@@ -24,7 +24,7 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     path: Path | None = None  # None while it waits
     num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
-    computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt; see `note_computed`
+    computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, in order, apart
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
@@ -48,17 +48,15 @@ class Sequence:
                 counts.add(token_id)
 
     def note_computed(self, start: int, end: int) -> None:
-        """Rows [start, end) of the prompt were computed, before its first output token; they come in order."""
+        """Rows [start, end) of the prompt were computed, before its first output token."""
         end = min(end, self.num_prompt)
         if self.num_output or start >= end:
             return
-        if self.computed and start <= self.computed[-1][1]:
-            while self.computed and start <= self.computed[-1][0]:  # suspended, and begun again further back
-                end = max(end, self.computed.pop()[1])
-            if self.computed and start <= self.computed[-1][1]:
-                first, last = self.computed.pop()
-                start, end = first, max(end, last)
-        self.computed.append((start, end))
+        before = [each for each in self.computed if each[1] < start]
+        after = [each for each in self.computed if each[0] > end]  # suspended, and begun again further back
+        met = self.computed[len(before) : len(self.computed) - len(after)]
+        merged = (min(start, met[0][0]), max(end, met[-1][1])) if met else (start, end)
+        self.computed = [*before, merged, *after]
 
     def take_usage(self) -> PromptUsage | None:
         """The prompt's usage, for the first event only."""

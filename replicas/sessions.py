@@ -37,12 +37,14 @@ class Sessions:
         ttl_s: float,
         max_sessions: int,
         max_tokens: int,
+        on_drop: Callable[[SessionKey], None] = lambda key: None,
     ) -> None:
         self._encode = encode
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
+        self._on_drop = on_drop  # told of every session that is forgotten
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self._queued: dict[str, TokenLog] = {}  # by request id
@@ -135,9 +137,9 @@ class Sessions:
             return False
         self._forget_ids(log)
         if log.running is None:
-            del self._log_by_key[key]
+            self._drop(key, log)
         else:
-            log.running.is_deleted = True
+            log.running.is_deleted = True  # dropped when its turn ends
         return True
 
     def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
@@ -260,6 +262,7 @@ class Sessions:
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]
         self._num_tokens -= len(log.ids)
+        self._on_drop(key)
 
     def _forget_ids(self, log: TokenLog) -> None:
         self._num_tokens -= len(log.ids)

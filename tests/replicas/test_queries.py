@@ -14,6 +14,7 @@ from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.explanations import MAX_EXPLANATIONS
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer, num_resident
 from mneme.replicas.request import SamplingParams
+from mneme.replicas.sequence import Sequence
 from tests.replicas.fake_runner import continuation
 from tests.replicas.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
 
@@ -191,3 +192,20 @@ def test_a_loop_returns_errors_and_outlives_questions(caplog: pytest.LogCaptureF
     finally:
         loop.stop()
     assert "query failed" in caplog.text
+
+
+@given(st.lists(st.tuples(st.integers(0, 24), st.integers(1, 6)), max_size=8))
+def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]]) -> None:
+    """Chunks follow each other, skip what was found, or begin again further back after a suspension."""
+    sequence = Sequence(request=make_request("r", [1]), ids=[1] * 20, num_prompt=20, max_tokens=4, arrival=0)
+    expected: set[int] = set()
+    for start, count in rows:
+        sequence.note_computed(start, start + count)
+        expected.update(range(start, min(start + count, 20)))
+    listed = [position for start, end in sequence.computed for position in range(start, end)]
+    assert sorted(listed) == sorted(expected)
+    if expected:
+        assert sequence.usage == (20, 20 - len(expected))
+    sequence.append(1)
+    sequence.note_computed(0, 20)  # after a suspension in decode: no longer the prompt's first computation
+    assert [position for start, end in sequence.computed for position in range(start, end)] == listed

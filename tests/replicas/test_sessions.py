@@ -207,6 +207,9 @@ def test_after_an_edit_the_log_is_what_was_said_last() -> None:
     answer(sessions, edited, [2000], "!")
     assert log_of(sessions)[-1] == 2000
     assert 1001 not in log_of(sessions)
+    next_turn = turn("next", "s", f"{edited.prompt_text}!?")
+    assert sessions.begin(next_turn) == [*log_of(sessions), ord("?")]
+    sessions.end(next_turn, None)
     old = turn("old", "s", text)  # what the first client still has: matched up to where both agree
     assert sessions.begin(old) == log_of(sessions)[: log_of(sessions).index(1000) + 1] + encode(
         text.partition("<answer 0>")[2]
@@ -215,12 +218,15 @@ def test_after_an_edit_the_log_is_what_was_said_last() -> None:
 
 def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
     """A tokenizer of whole words: where a prompt ended in the middle of one, its own tokens have no seam."""
-    vocabulary = {"br": 1, "oom": 2, "broom": 3}
+    vocabulary = {"br": 1, "oom": 2, "broom": 3, "er": 4}
     sessions, _ = make()
     sessions._encode = lambda text: [vocabulary[text]]
     first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
     answer(sessions, first, [7], "own")
-    assert sessions.begin(replace(turn("2", "s", "broom"), prompt_token_ids=(3,))) == [3]
+    broom = replace(turn("2", "s", "broom"), prompt_token_ids=(3,))
+    assert sessions.begin(broom) == [3]
+    sessions.end(broom, None)
+    assert sessions.begin(replace(turn("3", "s", "browner"), prompt_token_ids=(5,))) == [1, 7, 4]  # an answer stands
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=8), st.text("ab", max_size=12))
