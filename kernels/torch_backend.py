@@ -175,25 +175,36 @@ def _is_finite(x: Tensor) -> bool:
 def _row_by_row(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
     """Each row over the keys that it sees and no others.
 
-    Rows of several sequences go through a mixed tile, and one sequence may have broken numbers in tokens that the masks
-    of the others hide. A weight of 0 would not keep those out (0 x NaN is NaN).
+    A mixed tile may hold broken numbers that some of its rows do not see: tokens of another sequence, or of positions
+    to come. A weight of 0 would not keep those out (0 x NaN is NaN).
     """
     assert tile.bias is not None  # a mixed tile hides something
+    num_pieces = block.num_pieces
     slots = tile.slots
     if isinstance(slots, slice):
         slots = torch.arange(slots.start, slots.stop, device=queries.device)
+    by_piece = queries.view(-1, num_pieces, *queries.shape[1:])
     parts = []
-    for row, (rows, bias) in enumerate(zip(torch.split(queries, pool.num_groups, 1), tile.bias[0, :, 0], strict=True)):
-        seen = torch.cat((bias.new_ones(tile.bias_start, dtype=torch.bool), bias == 0)).nonzero().flatten()
-        if not len(seen):
-            parts.append((torch.zeros_like(rows), rows.new_full(rows.shape[:2], UNSEEN_SCORE)))
-            continue
-        position = None if tile.key_position is None else tile.key_position[:, row : row + 1, :, seen]
-        effective = None if block.effective is None else block.effective[:, row : row + 1]
-        alone = Tile(slots[seen], len(seen), None, 0, position, is_mixed=False)
-        parts.append(_tile_attention(rows, pool, block._replace(effective=effective), alone))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, 1), torch.cat(lses, 1)
+    for piece, (own, bias) in enumerate(zip(slots.view(num_pieces, -1), tile.bias[:, :, 0], strict=True)):
+        for row, rows in enumerate(torch.split(by_piece[:, piece], pool.num_groups, 1)):
+            seen = torch.cat((bias.new_ones(tile.bias_start, dtype=torch.bool), bias[row] == 0)).nonzero().flatten()
+            parts.append(_row_alone(rows, pool, block, tile, piece, row, own, seen))
+    outs, lses = (torch.stack(part, 1) for part in zip(*parts, strict=True))  # [Hkv, n * R, G, ...]
+    return outs.view(queries.shape), lses.view(queries.shape[:2])
+
+
+def _row_alone(
+    rows: Tensor, pool: _Pool, block: Block, tile: Tile, piece: int, row: int, slots: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One row's [Hkv, G, D] over the keys `seen` of its piece."""
+    if not len(seen):
+        return torch.zeros_like(rows), rows.new_full(rows.shape[:2], UNSEEN_SCORE)
+    position = tile.key_position
+    if position is not None:
+        position = position[piece : piece + 1, row if position.shape[1] > 1 else 0][:, None, :, seen]
+    effective = None if block.effective is None else block.effective[piece : piece + 1, row : row + 1]
+    alone = Tile(slots[seen], len(seen), None, 0, position, is_mixed=False)
+    return _tile_attention(rows, pool, block._replace(num_pieces=1, effective=effective), alone)
 
 
 def _add_bias(scores: Tensor, pool: _Pool, block: Block, tile: Tile) -> None:

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     bias: Tensor | None  # float32 [n, R, 1, L - bias_start]: 0 or UNSEEN_SCORE; None: all pairs are visible
     bias_start: int  # columns before this one are visible to every row
     key_position: Tensor | None  # float32 [n, 1 or R, 1, L]; for ALiBi only
-    is_mixed: bool  # some row's mask hides a key that another row's mask shows
+    is_mixed: bool  # a key is hidden from one row of a piece and visible to another
 
 
 class Repeats(NamedTuple):
@@ -172,7 +172,7 @@ class _Builder:
             start = int(whole_columns.argmin())
             bias = self._float(np.where(visible[:, :, None, start:], np.float32(0), np.float32(UNSEEN_SCORE)))
         positions = self._float(key_position[:, :, None]) if self.with_alibi else None
-        is_mixed = key_position.shape[1] > 1 and bool((key_position == FREE_SLOT_POSITION).any())
+        is_mixed = bias is not None and bool((visible.any(1) & ~visible.all(1)).any())
         return Tile(self._selector(slots.ravel()), slots.shape[1], bias, start, positions, is_mixed)
 
     def _out_rows(self, rows: IntArray) -> tuple[slice | Tensor, Repeats | None]:
