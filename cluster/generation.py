@@ -119,6 +119,10 @@ async def _close(events: AsyncIterator[TokenEvent]) -> None:
 
 
 def _failure(event: TokenEvent) -> MnemeError:
+    if event.refusal is not None:
+        if isinstance(event.refusal, InvalidRequest):
+            event.refusal.request_id = event.request_id
+        return event.refusal
     if event.finish_reason == "abort":
         return ReplicaUnavailable(event.error or "the replica stopped")
     return MnemeError(event.error or "the engine failed")

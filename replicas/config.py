@@ -30,7 +30,7 @@ class EngineConfig:
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session
-    max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each, and their text
+    max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
 
     def __post_init__(self) -> None:
         if self.page_size not in (16, 32, 64):

@@ -276,11 +276,11 @@ class Engine:
                 assert ids is not None, "the turn is this request's"
                 self._start(request, ids)
             except Exception as error:
-                known = isinstance(error, MnemeError)
-                if not known:
+                refusal = error if isinstance(error, MnemeError) else None
+                if refusal is None:
                     log.exception("start failed request_id=%s", request.request_id)
-                message = str(error) if known else "the engine could not take the request"
-                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, message))
+                message = str(refusal or "the engine could not take the request")
+                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, message, refusal))
                 unstarted.extend(self.sessions.end(request, None))
 
     def _encode(self, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mneme.errors import InvalidRequest
+from mneme.errors import InvalidRequest, MnemeError
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -117,6 +117,9 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[Logprobs, ...] | None
     usage: PromptUsage | None  # only in the first event
     error: str | None = None  # only with finish_reason "error": what to tell the client
+    refusal: MnemeError | None = (
+        None  # where that is because of the request: it waited for its session, then could not run
+    )
 
 
 class StepMessage(NamedTuple):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
 from mneme.cluster.protocol import MAX_TTL_S
-from mneme.errors import ReplicaUnavailable
-from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api_client, serving
+from mneme.errors import ReplicaUnavailable, SessionNotFound
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api_client, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
 Scenario = Callable[[httpx.AsyncClient, FakeEngineClient], Awaitable[None]]
@@ -259,3 +261,16 @@ def test_the_first_name_given_counts(name: str) -> None:
         assert engine.requests[0].session_id == f"public:{name}"
 
     run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_waited_and_then_could_not_run_is_refused_as_it_would_have_been_at_once(stream: bool) -> None:
+    class Late(FakeEngineClient):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
+            refusal = pickle.loads(pickle.dumps(SessionNotFound("session_id", "s")))  # it comes from another process
+            yield TokenEvent(requests[0].request_id, (), "error", None, None, str(refusal), refusal)
+
+    body = {**CHAT, "stream": stream, "session": {"id": "s", "append": True}}
+    response = post("/v1/chat/completions", body, engine=Late(TOKENIZER))
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "session_not_found")
+    assert response.json()["error"]["param"] == "session_id"

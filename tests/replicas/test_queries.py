@@ -161,9 +161,9 @@ def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() ->
     engine.submit(make_request("two.0", [4], session_id=KEY[1], append=True))
     answer(engine, DeleteSession(KEY))
     events = run(engine)
-    (error,) = [event.error for event in events if event.request_id == "two.0"]
-    assert error is not None
-    assert "no such session" in error
+    (event,) = [event for event in events if event.request_id == "two.0"]
+    assert "no such session" in (event.error or "")
+    assert isinstance(event.refusal, SessionNotFound)
     with pytest.raises(SessionNotFound):
         engine.submit(make_request("three.0", [4], session_id=KEY[1], append=True))
     assert len(engine.sessions) == 0

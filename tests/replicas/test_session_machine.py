@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.queries import DeleteSession, ForkSession, GetSession, answer
@@ -181,5 +181,13 @@ class SessionMachine(RuleBasedStateMachine):
             self.begin(name, turns[0])
 
 
-TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_sessions_against_a_dictionary() -> None:
+    run_state_machine_as_test(SessionMachine, settings=SETTINGS)
+
+
+@pytest.mark.slow
+def test_sessions_against_a_dictionary_at_length() -> None:
+    run_state_machine_as_test(SessionMachine, settings=settings(SETTINGS, max_examples=2000))
