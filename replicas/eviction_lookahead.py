@@ -14,6 +14,8 @@ from itertools import islice
 from mneme.replicas.eviction import Candidate, EvictionPolicy
 from mneme.replicas.eviction_heap import EvictionHeap
 
+_MAX_WINDOW = 256  # requests: a choice looks at no more, however long the queue is
+
 
 class LookaheadPolicy(EvictionPolicy):
     """`capacity` is the tier's, in pages."""
@@ -41,7 +43,7 @@ class LookaheadPolicy(EvictionPolicy):
 
     def _first_consumers(self) -> dict[Hashable, int]:
         """The candidates in the window, with the place in the queue of the first request that will use each."""
-        window = max(1, self._capacity * len(self.candidates) // self._num_pages)
+        window = min(max(1, self._capacity * len(self.candidates) // self._num_pages), _MAX_WINDOW)
         places: dict[Hashable, int] = {}
         for place, key in enumerate(islice(self._queue(), window)):
             if key in self.candidates:

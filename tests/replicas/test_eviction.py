@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -142,6 +142,23 @@ def test_lookahead_sees_as_many_requests_as_runs_of_mean_size_fit_the_tier() -> 
     victim = policy.choose()
     assert victim is not None
     assert victim.candidate.key == "k2"  # the third in the queue is past the window: it goes before k3, by its last use
+
+
+def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
+    num_read = 0
+
+    def queue() -> Iterator[str]:
+        nonlocal num_read
+        for index in range(100_000):
+            num_read += 1
+            yield f"k{index}"
+
+    policy = LookaheadPolicy(10**9)
+    policy.set_queue(queue)
+    offer(policy, "k50000", 1, 0.0)
+    offer(policy, "k3", 1, 0.0)
+    assert [key for key, _ in order(policy)] == ["k50000", "k3"]
+    assert num_read <= 2 * 256
 
 
 def test_a_heap_keeps_few_stale_entries() -> None:

@@ -1,0 +1,197 @@
+"""Multi-turn sessions against the prefix forest alone, in simulated time: no tensors, no model, the forest's own code.
+
+A session begins with one of a few system prompts, then takes turns: it asks, waits for a free place, is answered,
+thinks, asks again with the whole history. A turn holds its pages, those of its answer too, for as long as the model
+would take: uncached prompt tokens at the rate of prefill, then the answer at the rate of decode.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mneme.replicas.eviction_policies import PolicyName, make_policy
+from mneme.replicas.forest import OutOfPages, PrefixForest
+from mneme.replicas.forest_nodes import Path
+from mneme.replicas.forest_owners import Owner
+
+PAGE_SIZE = 32
+_VOCAB = list(range(32_000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceShape:
+    """Means of exponential draws, but for `num_turns`, which is geometric."""
+
+    num_sessions: int
+    sessions_per_s: float = 1.0
+    num_turns: float = 7.58  # ShareGPT as in Pensieve 6.1: turns, tokens asked, tokens answered
+    tokens_in: float = 31.26
+    tokens_out: float = 180.44
+    max_context: int = 2048  # a session ends before it outgrows this
+    think_s_per_token: float = 0.1
+    min_think_s: float = 5.0
+    num_system_prompts: int = 4
+    system_tokens: int = 256
+
+
+class Turn(NamedTuple):
+    asked: list[int]
+    answer: list[int]
+    think_s: float  # before the next turn
+
+
+class SessionTrace(NamedTuple):
+    owner: Owner
+    begins_s: float
+    system_prompt: list[int]
+    turns: list[Turn]
+
+
+def make_trace(shape: TraceShape, seed: int) -> list[SessionTrace]:
+    """Sessions in order of arrival (Poisson); the same for every policy."""
+    rng = random.Random(seed)
+    prompts = [rng.choices(_VOCAB, k=shape.system_tokens) for _ in range(shape.num_system_prompts)]
+    weights = [1 / (rank + 1) for rank in range(len(prompts))]
+    begins_s, sessions = 0.0, []
+    for index in range(shape.num_sessions):
+        begins_s += rng.expovariate(shape.sessions_per_s)
+        prompt = rng.choices(prompts, weights)[0]
+        turns = _turns(shape, rng, shape.max_context - len(prompt))
+        sessions.append(SessionTrace(("", f"s{index}"), begins_s, prompt, turns))
+    return sessions
+
+
+def _turns(shape: TraceShape, rng: random.Random, room: int) -> list[Turn]:
+    turns: list[Turn] = []
+    while not turns or rng.random() < 1 - 1 / shape.num_turns:
+        num_in = 1 + int(rng.expovariate(1 / shape.tokens_in))
+        num_out = 1 + int(rng.expovariate(1 / shape.tokens_out))
+        room -= num_in + num_out
+        if room < 0 and turns:
+            break
+        think_s = max(shape.min_think_s, shape.think_s_per_token * num_out)
+        turns.append(Turn(rng.choices(_VOCAB, k=num_in), rng.choices(_VOCAB, k=num_out), think_s))
+    return turns
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Sums over all turns."""
+
+    num_turns: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    waited_s: float = 0.0  # for a place or for pages
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found_tokens / self.prompt_tokens
+
+    def count(self, num_prompt: int, num_found: int, waited_s: float) -> None:
+        self.num_turns += 1
+        self.prompt_tokens += num_prompt
+        self.found_tokens += num_found
+        self.waited_s += waited_s
+
+
+class _Asked(NamedTuple):
+    """A turn from the question to the end of its answer."""
+
+    session: SessionTrace
+    number: int  # of the turn, from 0
+    prompt: list[int]
+
+    @property
+    def turn(self) -> Turn:
+        return self.session.turns[self.number]
+
+
+class _Answered(NamedTuple):
+    asked: _Asked
+    path: Path
+
+
+class Simulator:
+    """One replica of `num_places` running turns."""
+
+    def __init__(
+        self,
+        trace: list[SessionTrace],
+        num_pages: int,
+        eviction: PolicyName,
+        *,
+        num_places: int = 32,
+        prefill_tokens_per_s: float = 4000.0,
+        decode_tokens_per_s: float = 50.0,  # of one sequence
+    ) -> None:
+        self._num_places = num_places
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._decode_tokens_per_s = decode_tokens_per_s
+        self._now_s = 0.0
+        self._forest = PrefixForest(
+            num_pages,
+            PAGE_SIZE,
+            policy=make_policy(eviction, self._clock, num_pages),
+            clock=self._clock,
+            max_owners=len(trace),
+        )
+        self._forest.look_ahead(lambda: (asked.session.owner for _, asked in self._waiting))
+        self._waiting: deque[tuple[float, _Asked]] = deque()  # since when
+        self._num_running = 0
+        self._serials = itertools.count()
+        self._events: list[tuple[float, int, _Asked | _Answered]] = []
+        self._outcome = Outcome()
+        for session in trace:
+            self._at(session.begins_s, _Asked(session, 0, session.system_prompt + session.turns[0].asked))
+
+    def run(self) -> Outcome:
+        """Play the whole trace. Raises `OutOfPages` if a turn cannot run even alone."""
+        while self._events:
+            self._now_s, _, event = heapq.heappop(self._events)
+            if isinstance(event, _Asked):
+                self._waiting.append((self._now_s, event))
+            else:
+                self._end(event)
+            while self._waiting and self._num_running < self._num_places and self._begin(*self._waiting[0]):
+                self._waiting.popleft()
+                self._num_running += 1
+            if self._waiting and not self._num_running:
+                raise OutOfPages
+        self._forest.check()
+        return self._outcome
+
+    def _clock(self) -> float:
+        return self._now_s
+
+    def _at(self, when_s: float, event: _Asked | _Answered) -> None:
+        heapq.heappush(self._events, (when_s, next(self._serials), event))
+
+    def _begin(self, since_s: float, asked: _Asked) -> bool:
+        """Take the pages of a turn and plan its end; False if they do not fit now."""
+        forest, prompt, turn = self._forest, asked.prompt, asked.turn
+        ids = prompt + turn.answer
+        path = forest.open_path("")
+        found = min(forest.extend(path, prompt, len(prompt)), len(prompt) - 1)
+        forest.extend(path, ids, len(ids))
+        if forest.num_new_pages(path, ids, len(ids)) > forest.num_available:
+            forest.release(path)
+            return False
+        forest.write(path, ids, len(ids))
+        forest.drain_fresh()
+        self._outcome.count(len(prompt), found, self._now_s - since_s)
+        prefill_s = (len(prompt) - found) / self._prefill_tokens_per_s
+        self._at(self._now_s + prefill_s + len(turn.answer) / self._decode_tokens_per_s, _Answered(asked, path))
+        return True
+
+    def _end(self, answered: _Answered) -> None:
+        (session, number, prompt), turn = answered.asked, answered.asked.turn
+        self._forest.release(answered.path, session.owner)
+        self._num_running -= 1
+        if number + 1 < len(session.turns):
+            history = prompt + turn.answer
+            self._at(self._now_s + turn.think_s, _Asked(session, index + 1, history + session.turns[index + 1].asked))
