@@ -7,6 +7,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from mneme.kernels.plan import Plan
+from mneme.kernels.triton_step import version_of
 from mneme.kernels.work_list import WorkList
 
 _IntArray = npt.NDArray[np.int64]
@@ -16,19 +17,21 @@ def check_reach(plan: Plan, slot_position: Tensor, num_positions: int, window: i
     """Raise ValueError for a row that sees a key under a delta which takes it to `num_positions` or beyond.
 
     Positions and deltas alone accept almost every step. Only where they do not, `slot_position` is read back, once
-    per plan, to see whether such a row sees anything.
+    per plan and state of it, to see whether such a row sees anything.
     """
     work = plan.work
     if not len(work.delta) or plan.position.max() - work.delta.min() < num_positions:
         return
     key = ("triton", "reach", num_positions, window)
-    if key in plan.prepared:
+    version = version_of(slot_position)
+    checked: tuple[Tensor, int | None] | None = plan.prepared.get(key)
+    if checked is not None and checked[0] is slot_position and checked[1] == version:
         return
     effective = plan.position[_row_of_delta(work)] - work.delta
     beyond = np.flatnonzero(effective >= num_positions)
     if len(beyond):
         _check_visible(plan, beyond, effective, slot_position.cpu().numpy(), num_positions, window)
-    plan.prepared[key] = True
+    plan.prepared[key] = (slot_position, version)
 
 
 def _row_of_delta(work: WorkList) -> _IntArray:

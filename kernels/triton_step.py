@@ -23,6 +23,14 @@ _KEYS_PER_PROGRAM = 1024
 _STAGING_BUFFERS = 2
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """A number that grows when a tensor is written.
+
+    Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 class DeviceStep:
     """The buffers of one device. They grow by half at least, so a server soon stops growing them."""
 
@@ -49,15 +57,23 @@ class DeviceStep:
 
     def prepare(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:
         """Bring the buffers to a plan; does nothing for the second layer of a step."""
-        # Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
-        version = None if slot_position.is_inference() else slot_position._version
+        version = version_of(slot_position)
         is_new = self._plan is not plan or self._last is None or self._last[1] != grid
-        if is_new:
-            self._upload(plan, grid)
-        elif self._placed is not None and self._placed[0] is slot_position and self._placed[1] == version:
+        if not is_new and self._placed is not None and self._placed[0] is slot_position and self._placed[1] == version:
             return
-        self._place_keys(plan, slot_position)
+        try:
+            if is_new:
+                self._upload(plan, grid)
+            self._place_keys(plan, slot_position)
+        except BaseException:
+            self._forget()
+            raise
         self._plan, self._placed = plan, (slot_position, version)
+
+    def _forget(self) -> None:
+        """Nobody knows what the buffers hold: the next plan is uploaded whole, from staging memory of its own."""
+        self._packed = self._last = self._plan = self._placed = self.staged = None
+        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
 
     def round_up(self) -> None:
         """Launch for numbers of tiles and merged rows that are powers of two, so that few numbers occur.

@@ -167,6 +167,31 @@ def test_a_decode_step_uploads_its_positions_only(triton_device: torch.device) -
     assert step.words.data_ptr() == words
 
 
+@pytest.mark.parametrize("method", ["_copy", "_place_keys"])
+@pytest.mark.parametrize("edit", ["rows", "append", "fresh"])
+def test_after_a_failed_upload_the_next_one_is_whole(triton_device: torch.device, method: str, edit: str) -> None:
+    """Whatever was to change, neither the plan that failed nor the one before it meets what half an upload left."""
+    scene = forest_scene(torch.float32, 64, 16, 2)
+    placed, plan = on(triton_device, scene), scene.plan(share="always")
+    attend_triton(placed, plan)
+    moved = QueryRows(plan.sequence, plan.position + 1)
+    changed = {
+        "rows": lambda: plan.with_rows(moved),
+        "append": lambda: plan.append_page(1, 9).with_rows(moved),
+        "fresh": lambda: scene.plan(tables=[[PageRef(4)], [PageRef(0), PageRef(5)], [PageRef(6)]], rows=moved),
+    }[edit]()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of pinned memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_step.DeviceStep, method, fail)
+        with pytest.raises(RuntimeError, match="out of pinned memory"):
+            attend_triton(placed, changed)
+    for each in (changed, plan, changed):
+        assert_close(attend_triton(placed, each), scene.attend(each, backend="reference"))
+
+
 def test_own_buffers_keep_a_plan_while_others_run(triton_device: torch.device) -> None:
     """What a graph that was captured inside the block would read is still there."""
     scene = forest_scene(torch.float32, 64, 16, 2)
@@ -205,6 +230,22 @@ def test_a_position_out_of_the_table_is_refused_only_if_it_sees_something(triton
         attend_triton(
             replace(scene, q=scene.q[:2]), scene.plan(tables=[[PageRef(0)], [PageRef(13), PageRef(1)]], rows=rows)
         )
+
+
+def test_the_reach_is_checked_again_when_positions_have_changed(triton_device: torch.device) -> None:
+    scene = forest_scene(torch.float32, 64, 16, 2)
+    hidden = torch.full_like(scene.slot_position, 2**30)
+    rows = QueryRows([0, 1], [79, 320])
+    plan = scene.plan(tables=[[PageRef(0)], [PageRef(1)]], rows=rows)
+    placed = on(triton_device, replace(scene, q=scene.q[:2], slot_position=hidden))
+    _, lse = attend_triton(placed, plan)
+    assert torch.isneginf(lse[1]).all()
+    with pytest.raises(ValueError, match=r"^rows: a visible pair is 320 apart"):  # another tensor
+        attend_triton(replace(placed, slot_position=scene.slot_position.to(triton_device)), plan)
+    attend_triton(placed, plan)
+    placed.slot_position[16] = 0
+    with pytest.raises(ValueError, match=r"^rows: a visible pair is 320 apart"):  # the same, written since
+        attend_triton(placed, plan)
 
 
 def test_without_the_interpreter_cpu_tensors_are_refused_and_auto_does_not_choose_it(
