@@ -194,4 +194,5 @@ class Simulator:
         self._num_running -= 1
         if number + 1 < len(session.turns):
             history = prompt + turn.answer
-            self._at(self._now_s + turn.think_s, _Asked(session, index + 1, history + session.turns[index + 1].asked))
+            question = session.turns[number + 1].asked
+            self._at(self._now_s + turn.think_s, _Asked(session, number + 1, history + question))
