@@ -55,6 +55,7 @@ Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
 _logger = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_SLOTS = 2**31 - 1  # compiled code counts slots in 32 bits
 _Attention = Callable[..., tuple[Tensor, Tensor]]  # of the arguments of `attend` but the backend
 
 
@@ -77,10 +78,11 @@ def attend(
     The key in slot s, under a reference with delta d, is visible to a row at position m iff its mask bit is set,
     `slot_position[s] + d <= m` and, with a window, `slot_position[s] + d > m - window`.
 
-    q              [T, num_q_heads, head_dim]  un-rotated, in the order of the plan's rows
-    k_pages        [num_kv_heads, num_pages, page_size, head_dim]  keys rotated at `slot_position`
+    q              [T, num_q_heads, head_dim]  un-rotated, in the order of the plan's rows; any strides, copied where a
+                   row's heads do not follow each other
+    k_pages        [num_kv_heads, num_pages, page_size, head_dim]  keys rotated at `slot_position`; contiguous
     v_pages        like k_pages
-    slot_position  int32 [num_pages * page_size]  FREE_SLOT_POSITION where a slot holds no key
+    slot_position  int32 [num_pages * page_size]  FREE_SLOT_POSITION where a slot holds no key; contiguous
     rope           None for a model without rotary embedding
     softmax_scale  factor of q . k, before the cap
     window         positions a row sees, its own included
@@ -177,10 +179,13 @@ def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, slot_position: T
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("k_pages, v_pages: must be contiguous")
     num_pages = k_pages.shape[1]
-    if slot_position.dtype != torch.int32 or slot_position.shape != (num_pages * page_size,):
+    num_slots = num_pages * page_size
+    if num_slots > _MAX_SLOTS:
+        raise ValueError(f"k_pages: a pool has at most {_MAX_SLOTS} slots (got {num_pages} pages of {page_size})")
+    if slot_position.dtype != torch.int32 or slot_position.shape != (num_slots,) or not slot_position.is_contiguous():
         raise ValueError(
-            f"slot_position: must be int32 of shape ({num_pages * page_size},) "
-            f"(got {slot_position.dtype}, {tuple(slot_position.shape)})"
+            f"slot_position: must be int32 of shape ({num_slots},), contiguous "
+            f"(got {slot_position.dtype}, {tuple(slot_position.shape)}, strides {slot_position.stride()})"
         )
     if plan.num_pages > num_pages:
         raise ValueError(f"plan: uses page {plan.num_pages - 1}, k_pages has {num_pages} pages")

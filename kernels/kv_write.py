@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels import native_kv
+from mneme.kernels.page_bounds import following
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.rope import RopeTable
 
@@ -30,12 +31,15 @@ def write_kv(
     is not 0
     k_pages, v_pages  [num_kv_heads, num_pages, page_size, head_dim]  one layer's pool, written in place
 
-    `slot_position` is for all layers; `mark_written` updates it once per step.
+    `slot_position` is for all layers; `mark_written` updates it once per step. Raises ValueError for shapes that do not
+    fit and for a rope that rotates more than head_dim.
     """
     if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
         raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
     if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
         raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
+    if rope is not None and rope.rotary_dim > k.shape[2]:
+        raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
     on_cuda = _write_kv_on_cuda() if k.is_cuda else None
     if on_cuda is not None:
         on_cuda(k, v, slots, positions, k_pages, v_pages, rope)
@@ -67,9 +71,11 @@ def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Ten
 
 def mark_written(slot_position: Tensor, slots: Tensor, positions: Tensor) -> None:
     """Note where the keys of these slots are rotated; once per step, before the first layer attends."""
-    slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
+    with following(slot_position, slots):
+        slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
 
 
 def mark_free(slot_position: Tensor, slots: Tensor) -> None:
     """Make slots invisible to everyone; to be called before a page is handed out again."""
-    slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)
+    with following(slot_position, slots):
+        slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)

@@ -158,5 +158,5 @@ def check_references(refs: References) -> None:
         raise ValueError(
             f"page_tables: page ids must be in [0, 2**31) (got {refs.page_id.min()}..{refs.page_id.max()})"
         )
-    if refs.delta.size and max(refs.delta.max(), -refs.delta.min()) >= MAX_ABS_POSITION:
+    if refs.delta.size and not -MAX_ABS_POSITION < refs.delta.min() <= refs.delta.max() < MAX_ABS_POSITION:
         raise ValueError(f"page_tables: deltas must lie within +-{MAX_ABS_POSITION}")

@@ -30,11 +30,22 @@ class RopeTable:
     """The rotation to every position in [0, 2 * max_position), computed in float64 and kept in float32.
 
     table   float32 [2 * max_position, 3, rotary_dim / 2]  cos, -sin, sin; each times the attention factor
-    (YaRN)
+    (YaRN); contiguous
+
+    Raises ValueError for any other table: compiled code reads it as it lies.
     """
 
     table: Tensor = field(repr=False)
     max_position: int
+
+    def __post_init__(self) -> None:
+        table = self.table
+        is_fit = table.dtype is torch.float32 and table.ndim == 3 and table.shape[1] == 3 and table.is_contiguous()
+        if not is_fit:
+            raise ValueError(
+                f"table: must be float32 of shape (num_positions, 3, rotary_dim / 2), contiguous "
+                f"(got {table.dtype}, {tuple(table.shape)}, strides {table.stride()})"
+            )
 
     @property
     def rotary_dim(self) -> int:

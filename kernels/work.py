@@ -196,7 +196,7 @@ def _bounds(counts: IntArray) -> npt.NDArray[np.int32]:
 
 
 def _int32(array: IntArray) -> npt.NDArray[np.int32]:
-    if array.size and max(array.max(), -array.min()) >= 2**31:
+    if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"page_tables: {array.size} entries of work are too many")
     return array.astype(np.int32)
 
