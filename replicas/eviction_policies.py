@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
+from mneme.errors import ConfigError, shown
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lfu import LfuPolicy
 from mneme.replicas.eviction_lookahead import LookaheadPolicy
@@ -15,9 +16,16 @@ PolicyName = Literal["lru", "lfu", "pensieve", "lookahead"]
 
 
 def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
-    """A policy for a tier of `capacity` pages; `clock` gives the seconds that `last_used_s` is in."""
+    """A policy for a tier of `capacity` pages; `clock` gives the seconds that `last_used_s` is in.
+
+    Raises `ConfigError` for another name.
+    """
     if name == "pensieve":
         return PensievePolicy(clock)
     if name == "lookahead":
         return LookaheadPolicy(capacity)
-    return LfuPolicy() if name == "lfu" else LruPolicy()
+    if name == "lfu":
+        return LfuPolicy()
+    if name == "lru":
+        return LruPolicy()
+    raise ConfigError(f"eviction: must be one of {', '.join(get_args(PolicyName))} (got {shown(name)})")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mneme.errors import ConfigError
 from mneme.replicas.eviction import Candidate, EvictionPolicy
 from mneme.replicas.eviction_heap import EvictionHeap
 from mneme.replicas.eviction_lfu import LfuPolicy
@@ -41,6 +42,11 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
     for index in range(1, 50, 4):  # again, of another size
         offer(policy, f"k{index}", index % 5 + 1, 3.0)
     assert sorted(key for key, _ in order(policy)) == sorted(f"k{index}" for index in range(1, 50, 2))  # type: ignore[type-var]
+
+
+def test_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead"):
+        make_policy("fifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
 
 
 def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:
