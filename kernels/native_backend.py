@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mneme.kernels.native_library import library
+from mneme.kernels.native_library import library, num_threads
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
@@ -107,7 +107,7 @@ def attend_native(
         out.data_ptr(),
         lse.data_ptr(),
         None if prepared.total is None else prepared.total.data_ptr(),
-        torch.get_num_threads(),
+        num_threads(),
     )
     return out, lse
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mneme.kernels.native_library import library
+from mneme.kernels.native_library import library, num_threads
 from mneme.kernels.rope import RopeTable
 
 _POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -81,7 +81,7 @@ def write_kv(
         None if rope is None else rope.table.data_ptr(),
         k.shape[0], num_pages * page_size, 0 if rope is None else rope.num_positions,
         num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, _DTYPE_NUMBERS[k.dtype],
-        torch.get_num_threads(),
+        num_threads(),
     )  # fmt: skip
     row = _function("mneme_write_kv")(ctypes.byref(write))
     if row >= 0:

@@ -26,6 +26,8 @@ import time
 from functools import cache
 from pathlib import Path
 
+import torch
+
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent
@@ -49,6 +51,23 @@ def library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or str(error)
         log.warning("the CPU kernels could not be built, torch is used instead: %s", detail.strip()[-2000:])
         return None
+
+
+def num_threads() -> int:
+    """How many threads a kernel may use: as many as torch, but one in a forked process.
+
+    There GCC's OpenMP would wait forever for threads of the parent that the fork did not copy.
+    """
+    return 1 if _is_forked else torch.get_num_threads()
+
+
+def _mark_forked() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+_is_forked = False
+os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_compiler() -> tuple[str, ...] | None:

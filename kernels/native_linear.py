@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native_library import library
+from mneme.kernels.native_library import library, num_threads
 
 _PANEL = 32  # output features that are kept side by side
 _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
@@ -41,8 +41,13 @@ class PackedLinear:
     """See `Linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [N, K], float32 or bfloat16, copied; bias [N]."""
+        """weight [N, K], float32 or bfloat16, copied; bias [N]. Raises ValueError for others."""
+        if weight.ndim != 2 or not can_pack(weight):
+            raise ValueError(f"weight: must be a matrix that can be packed (got {weight.dtype} {tuple(weight.shape)})")
         self._num_features, self._num_inputs = weight.shape
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
+            got = f"got {tuple(bias.shape)} on {bias.device}"
+            raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU ({got})")
         self._packed = _pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         self._dtype = weight.dtype
@@ -58,17 +63,18 @@ class PackedLinear:
         self._pointer = ctypes.addressof(self._struct)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        num_rows, num_inputs = x.shape
-        if num_inputs != self._num_inputs or x.dtype is not self._dtype:
-            raise ValueError(
-                f"x: must be {self._dtype} [T, {self._num_inputs}], as the weight is (got {x.dtype} {tuple(x.shape)})"
-            )
+        if x.dtype is not self._dtype or x.ndim != 2 or x.shape[1] != self._num_inputs or not x.is_cpu:
+            wanted, got = f"{self._dtype} [T, {self._num_inputs}] on the CPU", f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ValueError(f"x: must be {wanted}, as the weight is (got {got})")
+        if out_dtype is not None and out_dtype is not torch.float32 and out_dtype is not self._dtype:
+            raise ValueError(f"out_dtype: must be float32 or {self._dtype}, as the weight is (got {out_dtype})")
+        num_rows = x.shape[0]
         if self._padding or x.stride(1) != 1:
             x = F.pad(x, (0, self._padding)).contiguous()
         y = x.new_empty((num_rows, self._num_features), dtype=out_dtype)
         self._call(
             self._pointer, x.data_ptr(), num_rows, x.stride(0), y.data_ptr(),
-            out_dtype is torch.float32, torch.get_num_threads(),
+            out_dtype is torch.float32, num_threads(),
         )  # fmt: skip
         return y
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mneme.kernels.native_library import library
+from mneme.kernels.native_library import library, num_threads
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _POINTER, _COUNT, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = x.new_empty(x.shape)
     _function("mneme_rms_norm")(
         rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
-        eps, x.dtype is torch.bfloat16, torch.get_num_threads(),
+        eps, x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 
@@ -46,7 +46,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     out = torch.empty_like(hidden)
     _function("mneme_add_rms_norm")(
         hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
-        weight.shape[0], eps, hidden.dtype is torch.bfloat16, torch.get_num_threads(),
+        weight.shape[0], eps, hidden.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return hidden, out
 
@@ -57,7 +57,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(num_rows, count)
     _function("mneme_gated")(
         gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
-        gate_up.dtype is torch.bfloat16, torch.get_num_threads(),
+        gate_up.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 
@@ -67,7 +67,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, count = logits.shape
     index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     _function("mneme_best_tokens")(
-        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, torch.get_num_threads()
+        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, num_threads()
     )
     return index, value
 
@@ -79,7 +79,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
     index = torch.empty(num_rows, dtype=torch.int64)
     _function("mneme_draw_whole")(
         logits.data_ptr(), options[0].data_ptr(), options[1].data_ptr(), index.data_ptr(), num_rows, count,
-        torch.get_num_threads(),
+        num_threads(),
     )  # fmt: skip
     return index
 

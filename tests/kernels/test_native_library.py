@@ -122,6 +122,34 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "torch is used instead" in caplog.text
 
 
+# Two threads before the fork; the child has to end on its own.
+FORKING_PROGRAM = """
+import os, signal, torch
+torch.set_num_threads(2)
+from mneme.kernels.attention import PageRef, QueryRows, attend, build_plan
+from mneme.kernels.native_library import num_threads
+pages, slot_position, q = torch.randn(2, 4, 64, 16, 64), torch.arange(1024).int(), torch.randn(8, 8, 64)
+sizes = {"page_size": 16, "num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+plan = build_plan([[PageRef(page) for page in range(64)]] * 8, QueryRows(range(8), [1000] * 8), **sizes)
+def run():
+    return attend(q, *pages, slot_position, None, plan, softmax_scale=0.1, backend="native")[0]
+wanted, in_parent = run(), num_threads()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    os._exit(0 if torch.equal(run(), wanted) else 3)
+print(in_parent, os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled kernels are off or cannot be built")
+def test_a_forked_process_computes_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING_PROGRAM], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout.split() == ["2", "0"], done.stderr
+
+
 def run_program(**environment: str) -> tuple[str, list[str]]:
     """The backend that a fresh process used, and what it logged."""
     done = subprocess.run(
