@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.native_library import library, num_threads
+from mneme.kernels.page_bounds import page_bounds
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
@@ -93,7 +94,7 @@ def attend_native(
     Scratch: 4 bytes per element of q if there are shared segments, and per thread about 0.3 MB.
     """
     options = (rope, softmax_scale, window, alibi_slopes, soft_cap, q.dtype)
-    prepared = _prepared_for(plan, slot_position, options)
+    prepared = prepare(plan, slot_position, options)
     if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
         q = q.contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
@@ -121,8 +122,11 @@ def _function(name: str) -> Any:
     return function
 
 
-def _prepared_for(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
-    """From the plan, unless `slot_position` has changed since."""
+def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
+    """What the first layer of a step derives; from the plan, unless `slot_position` has changed since.
+
+    options   (rope, softmax_scale, window, alibi_slopes, soft_cap, dtype of q)
+    """
     rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
     key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, id(alibi_slopes), soft_cap, dtype)
     version = None if slot_position.is_inference() else slot_position._version
@@ -137,7 +141,7 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
     work = plan.work
     position = plan.position.astype(np.int32)
     loose = _loose_rows(plan)
-    page_bounds = np.empty((2, len(work.page_id)), np.int32)
+    bounds = page_bounds(slot_position, plan.page_size)
     slopes = None if alibi_slopes is None else alibi_slopes.float().mul(_LOG2_E).contiguous()
     table = None if rope is None else rope.table.contiguous()
     step = _Step(
@@ -160,13 +164,13 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
         loose_row=_address(loose),
         rope=None if table is None else table.data_ptr(),
         alibi_slopes=None if slopes is None else slopes.data_ptr(),
-        page_first=_address(page_bounds[0]),
-        page_last=_address(page_bounds[1]),
+        page_first=_address(bounds.first),
+        page_last=_address(bounds.last),
         **{name: _address(getattr(work, name)) for name in _WORK_ARRAYS},
     )
     _refuse_rows_beyond(step)
     total = torch.empty(plan.num_rows, plan.num_q_heads, plan.head_dim) if work.num_shared else None
-    alive = (work, position, loose, page_bounds, slopes, table, slot_position, rope, alibi_slopes)
+    alive = (work, position, loose, bounds, slopes, table, slot_position, rope, alibi_slopes)
     return _Prepared(step, ctypes.addressof(step), version, alive, total)
 
 

@@ -38,10 +38,11 @@ KeyCursor::Seen KeyCursor::masks(int page) const {
 // `by_any` may hold a key that a window hides from every row: such a key is partial.
 KeyCursor::Seen KeyCursor::seen(int page) const {
   const Step& s = step_;
-  if (s.page_first[page] > rows_.highest) return {0, 0};
+  const int first = s.page_first[s.page_id[page]], last = s.page_last[s.page_id[page]];
+  if (first > rows_.highest) return {0, 0};
   Seen seen = masks(page);
-  const bool in_window = s.page_first[page] > rows_.highest - s.window;
-  if (s.page_last[page] <= rows_.lowest && in_window) return seen;
+  const bool in_window = first > rows_.highest - s.window;
+  if (last <= rows_.lowest && in_window) return seen;
   const int32_t* position = s.slot_position + static_cast<int64_t>(s.page_id[page]) * s.page_size;
   uint64_t some = 0, all = 0;
   for (int offset = 0; offset < s.page_size; ++offset) {
@@ -116,23 +117,10 @@ static bool sees_any(const Step& s, int piece, int run, int i) {
 using namespace mneme;
 using namespace mneme::attention;
 
-// Once per step and kind of layer: fills page_first and page_last. Returns the effective position of a row that sees a
-// key but lies beyond the rope table, or -1.
+// Once per step and kind of layer. Returns the effective position of a row that sees a key but lies beyond the rope
+// table, or -1.
 extern "C" int64_t mneme_attend_prepare(const Step* step) {
   const Step& s = *step;
-  const int num_runs = s.run_begin[s.num_pieces];
-  for (int run = 0; run < num_runs; ++run) {
-    for (int page = s.page_begin[run]; page < s.page_end[run]; ++page) {
-      const int32_t* position = s.slot_position + static_cast<int64_t>(s.page_id[page]) * s.page_size;
-      int32_t first = position[0], last = position[0];
-      for (int i = 1; i < s.page_size; ++i) {
-        first = position[i] < first ? position[i] : first;
-        last = position[i] > last ? position[i] : last;
-      }
-      s.page_first[page] = first;
-      s.page_last[page] = last;
-    }
-  }
   if (!s.rope) return -1;
   for (int piece = 0; piece < s.num_pieces; ++piece) {
     for (int run = s.run_begin[piece]; run < s.run_begin[piece + 1]; ++run) {
