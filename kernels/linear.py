@@ -15,7 +15,10 @@ class Linear(Protocol):
     """A projection of rows. Sums are float32 and rounded once."""
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one."""
+        """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one.
+
+        A packed weight refuses every other x and `out_dtype` with a ValueError.
+        """
 
     def weight_rows(self, index: Tensor) -> Tensor:
         """Rows of W, [len(index), K]: a tied embedding is read where the output projection keeps it."""

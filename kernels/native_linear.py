@@ -64,8 +64,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if x.dtype is not self._dtype or x.ndim != 2 or x.shape[1] != self._num_inputs or not x.is_cpu:
-            wanted, got = f"{self._dtype} [T, {self._num_inputs}] on the CPU", f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ValueError(f"x: must be {wanted}, as the weight is (got {got})")
+            wanted = f"{self._dtype} [T, {self._num_inputs}] on the CPU, as the weight is"
+            raise ValueError(f"x: must be {wanted} (got {x.dtype} {tuple(x.shape)} on {x.device})")
         if out_dtype is not None and out_dtype is not torch.float32 and out_dtype is not self._dtype:
             raise ValueError(f"out_dtype: must be float32 or {self._dtype}, as the weight is (got {out_dtype})")
         num_rows = x.shape[0]

@@ -1,7 +1,7 @@
 """The decoder's row-wise operations, each in one pass; `_backend` is the one place that chooses who computes.
 
 Shapes: T rows, H hidden, I intermediate. A row's result does not depend on the other rows. Sums are float32 and each
-result is rounded once.
+result is rounded once. All raise ValueError, naming the argument, for shapes, types and devices that do not fit.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from mneme.kernels import native_ops, torch_ops
@@ -18,6 +19,7 @@ from mneme.kernels import native_ops, torch_ops
 log = logging.getLogger(__name__)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+_ACTIVATIONS = get_args(Activation)
 
 
 class _Ops(Protocol):
@@ -36,6 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x       [..., H]  may be a view of wider rows, as heads of a joint projection are
     weight  [H]
     """
+    _check_weight(x, weight)
     return _backend(x).rms_norm(x, weight, eps)
 
 
@@ -45,6 +48,9 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     hidden, delta  [T, H]
     weight         [H]
     """
+    _check_weight(hidden, weight)
+    if hidden.ndim != 2 or delta.shape != hidden.shape or delta.device != hidden.device:
+        raise ValueError(f"delta: must be like hidden, [T, H] (got {_text(delta)}, hidden is {_text(hidden)})")
     return _backend(hidden).add_rms_norm(hidden, delta, weight, eps)
 
 
@@ -53,6 +59,10 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
     gate_up  [T, 2 I]  gates, then ups
     """
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up: must have shape [T, 2 I] (got {_text(gate_up)})")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation: must be one of {', '.join(_ACTIVATIONS)} (got {activation!r})")
     return _backend(gate_up).gated(gate_up, activation)
 
 
@@ -61,6 +71,7 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
 
     logits  float32 [T, vocab]
     """
+    _check_logits(logits)
     computed = native_ops if native_ops.can_compute(logits) else torch_ops
     index, value = computed.best_tokens(logits)
     return index.tolist(), value.tolist()
@@ -73,9 +84,27 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
     temperatures  [T]  above 0: the distribution is the softmax of logits / temperature
     numbers       [T]  in [0, 1)
     """
+    _check_logits(logits)
+    if not len(logits) == len(temperatures) == len(numbers):
+        got = f"got {len(temperatures)}, {len(numbers)}"
+        raise ValueError(f"temperatures, numbers: must be one each for {len(logits)} rows of logits ({got})")
     computed = native_ops if native_ops.can_compute(logits) else torch_ops
     drawn: list[int] = computed.draw_whole(logits, temperatures, numbers).tolist()
     return drawn
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    if weight.ndim != 1 or x.shape[-1:] != weight.shape or weight.device != x.device:
+        raise ValueError(f"weight: must be one for each of the columns (got {_text(weight)}, the rows are {_text(x)})")
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dtype is not torch.float32 or logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(f"logits: must be float32 of shape [T, vocab] (got {_text(logits)})")
+
+
+def _text(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
 
 
 def _backend(x: Tensor) -> _Ops:
