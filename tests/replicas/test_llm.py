@@ -38,14 +38,18 @@ def test_the_second_time_the_prompt_is_cached(llm: LLM) -> None:
 
 
 def test_256_greedy_tokens_are_the_same_with_and_without_sharing() -> None:
-    params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
-    prompts = ["Now Alice. She likes tea. Now Bob.", "Now Alice. She likes tea. Now Carol. He has"]
+    """Three prompts that share a long beginning; a penalty keeps the text from going round in circles."""
+    params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, repetition_penalty=1.3)
+    beginning = "The server keeps a table of its sessions in memory. A session that is idle is written to disk. " * 8
+    prompts = [beginning + end for end in ("", "Now Alice. She likes tea.", "The default value of this parameter")]
     outputs = [
         [out.outputs[0].token_ids for out in LLM(dtype="float32", config={"share": share}).generate(prompts, params)]
         for share in ("always", "never")
     ]
     assert outputs[0] == outputs[1]
     assert {len(ids) for ids in outputs[0]} == {256}
+    assert min(len(set(ids)) for ids in outputs[0]) > 60
+    assert len(set(outputs[0])) == 3
 
 
 def test_sequences_that_part_in_the_middle_of_a_page_do_not_see_each_other(llm: LLM) -> None:
