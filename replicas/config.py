@@ -24,7 +24,7 @@ class EngineConfig:
     max_running: int = 128  # sequences with pages
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     prefix_sharing: bool = True
-    eviction: PolicyName = "lru"  # which cached pages go first; replicas/eviction_*.py
+    eviction: PolicyName = "lookahead"  # which cached pages go first: replicas/eviction_*.py, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
     num_threads: int | None = None  # torch threads; None: what torch chooses

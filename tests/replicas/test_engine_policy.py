@@ -325,8 +325,9 @@ def test_the_batch_keeps_its_bounds_and_the_order_of_arrival() -> None:
     assert finished == sorted(finished)
 
 
-def test_the_least_recently_used_leaf_is_evicted_first() -> None:
-    engine = make_engine(num_pages=4, page_size=4)
+@pytest.mark.parametrize("eviction", ["lru", "lookahead"])
+def test_the_least_recently_used_leaf_is_evicted_first(eviction: str) -> None:
+    engine = make_engine(num_pages=4, page_size=4, eviction=eviction)
     one = SamplingParams(temperature=0, max_tokens=1)
     for name, ids in (("a", [0] * 4), ("b", [1] * 4), ("c", [2] * 4), ("a2", [0] * 4)):
         engine.submit(make_request(name, ids, one))
