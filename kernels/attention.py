@@ -212,5 +212,9 @@ def _check_options(
         raise ValueError(f"window: must be at least 1 (got {window})")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap: must be positive (got {soft_cap})")
-    if alibi_slopes is not None and alibi_slopes.shape != (plan.num_q_heads,):
+    if alibi_slopes is None:
+        return
+    if alibi_slopes.shape != (plan.num_q_heads,):
         raise ValueError(f"alibi_slopes: must have shape ({plan.num_q_heads},) (got {tuple(alibi_slopes.shape)})")
+    if alibi_slopes.device != device:
+        raise ValueError(f"alibi_slopes: must be on the device of q, {device} (got {alibi_slopes.device})")

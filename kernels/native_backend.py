@@ -68,7 +68,7 @@ class _Prepared:
     address: int  # of `step`
     version: int | None  # of slot_position when this was made
     alive: tuple[Any, ...]  # everything that `step` points into
-    total: Tensor | None  # float32 [T, Hq, D] what rows got from shared segments
+    num_totals: int  # floats that hold what rows get from shared segments
 
 
 def supports(dtype: torch.dtype) -> bool:
@@ -98,6 +98,9 @@ def attend_native(
     if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
         q = q.contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+    total = (
+        torch.empty(prepared.num_totals) if prepared.num_totals else None
+    )  # each call's own: threads may share a plan
     _function("mneme_attend")(
         prepared.address,
         q.data_ptr(),
@@ -107,7 +110,7 @@ def attend_native(
         k_pages.shape[1] * plan.page_size,
         out.data_ptr(),
         lse.data_ptr(),
-        None if prepared.total is None else prepared.total.data_ptr(),
+        None if total is None else total.data_ptr(),
         num_threads(),
     )
     return out, lse
@@ -128,12 +131,18 @@ def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Pre
     options   (rope, softmax_scale, window, alibi_slopes, soft_cap, dtype of q)
     """
     rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
-    key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, id(alibi_slopes), soft_cap, dtype)
-    version = None if slot_position.is_inference() else slot_position._version
+    slopes = None if alibi_slopes is None else (id(alibi_slopes), _version(alibi_slopes))
+    key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, slopes, soft_cap, dtype)
+    version = _version(slot_position)
     found: _Prepared | None = plan.prepared.get(key)
     if found is None or found.version != version:
         found = plan.prepared[key] = _make(plan, slot_position, options, version)
     return found
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Grows when values change; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: int | None) -> _Prepared:
@@ -169,9 +178,9 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
         **{name: _address(getattr(work, name)) for name in _WORK_ARRAYS},
     )
     _refuse_rows_beyond(step)
-    total = torch.empty(plan.num_rows, plan.num_q_heads, plan.head_dim) if work.num_shared else None
+    num_totals = plan.num_rows * plan.num_q_heads * plan.head_dim if work.num_shared else 0
     alive = (work, position, loose, bounds, slopes, table, slot_position, rope, alibi_slopes)
-    return _Prepared(step, ctypes.addressof(step), version, alive, total)
+    return _Prepared(step, ctypes.addressof(step), version, alive, num_totals)
 
 
 def _refuse_rows_beyond(step: _Step) -> None:

@@ -77,3 +77,8 @@ def test_the_least_delta_does_not_slip_through() -> None:
         build_plan([table], QueryRows([0], [3]), **SIZES)
     with pytest.raises(ValueError, match=r"^page_tables: "):
         _int32(np.array([-(2**63)]))
+
+
+def test_slopes_lie_on_the_device_of_q() -> None:
+    with pytest.raises(ValueError, match=r"^alibi_slopes: must be on the device of q, cpu \(got meta\)"):
+        attend_once(alibi_slopes=torch.ones(2, device="meta"))

@@ -1,0 +1,68 @@
+"""One plan of the compiled attention in several hands: blocks of a row on several threads, several callers, options."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mneme.kernels.attention import PageRef, QueryRows
+from tests.kernels.cases import Scene, assert_close, make_scene, needs_native
+
+pytestmark = needs_native
+
+
+def two_documents(num_rows: int, *, num_groups: int) -> Scene:
+    """Two sequences that use one document twice each, at two deltas, and have nothing of their own."""
+    tables = [[PageRef(page, delta) for delta in (0, 2000) for page in range(10)] for _ in range(2)]
+    rows = QueryRows(np.repeat([0, 1], num_rows), np.tile(np.arange(num_rows) + 3000, 2))
+    return make_scene(
+        np.random.default_rng(0), tables, rows, page_size=32, num_kv_heads=1, num_groups=num_groups, head_dim=64,
+        slot_position=torch.arange(10 * 32, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def test_a_row_that_stands_twice_in_a_piece_is_in_one_threads_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two entries are in different blocks; blocks side by side would both add to one total."""
+    scene = two_documents(96, num_groups=8)
+    plan = scene.plan(share="always")
+    shared_rows = plan.work.row[: plan.work.row_begin[plan.work.num_shared]]
+    assert len(shared_rows) == 2 * len(np.unique(shared_rows))
+    assert len(shared_rows) * scene.num_q_heads > 4 * 256
+    alone = scene.attend(plan, backend="native")
+    assert_close(alone, scene.attend(plan, backend="reference"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for _ in range(20):
+        together = scene.attend(plan, backend="native")
+        assert torch.equal(together[0], alone[0])
+        assert torch.equal(together[1], alone[1])
+
+
+def test_two_threads_may_attend_by_one_plan() -> None:
+    """The interpreter's lock is given back during a call."""
+    scene = two_documents(96, num_groups=8)
+    plan = scene.plan(share="always")
+    queries = (scene.q, -scene.q)
+    alone = [scene.attend(plan, q, backend="native")[0] for q in queries]
+
+    def attend_often(number: int) -> list[Tensor]:
+        return [scene.attend(plan, queries[number], backend="native")[0] for _ in range(20)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for wanted, found in zip(alone, pool.map(attend_often, range(2)), strict=True):
+            assert all(torch.equal(out, wanted) for out in found)
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_slopes_that_change_in_place_are_noticed(in_inference_mode: bool) -> None:
+    scene = two_documents(2, num_groups=2)
+    plan = scene.plan()
+    slopes = torch.tensor([1e-4, 2e-4])
+    for _ in range(2):
+        with torch.inference_mode(in_inference_mode):
+            found = scene.attend(plan, backend="native", alibi_slopes=slopes)
+            assert_close(found, scene.attend(plan, backend="reference", alibi_slopes=slopes))
+        slopes.mul_(5)
