@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
@@ -107,6 +109,7 @@ class Engine:
         if request.request_id in self._sequence_by_id or self.sessions.is_queued(request.request_id):
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_token_ids(request, self._runner.vocab_size)
+        request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
         ids = self.sessions.begin(request)
         if ids is not None:
             try:

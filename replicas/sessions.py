@@ -94,7 +94,8 @@ class Sessions:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks
         running.answering.add(request.request_id)
-        self._log_by_key[key] = log
+        self._log_by_key.pop(key, None)
+        self._log_by_key[key] = log  # under this request's own strings, which the forest's owner has too
         self._touch(key, log, request.session_ttl_s)
         return ids
 

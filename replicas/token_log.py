@@ -11,6 +11,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from array import array
 from collections import deque
@@ -20,10 +21,11 @@ from typing import NamedTuple
 
 from mneme.replicas.request import GenerationRequest
 
-MAX_MARKS = 12  # per log: of more, every second of the older half is dropped
+MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
 MAX_HITS = 4  # turns whose hits are remembered
 
-_DIGEST_BYTES = 12
+_DIGEST_BYTES = 8  # of a hash that nobody outside can compute, so that none can be made to collide
+_KEY = os.urandom(16)
 _MARK = struct.Struct(f"<II{_DIGEST_BYTES}s")
 _MAX_CHARS = 2**32 - 1
 
@@ -75,7 +77,7 @@ class TokenLog:
 
     def matching_marks(self, text: str) -> list[Mark]:
         """The marks whose text `text` begins with, shortest first."""
-        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)
         position, found = 0, []
         for num_chars, num_ids, digest in _MARK.iter_unpack(self.marks):
             if num_chars > len(text):
@@ -132,7 +134,7 @@ def _packed(text: str, ends: list[tuple[int, int]]) -> bytes:
 
 
 def _digests(text: str, ends: list[tuple[int, int]]) -> Iterator[bytes]:
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)
     position = 0
     for num_chars, _ in ends:
         if num_chars > _MAX_CHARS:

@@ -368,7 +368,7 @@ def test_own_times_do_not_pile_up() -> None:
     assert len(sessions._deadlines) <= 2 * 10 + 65
 
 
-def test_an_idle_session_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
+def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
     num_sessions, num_turns, num_output = 500, 12, 100
     sessions, _ = make(max_sessions=num_sessions, max_tokens=10**9)
     tracemalloc.start()
