@@ -16,7 +16,7 @@ from mneme.cluster.api_state import ApiState
 from mneme.cluster.protocol import ForkRequest, validate
 from mneme.cluster.session_homes import newest
 from mneme.cluster.tenancy import kv_salt, session_key
-from mneme.errors import ExplanationNotFound, InvalidRequest, SessionNotFound
+from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession
 from mneme.replicas.sessions import SessionKey
 
@@ -49,9 +49,11 @@ async def fork_session(api: ApiState, request: Request) -> JSONResponse:
     replica_id, _ = await _find(api, key)
     if newest(await api.client.query(GetSession(new_key))) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
-    answers = await api.client.query(ForkSession(key, new_id), replica_id=replica_id)
+    forked = (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
+    if forked is None:  # made, and dropped at once
+        raise Overloaded("there is no room for another session")
     api.client.place_fork(new_key, replica_id)
-    return JSONResponse(_session_object(_name(new_key), replica_id, answers[replica_id]))
+    return JSONResponse(_session_object(_name(new_key), replica_id, forked))
 
 
 async def explain(api: ApiState, request: Request) -> JSONResponse:

@@ -156,6 +156,8 @@ class Sessions:
         forked = log.forked()
         if so_far is not None and log.running is not None:
             forked.keep(*so_far, log.running.num_marks)
+        if not forked.ids:
+            raise _not_found(key)  # nothing was said yet
         self._log_by_key[new_key] = forked
         self._num_tokens += len(forked.ids)
         self._touch(new_key, forked, forked.ttl_s)

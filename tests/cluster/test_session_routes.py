@@ -12,7 +12,7 @@ import pytest
 
 from mneme.cluster.protocol import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api_client, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
@@ -274,3 +274,19 @@ def test_a_turn_that_waited_and_then_could_not_run_is_refused_as_it_would_have_b
     response = post("/v1/chat/completions", body, engine=Late(TOKENIZER))
     assert (response.status_code, response.json()["error"]["code"]) == (404, "session_not_found")
     assert response.json()["error"]["param"] == "session_id"
+
+
+def test_a_fork_for_which_there_is_no_room_is_refused() -> None:
+    async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
+        await chat(client, session_id="s")
+        engine.sessions.begin(
+            GenerationRequest(  # it answers, so it is not the one that goes
+                request_id="x.0", prompt_token_ids=(5,), sampling=SamplingParams(), session_id="public:s"
+            )
+        )
+        engine.sessions._max_tokens = 0
+        response = await client.post("/v1/sessions/s/fork", json={})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        assert len(engine.sessions) == 1
+
+    run(scenario)

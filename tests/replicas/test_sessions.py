@@ -387,3 +387,11 @@ def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
     num_tokens = sessions._num_tokens
     assert num_tokens == num_sessions * num_turns * (72 + num_output)
     assert (used - 4 * num_tokens) / num_sessions <= 1024
+
+
+def test_where_nothing_was_said_yet_there_is_nothing_to_fork() -> None:
+    sessions, _ = make()
+    sessions.begin(turn("1", "s"))
+    with pytest.raises(SessionNotFound):
+        sessions.fork(("", "s"), ("", "f"), None)
+    assert len(sessions) == 1
