@@ -60,34 +60,52 @@ def attend_triton(
         return out, lse
     config, trims, grid = _choice(q.device, q.dtype, plan)
     window = None if window is None else min(window, 2**30)
-    if rope is not None:
-        check_reach(plan, slot_position, rope.num_positions, window)
-    step = step_of(q.device)
-    if q.is_cuda:
-        step.check_capture(plan)
-    step.prepare(plan, slot_position, grid)
-    switches = {
-        "HAS_WINDOW": window is not None,
-        "HAS_SLOPES": alibi_slopes is not None,
-        "HAS_CAP": soft_cap is not None,
-        "TRIM": trims or window is not None,
-    }
-    cap = 1.0 if soft_cap is None else float(soft_cap)
-    q_scale = softmax_scale * (_LOG2_E if soft_cap is None else 1.0 / cap)
-    slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
+    step = _prepared_step(plan, slot_position, rope, window, grid)
     table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
-    sizes = {"NUM_KV_HEADS": plan.num_kv_heads, "GROUPS": plan.num_q_heads // plan.num_kv_heads}
+    slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
+    switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
+    switches |= {"HAS_CAP": soft_cap is not None, "TRIM": trims or window is not None}
     with step.active():
         if step.num_tiles:
             attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
                 q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
-                step.words, k_pages.shape[1], num_positions, window or 0, q_scale, cap,
-                **sizes, **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, q.dtype), **switches,
-                INTERPRET=is_interpreted(), num_warps=config.num_warps, num_stages=config.num_stages,
+                step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+                **_plan_constants(plan, config, rotary_dim, q.dtype), **switches,
             )  # fmt: skip
         if step.num_merged:
             _merge(out, lse, step, plan)
     return out, lse
+
+
+def _prepared_step(
+    plan: Plan, slot_position: Tensor, rope: RopeTable | None, window: int | None, grid: Grid
+) -> DeviceStep:
+    """The buffers that hold a plan which the kernels can do."""
+    if rope is not None:
+        check_reach(plan, slot_position, rope.num_positions, window)
+    step = step_of(slot_position.device)
+    if slot_position.is_cuda:
+        step.check_capture(plan)
+    step.prepare(plan, slot_position, grid)
+    return step
+
+
+def _scales(softmax_scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """`q_scale` and `cap` of the kernel."""
+    if soft_cap is None:
+        return softmax_scale * _LOG2_E, 1.0
+    return softmax_scale * (1.0 / float(soft_cap)), float(soft_cap)
+
+
+def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "NUM_KV_HEADS": plan.num_kv_heads,
+        "GROUPS": plan.num_q_heads // plan.num_kv_heads,
+        "INTERPRET": is_interpreted(),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, dtype),
+    }
 
 
 def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positions: int | None) -> Hashable | None:
