@@ -82,39 +82,45 @@ def draw(logits: Tensor, params: npt.NDArray[np.float64]) -> Tensor:
     if not num_rows:
         return tokens
     num_chunks = triton.cdiv(vocab, CHUNK)
-    chunks = triton.next_power_of_2(num_chunks)
     unit = float(1 << min(_UNIT_BITS, _SUM_BITS - vocab.bit_length()))
     is_drawn = params[:, TEMPERATURE.value] > 0
     is_cut = (params[:, TOP_K.value] > 0) | (params[:, TOP_P.value] < 1) | (params[:, MIN_P.value] > 0)
     any_cut = bool((is_drawn & is_cut).any())
-
-    def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
-
     on_device = torch.from_numpy(params).to(logits.device, non_blocking=True)
-    best = scratch(num_chunks, dtype=torch.float32)
-    best_id = scratch(num_chunks, dtype=torch.int32)
-    weight = scratch(num_chunks, dtype=torch.int64)
-    pivots = (num_chunks if any_cut else 0, NUM_PIVOTS.value)
-    pivot_count, pivot_weight = scratch(*pivots, dtype=torch.int32), scratch(*pivots, dtype=torch.int64)
-    capacity = CAPACITY if any_cut else 0
-    candidate, candidate_id = scratch(capacity, dtype=torch.float32), scratch(capacity, dtype=torch.int32)
+    best, best_id, *weights = _chunk_scratch(num_rows, num_chunks, any_cut, logits.device)
+    candidates = _candidate_scratch(num_rows, any_cut, logits.device)
     grid, stride = (num_rows, num_chunks), logits.stride(0)
+    sizes = {"CHUNK": CHUNK, "num_warps": NUM_WARPS}
+    of_rows = {"CHUNKS": triton.next_power_of_2(num_chunks), **sizes}
     with torch.cuda.device(logits.get_device()):
-        best_kernel[grid](logits, best, best_id, vocab, stride, CHUNK=CHUNK, num_warps=NUM_WARPS)
+        best_kernel[grid](logits, best, best_id, vocab, stride, **sizes)
         if is_drawn.any():
-            weigh_kernel[grid](
-                logits, on_device, best, weight, pivot_count, pivot_weight, vocab, stride,
-                CHUNK=CHUNK, CHUNKS=chunks, UNIT=unit, num_warps=NUM_WARPS,
-            )  # fmt: skip
+            weigh_kernel[grid](logits, on_device, best, *weights, vocab, stride, UNIT=unit, **of_rows)
         if any_cut:
             gather_kernel[grid](
-                logits, on_device, best, weight, pivot_count, pivot_weight, candidate, candidate_id, vocab, stride,
-                CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, num_warps=NUM_WARPS,
-            )  # fmt: skip
+                logits, on_device, best, *weights, *candidates, vocab, stride, CAPACITY=CAPACITY, **of_rows
+            )
         draw_kernel[(num_rows,)](
-            logits, on_device, best, best_id, weight, pivot_count, pivot_weight, candidate, candidate_id, tokens,
-            vocab, stride, num_chunks,
-            CHUNK=CHUNK, CHUNKS=chunks, CAPACITY=CAPACITY, UNIT=unit, BLOCK=SEARCH_BLOCK, num_warps=NUM_WARPS,
+            logits, on_device, best, best_id, *weights, *candidates, tokens, vocab, stride, num_chunks,
+            CAPACITY=CAPACITY, UNIT=unit, BLOCK=SEARCH_BLOCK, **of_rows,
         )  # fmt: skip
     return tokens
+
+
+def _chunk_scratch(num_rows: int, num_chunks: int, any_cut: bool, device: torch.device) -> list[Tensor]:
+    """Of each chunk: best logit and its id, weight, and per threshold the tokens above it and their weight."""
+    chunks = (num_rows, num_chunks)
+    pivots = (num_rows, num_chunks if any_cut else 0, NUM_PIVOTS.value)
+    return [
+        torch.empty(chunks, dtype=torch.float32, device=device),
+        torch.empty(chunks, dtype=torch.int32, device=device),
+        torch.empty(chunks, dtype=torch.int64, device=device),
+        torch.empty(pivots, dtype=torch.int32, device=device),
+        torch.empty(pivots, dtype=torch.int64, device=device),
+    ]
+
+
+def _candidate_scratch(num_rows: int, any_cut: bool, device: torch.device) -> list[Tensor]:
+    """Of each row: its candidates' logits and ids."""
+    shape = (num_rows, CAPACITY if any_cut else 0)
+    return [torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)]
