@@ -68,6 +68,7 @@ class Engine:
             ttl_s=config.session_ttl_s,
             max_sessions=config.max_sessions,
             max_tokens=config.max_session_tokens,
+            end_token_ids=self._eos_token_ids,
             on_drop=self.forest.disown,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest
@@ -37,6 +37,7 @@ class Sessions:
         ttl_s: float,
         max_sessions: int,
         max_tokens: int,
+        end_token_ids: Collection[int] = (),
         on_drop: Callable[[SessionKey], None] = lambda key: None,
     ) -> None:
         self._encode = encode
@@ -44,6 +45,7 @@ class Sessions:
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
+        self._end_token_ids = frozenset(end_token_ids)
         self._on_drop = on_drop  # told of every session that is forgotten
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
@@ -223,10 +225,14 @@ class Sessions:
         if text is None:
             return own
         closing = self._encode(text[: request.num_closing_chars]) if request.num_closing_chars else []
-        tail = log.ids[max(num_base - len(closing), 0) : num_base].tolist()
-        num_closed = next((n for n in range(len(closing), 0, -1) if tail[-n:] == closing[:n]), 0)
         rest = text[request.num_closing_chars :]
-        return closing[num_closed:] + (self._encode(rest) if rest else [])
+        return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (self._encode(rest) if rest else [])
+
+    def _num_closed(self, ids: list[int], closing: list[int]) -> int:
+        """How many of the ids that close an answer it has itself: up to the model's end of turn, or what it wrote."""
+        if ids[-1] in self._end_token_ids and ids[-1] in closing:
+            return closing.index(ids[-1]) + 1
+        return next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
 
     def _put_in_queue(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
         if len(running.queue) >= MAX_QUEUED_PER_SESSION:

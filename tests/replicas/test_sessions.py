@@ -269,6 +269,14 @@ def test_an_answer_is_closed_once() -> None:
     assert sessions.begin(appended("4", ";\nnew", num_closing=2)) == encode("abc;\nnew")
 
 
+def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
+    """Some templates put a space before the end of a turn; the model ends it without."""
+    sessions, _ = make()
+    sessions._end_token_ids = frozenset({ord(";")})
+    answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
+    assert sessions.begin(appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
+
+
 def test_appended_turns_leave_older_marks_good() -> None:
     sessions, _ = make()
     text = conversation(sessions, 1)
