@@ -98,9 +98,8 @@ def attend_native(
     if q.stride(2) != 1 or q.stride(1) != plan.head_dim:
         q = q.contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
-    total = (
-        torch.empty(prepared.num_totals) if prepared.num_totals else None
-    )  # each call's own: threads may share a plan
+    # Each call's own: several threads may attend by one plan.
+    total = torch.empty(prepared.num_totals) if prepared.num_totals else None
     _function("mneme_attend")(
         prepared.address,
         q.data_ptr(),
