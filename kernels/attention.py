@@ -17,6 +17,7 @@ with a delta per query row, is this project's.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from mneme.kernels import native_backend, native_library
 from mneme.kernels.kv_write import mark_free, mark_written, new_slot_position, write_kv
-from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, PageTable, QueryRows
+from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, PageTable, QueryRows, is_integer
 from mneme.kernels.plan import Plan, build_plan
 from mneme.kernels.reference import attend_reference
 from mneme.kernels.rope import RopeTable
@@ -94,19 +95,12 @@ def attend(
     farther apart than the rope table reaches.
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)
-    _check_options(q.device, rope, plan, window, alibi_slopes, soft_cap)
-    return _choose(backend, q.device, q.dtype, plan)(
-        q,
-        k_pages,
-        v_pages,
-        slot_position,
-        rope,
-        plan,
-        softmax_scale=softmax_scale,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        soft_cap=soft_cap,
-    )
+    _check_options(q.device, rope, plan, softmax_scale, window, alibi_slopes, soft_cap)
+    chosen = _choose(backend, q.device, q.dtype, plan)
+    return chosen(
+        q, k_pages, v_pages, slot_position, rope, plan,
+        softmax_scale=softmax_scale, window=window, alibi_slopes=alibi_slopes, soft_cap=soft_cap,
+    )  # fmt: skip
 
 
 def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
@@ -200,6 +194,7 @@ def _check_options(
     device: torch.device,
     rope: RopeTable | None,
     plan: Plan,
+    softmax_scale: float,
     window: int | None,
     alibi_slopes: Tensor | None,
     soft_cap: float | None,
@@ -208,10 +203,12 @@ def _check_options(
         raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {plan.head_dim}")
     if rope is not None and rope.table.device != device:
         raise ValueError(f"rope: must be on the device of q, {device} (got {rope.table.device})")
-    if window is not None and window < 1:
-        raise ValueError(f"window: must be at least 1 (got {window})")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap: must be positive (got {soft_cap})")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale: must be finite (got {softmax_scale})")
+    if window is not None and not (is_integer(window) and window >= 1):
+        raise ValueError(f"window: must be an integer and at least 1 (got {window})")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap: must be positive and finite (got {soft_cap})")
     if alibi_slopes is None:
         return
     if alibi_slopes.shape != (plan.num_q_heads,):

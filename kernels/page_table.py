@@ -7,8 +7,10 @@ pass of a small model, so tables are arrays; `PageRef` is for tests and for call
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ MAX_ABS_POSITION = 2**29
 # Every offset of the page; bits behind page_size are ignored.
 ALL_VISIBLE = -1
 MAX_PAGE_SIZE = 64
+_NUMBER_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_MASK_TYPES = (np.dtype(np.int64),)
 
 
 class PageRef(NamedTuple):
@@ -37,9 +41,11 @@ class PageRef(NamedTuple):
 class PageTable:
     """The references of one sequence.
 
-    page_ids    int32 [P]
-    deltas      int32 [P]
+    page_ids    int32 [P]  or int64
+    deltas      int32 [P]  or int64
     masks       int64 [P]  bit i shows offset i (two's complement)
+
+    Raises ValueError, naming the argument, for others.
     """
 
     page_ids: npt.NDArray[np.integer[Any]]
@@ -47,10 +53,12 @@ class PageTable:
     masks: npt.NDArray[np.integer[Any]]
 
     def __post_init__(self) -> None:
-        shape = (len(self.page_ids),)
-        for name, array in (("page_ids", self.page_ids), ("deltas", self.deltas), ("masks", self.masks)):
-            if array.shape != shape or array.dtype.kind != "i":
-                raise ValueError(f"{name}: must be signed integers of shape {shape} (got {array.dtype} {array.shape})")
+        _check_column("page_ids", self.page_ids, _NUMBER_TYPES)
+        _check_column("deltas", self.deltas, _NUMBER_TYPES)
+        _check_column("masks", self.masks, _MASK_TYPES)
+        for name, array in (("deltas", self.deltas), ("masks", self.masks)):
+            if array.shape != self.page_ids.shape:
+                raise ValueError(f"{name}: must be one for each of {len(self.page_ids)} page ids (got {len(array)})")
 
     def __len__(self) -> int:
         return len(self.page_ids)
@@ -58,29 +66,34 @@ class PageTable:
     @classmethod
     def own(cls, page_ids: npt.ArrayLike) -> PageTable:
         """Pages of the sequence itself: delta 0, every offset visible."""
-        ids = np.asarray(page_ids, dtype=np.int32)
+        ids = _fitting("page_ids", page_ids, np.dtype(np.int32))
         return cls(ids, np.zeros(len(ids), np.int32), np.full(len(ids), ALL_VISIBLE, np.int64))
 
     @classmethod
     def from_refs(cls, refs: PageTable | Sequence[PageRef]) -> PageTable:
-        """A table of arrays from a list of references (a table is returned as it is)."""
+        """A table of arrays from a list of references (a table is returned as it is).
+
+        Raises ValueError for numbers that are no integers or do not fit their type.
+        """
         if isinstance(refs, PageTable):
             return refs
         if not refs:
             return cls.own([])
-        page_ids, deltas, masks = zip(*refs, strict=True)
-        signed = [mask - 2**64 if 2**63 <= mask < 2**64 else mask for mask in masks]
         try:
+            page_ids, deltas, masks = (list(map(operator.index, column)) for column in zip(*refs, strict=True))
+            signed = [mask - 2**64 if 2**63 <= mask < 2**64 else mask for mask in masks]
             return cls(np.array(page_ids, np.int32), np.array(deltas, np.int32), np.array(signed, np.int64))
-        except OverflowError as error:
-            raise ValueError(f"page_tables: a page id, delta or mask does not fit its integer type ({error})") from None
+        except (OverflowError, TypeError) as error:
+            raise ValueError(
+                f"page_tables: a page id, delta or mask is no integer or does not fit its type ({error})"
+            ) from None
 
     def append(self, page_ids: npt.ArrayLike, deltas: npt.ArrayLike, masks: npt.ArrayLike) -> PageTable:
         """This table with more references behind it."""
         return PageTable(
-            np.append(self.page_ids, np.asarray(page_ids, self.page_ids.dtype)),
-            np.append(self.deltas, np.asarray(deltas, self.deltas.dtype)),
-            np.append(self.masks, np.asarray(masks, self.masks.dtype)),
+            np.append(self.page_ids, _fitting("page_ids", page_ids, self.page_ids.dtype)),
+            np.append(self.deltas, _fitting("deltas", deltas, self.deltas.dtype)),
+            np.append(self.masks, signed_integers("masks", masks)),
         )
 
     def with_masks(self, masks: npt.ArrayLike) -> PageTable:
@@ -111,12 +124,32 @@ class QueryRows:
         return sequence.astype(np.int64), position.astype(np.int64)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a number is Python's or numpy's integer; 2.0 is not."""
+    return isinstance(value, Integral)
+
+
 def signed_integers(name: str, values: npt.ArrayLike) -> IntArray:
     """int64 from integers of any kind; unsigned 64-bit masks keep their bits, anything else is refused."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":  # signed and unsigned 64-bit values in one list become floats
         raise ValueError(f"{name}: must be integers of one kind (got {array.dtype})")
     return array.astype(np.int64)
+
+
+def _fitting(name: str, values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Integers in this type; ValueError, not other numbers, where they do not fit."""
+    array, limits = signed_integers(name, values), np.iinfo(dtype)
+    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        raise ValueError(f"{name}: must fit {dtype} (got {array.min()}..{array.max()})")
+    return array.astype(dtype)
+
+
+def _check_column(name: str, array: Any, types: tuple[np.dtype[Any], ...]) -> None:
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in types:
+        return
+    got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    raise ValueError(f"{name}: must be a numpy vector of {' or '.join(map(str, types))} (got {got})")
 
 
 class References(NamedTuple):

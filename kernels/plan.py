@@ -26,6 +26,7 @@ from mneme.kernels.page_table import (
     References,
     check_references,
     full_mask,
+    is_integer,
     references_of,
     signed_integers,
 )
@@ -108,9 +109,7 @@ class Plan:
         mask: npt.ArrayLike = ALL_VISIBLE,
     ) -> Plan:
         """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they are."""
-        names = ("sequence", "page_id", "delta", "mask")
-        values = map(signed_integers, names, (sequence, page_id, delta, mask))
-        sequences, page_ids, deltas, masks = np.broadcast_arrays(*(np.atleast_1d(value) for value in values))
+        sequences, page_ids, deltas, masks = _vectors(sequence=sequence, page_id=page_id, delta=delta, mask=mask)
         if sequences.size and not 0 <= sequences.min() <= sequences.max() < self.num_sequences:
             raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {sequences.tolist()})")
         added = References(sequences, page_ids, deltas, masks & full_mask(self.page_size))
@@ -136,7 +135,7 @@ class Plan:
         index = len(tables) if at is None else at
         if not 0 <= index <= len(tables):
             raise ValueError(f"at: must be in [0, {len(tables)}] (got {at})")
-        new = np.atleast_1d(signed_integers("positions", positions))
+        (new,) = _vectors(positions=positions)
         tables.insert(index, PageTable.from_refs(page_table))
         later = np.flatnonzero(self.sequence == index)
         row = int(later[0]) if len(later) else len(self.sequence)
@@ -160,10 +159,7 @@ class Plan:
         rows    int [t] ascending indices of the rows that stay, or bool [T]
         masks   sequence -> int64 [P], one mask for each reference of its table
         """
-        keep = np.asarray(rows)
-        keep = np.flatnonzero(keep) if keep.dtype == bool else keep.astype(np.int64)
-        if keep.size and (keep.min() < 0 or keep.max() >= self.num_rows or (np.diff(keep) <= 0).any()):
-            raise ValueError(f"rows: must be ascending indices in [0, {self.num_rows})")
+        keep = _kept(rows, self.num_rows)
         sequence, position = self.sequence[keep], self.position[keep]
         if not masks:
             return self.with_rows(QueryRows(sequence, position))
@@ -230,25 +226,40 @@ def build_plan(
         head_dim=head_dim, share=share, cost=cost,
     )  # fmt: skip
     return Plan(
-        page_size=page_size,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        share=share,
-        cost=cost,
-        sequence=sequence,
-        position=position,
-        num_pages=int(refs.page_id.max(initial=-1)) + 1,
-        laid_out=tables,
-        references=refs,
-        segments=found,
-        appended=(),
-        known_pages=set(refs.page_id.tolist()),
-        work=work,
-    )
+        page_size=page_size, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        share=share, cost=cost, sequence=sequence, position=position,
+        num_pages=int(refs.page_id.max(initial=-1)) + 1, known_pages=set(refs.page_id.tolist()),
+        laid_out=tables, references=refs, segments=found, appended=(), work=work,
+    )  # fmt: skip
+
+
+def _vectors(**values: npt.ArrayLike) -> tuple[IntArray, ...]:
+    """int64 vectors of one length, of numbers and of vectors; ValueError, by name, for others."""
+    vectors = [np.atleast_1d(signed_integers(name, value)) for name, value in values.items()]
+    length = max({len(vector) for vector in vectors} - {1}, default=1)
+    for name, vector in zip(values, vectors, strict=True):
+        if vector.ndim != 1 or len(vector) not in (1, length):
+            raise ValueError(f"{name}: must be a number or a vector as long as the others (got shape {vector.shape})")
+    return np.broadcast_arrays(*vectors)
+
+
+def _kept(rows: npt.ArrayLike, num_rows: int) -> IntArray:
+    keep = np.asarray(rows)
+    if keep.dtype == bool and keep.shape == (num_rows,):
+        return np.flatnonzero(keep)
+    if keep.dtype == bool or keep.ndim != 1:
+        raise ValueError(f"rows: must be a vector of indices, or bool of shape ({num_rows},) (got {keep.shape})")
+    keep = signed_integers("rows", keep)
+    if keep.size and (keep.min() < 0 or keep.max() >= num_rows or (np.diff(keep) <= 0).any()):
+        raise ValueError(f"rows: must be ascending indices in [0, {num_rows})")
+    return keep
 
 
 def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:
+    sizes = {"page_size": page_size, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for name, size in sizes.items():
+        if not is_integer(size):
+            raise ValueError(f"{name}: must be an integer (got {size!r})")
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         raise ValueError(f"page_size: must be a power of two up to {MAX_PAGE_SIZE} (got {page_size})")
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
