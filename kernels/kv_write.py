@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mneme.kernels import native_kv
 from mneme.kernels.page_bounds import following
-from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
 from mneme.kernels.rope import RopeTable
 
 
@@ -70,7 +70,14 @@ def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Ten
 
 
 def mark_written(slot_position: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Note where the keys of these slots are rotated; once per step, before the first layer attends."""
+    """Note where the keys of these slots are rotated; once per step, before the first layer attends.
+
+    positions   int [T]  in [0, 2**29); others are refused with a ValueError on the CPU, and not looked at elsewhere
+    """
+    if positions.is_cpu and positions.numel():
+        least, greatest = (int(bound) for bound in positions.aminmax())
+        if not 0 <= least <= greatest < MAX_ABS_POSITION:
+            raise ValueError(f"positions: must be in [0, {MAX_ABS_POSITION}) (got {least}..{greatest})")
     with following(slot_position, slots):
         slot_position.index_copy_(0, slots.to(torch.int64), positions.to(torch.int32))
 

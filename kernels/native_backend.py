@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.native_library import library, num_threads
-from mneme.kernels.page_bounds import page_bounds
+from mneme.kernels.page_bounds import page_bounds, version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
@@ -130,18 +130,13 @@ def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Pre
     options   (rope, softmax_scale, window, alibi_slopes, soft_cap, dtype of q)
     """
     rope, softmax_scale, window, alibi_slopes, soft_cap, dtype = options
-    slopes = None if alibi_slopes is None else (id(alibi_slopes), _version(alibi_slopes))
+    slopes = None if alibi_slopes is None else (id(alibi_slopes), version_of(alibi_slopes))
     key = ("native", slot_position.data_ptr(), id(rope), softmax_scale, window, slopes, soft_cap, dtype)
-    version = _version(slot_position)
+    version = version_of(slot_position)
     found: _Prepared | None = plan.prepared.get(key)
     if found is None or found.version != version:
         found = plan.prepared[key] = _make(plan, slot_position, options, version)
     return found
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Grows when values change; inference tensors do not count."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: int | None) -> _Prepared:

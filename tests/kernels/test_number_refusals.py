@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from mneme.kernels.attention import PageRef, PageTable, Plan, QueryRows, attend, build_plan
+from mneme.kernels.attention import (
+    PageRef,
+    PageTable,
+    Plan,
+    QueryRows,
+    attend,
+    build_plan,
+    mark_written,
+    new_slot_position,
+)
 
 SIZES: dict[str, Any] = {"page_size": 8, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
@@ -96,3 +105,15 @@ def test_options_are_finite_and_of_their_kind(name: str, value: float, backend: 
     options: Any = {"softmax_scale": 0.3, "backend": backend, name: value}
     with pytest.raises(ValueError, match=rf"^{name}: must be"):
         attend(torch.randn(3, 2, 16), pages, pages, position, None, plan_of_three_rows(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("position", [-1, -(2**31), 2**29])
+def test_keys_are_rotated_to_positions_that_rows_can_have(position: int, dtype: torch.dtype) -> None:
+    slot_position, slots = new_slot_position(4), torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"^positions: must be in"):
+        mark_written(slot_position, slots, torch.tensor([5, position], dtype=dtype))
+    assert torch.equal(slot_position, new_slot_position(4))
+    mark_written(slot_position, slots[:0], torch.tensor([], dtype=dtype))
+    mark_written(slot_position, slots, torch.tensor([0, 2**29 - 1], dtype=dtype))
+    assert slot_position[1:3].tolist() == [0, 2**29 - 1]
