@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mneme.kernels.native_library import library, num_threads
+from mneme.kernels.native_call import DTYPE_NUMBERS, NUMBER, POINTER, REAL, native_function
+from mneme.kernels.native_library import num_threads
 from mneme.kernels.page_bounds import page_bounds, version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 
 _LOG2_E = math.log2(math.e)
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
 _WORK_ARRAYS = (
     "row_begin", "row", "run_begin", "page_begin", "page_end", "page_id",
     "delta_begin", "delta", "mask_number", "mask_begin", "mask_stride", "mask",
@@ -35,28 +34,23 @@ _INTEGERS = (
     "num_shared", "num_pieces", "num_rows", "num_loose_rows", "num_q_heads", "num_kv_heads", "head_dim", "page_size",
     "window", "dtype", "rotary_half", "num_positions",
 )  # fmt: skip
-_POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "mneme_attend": ((_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3, _NUMBER), None),
-    "mneme_attend_prepare": ((_POINTER,), _COUNT),
-}
 
 
 class _Step(ctypes.Structure):
     """native_attention.h: Step."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in _INTEGERS),
-        ("score_scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        *((name, _POINTER) for name in _WORK_ARRAYS),
-        ("position", _POINTER),
-        ("slot_position", _POINTER),
-        ("loose_row", _POINTER),
-        ("rope", _POINTER),
-        ("alibi_slopes", _POINTER),
-        ("page_first", _POINTER),
-        ("page_last", _POINTER),
+        *((name, NUMBER) for name in _INTEGERS),
+        ("score_scale", REAL),
+        ("soft_cap", REAL),
+        *((name, POINTER) for name in _WORK_ARRAYS),
+        ("position", POINTER),
+        ("slot_position", POINTER),
+        ("loose_row", POINTER),
+        ("rope", POINTER),
+        ("alibi_slopes", POINTER),
+        ("page_first", POINTER),
+        ("page_last", POINTER),
     )
 
 
@@ -73,7 +67,7 @@ class _Prepared:
 
 def supports(dtype: torch.dtype) -> bool:
     """Whether the compiled kernels take tensors of this type; any head_dim, page size and ratio of heads will do."""
-    return dtype in _DTYPE_NUMBERS
+    return dtype in DTYPE_NUMBERS
 
 
 def attend_native(
@@ -100,7 +94,7 @@ def attend_native(
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     # Each call's own: several threads may attend by one plan.
     total = torch.empty(prepared.num_totals) if prepared.num_totals else None
-    _function("mneme_attend")(
+    native_function("mneme_attend")(
         prepared.address,
         q.data_ptr(),
         q.stride(0),
@@ -113,15 +107,6 @@ def attend_native(
         num_threads(),
     )
     return out, lse
-
-
-@cache
-def _function(name: str) -> Any:
-    loaded = library()
-    assert loaded is not None  # the chooser asked
-    function = getattr(loaded, name)
-    function.argtypes, function.restype = _SIGNATURES[name]
-    return function
 
 
 def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
@@ -157,7 +142,7 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
         head_dim=plan.head_dim,
         page_size=plan.page_size,
         window=FREE_SLOT_POSITION if window is None else min(window, FREE_SLOT_POSITION),
-        dtype=_DTYPE_NUMBERS[dtype],
+        dtype=DTYPE_NUMBERS[dtype],
         rotary_half=0 if rope is None else rope.rotary_dim // 2,
         num_positions=0 if rope is None else rope.num_positions,
         score_scale=softmax_scale * _LOG2_E if soft_cap is None else softmax_scale / soft_cap,
@@ -178,7 +163,7 @@ def _make(plan: Plan, slot_position: Tensor, options: tuple[Any, ...], version: 
 
 
 def _refuse_rows_beyond(step: _Step) -> None:
-    beyond = _function("mneme_attend_prepare")(ctypes.addressof(step))
+    beyond = native_function("mneme_attend_prepare")(ctypes.addressof(step))
     if beyond >= 0:
         raise ValueError(f"rows: a visible pair is {beyond} apart, the rope table ends at {step.num_positions}")
 

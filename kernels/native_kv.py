@@ -7,48 +7,44 @@ where there is no library.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mneme.kernels.native_call import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, native_function
 from mneme.kernels.native_library import library, num_threads
 from mneme.kernels.rope import RopeTable
-
-_POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Write(ctypes.Structure):
     """native_kv.cpp: Write."""
 
     _fields_ = (
-        ("k", _POINTER),
-        ("v", _POINTER),
-        ("k_row_stride", _COUNT),
-        ("k_head_stride", _COUNT),
-        ("v_row_stride", _COUNT),
-        ("v_head_stride", _COUNT),
-        ("slots", _POINTER),
-        ("positions", _POINTER),
-        ("k_pages", _POINTER),
-        ("v_pages", _POINTER),
-        ("rope", _POINTER),
-        ("num_rows", _COUNT),
-        ("num_slots", _COUNT),
-        ("num_positions", _COUNT),
-        ("num_kv_heads", _NUMBER),
-        ("head_dim", _NUMBER),
-        ("rotary_half", _NUMBER),
-        ("dtype", _NUMBER),
-        ("num_threads", _NUMBER),
+        ("k", POINTER),
+        ("v", POINTER),
+        ("k_row_stride", COUNT),
+        ("k_head_stride", COUNT),
+        ("v_row_stride", COUNT),
+        ("v_head_stride", COUNT),
+        ("slots", POINTER),
+        ("positions", POINTER),
+        ("k_pages", POINTER),
+        ("v_pages", POINTER),
+        ("rope", POINTER),
+        ("num_rows", COUNT),
+        ("num_slots", COUNT),
+        ("num_positions", COUNT),
+        ("num_kv_heads", NUMBER),
+        ("head_dim", NUMBER),
+        ("rotary_half", NUMBER),
+        ("dtype", NUMBER),
+        ("num_threads", NUMBER),
     )
 
 
 def can_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
     """Whether `write_kv` takes keys and values like these for a pool like this."""
-    if not k.is_cpu or k.dtype not in _DTYPE_NUMBERS or library() is None:
+    if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
     dtype = k.dtype
     same_type = v.dtype is dtype and k_pages.dtype is dtype and v_pages.dtype is dtype
@@ -80,10 +76,10 @@ def write_kv(
         slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
         k.shape[0], num_pages * page_size, 0 if rope is None else rope.num_positions,
-        num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, _DTYPE_NUMBERS[k.dtype],
+        num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
         num_threads(),
     )  # fmt: skip
-    row = _function("mneme_write_kv")(ctypes.byref(write))
+    row = native_function("mneme_write_kv")(ctypes.byref(write))
     if row >= 0:
         raise ValueError(f"slots, positions: row {row} is out of range (got {int(slots[row])}, {int(positions[row])})")
 
@@ -114,7 +110,7 @@ def scatter_pages(packed: Tensor, page_ids: Tensor, pages: Tensor) -> None:
 def _copy_pages(pages: Tensor, packed: Tensor, page_ids: Tensor, *, into_pool: bool) -> None:
     num_kv_heads, num_pages, page_size, head_dim = pages.shape
     page_bytes = page_size * head_dim * pages.element_size()
-    _function("mneme_copy_pages")(
+    native_function("mneme_copy_pages")(
         pages.data_ptr(), packed.data_ptr(), page_ids.data_ptr(), len(page_ids), num_kv_heads, num_pages, page_bytes,
         into_pool,
     )  # fmt: skip
@@ -135,19 +131,3 @@ def _check_pages(pages: Tensor, page_ids: Tensor, packed: Tensor) -> None:
         raise ValueError(f"page_ids: must be an int64 vector (got {page_ids.dtype}, {page_ids.ndim} dimensions)")
     if len(page_ids) and not 0 <= int(page_ids.min()) <= int(page_ids.max()) < num_pages:
         raise ValueError(f"page_ids: must be in [0, {num_pages})")
-
-
-_ARGUMENTS = {
-    "mneme_write_kv": (_POINTER,),
-    "mneme_copy_pages": (*[_POINTER] * 3, *[_COUNT] * 4, _NUMBER),
-}
-
-
-@cache
-def _function(name: str) -> Any:
-    loaded = library()
-    assert loaded is not None  # the caller asked
-    function = getattr(loaded, name)
-    function.argtypes = _ARGUMENTS[name]
-    function.restype = _COUNT if name == "mneme_write_kv" else None
-    return function

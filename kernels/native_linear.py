@@ -8,27 +8,25 @@ k in one order whatever the number of rows, so a row's result is the same bits i
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mneme.kernels.native_call import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, native_function
 from mneme.kernels.native_library import library, num_threads
 
 _PANEL = 32  # output features that are kept side by side
 _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
-_NUMBER_BY_DTYPE = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Weight(ctypes.Structure):
     _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("num_features", ctypes.c_int64),
-        ("num_steps", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
+        ("packed", POINTER),
+        ("bias", POINTER),
+        ("num_features", COUNT),
+        ("num_steps", COUNT),
+        ("dtype", NUMBER),
     )
 
 
@@ -52,13 +50,13 @@ class PackedLinear:
         self._bias = None if bias is None else bias.float().contiguous()
         self._dtype = weight.dtype
         self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
-        self._call = _function()
+        self._call = native_function("mneme_linear")
         self._struct = _Weight(
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self._num_features,
             self._packed.shape[1],
-            _NUMBER_BY_DTYPE[weight.dtype],
+            DTYPE_NUMBERS[weight.dtype],
         )
         self._pointer = ctypes.addressof(self._struct)
 
@@ -90,14 +88,3 @@ def _pack(weight: Tensor) -> Tensor:
     padded = F.pad(weight, (0, -num_inputs % step, 0, -num_features % _PANEL))
     panels = padded.view(len(padded) // _PANEL, _PANEL, padded.shape[1] // step, step)
     return panels.transpose(1, 2).contiguous()
-
-
-@cache
-def _function() -> Any:
-    found = library()
-    assert found is not None, "callers ask can_pack first"
-    function = found.mneme_linear
-    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function.argtypes = (pointer, pointer, count, count, pointer, number, number)
-    function.restype = None
-    return function

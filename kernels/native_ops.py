@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mneme.kernels.native_call import native_function
 from mneme.kernels.native_library import library, num_threads
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_POINTER, _COUNT, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_ARGUMENTS = {
-    "mneme_rms_norm": (*[_POINTER] * 3, *[_COUNT] * 5, _REAL, _NUMBER, _NUMBER),
-    "mneme_add_rms_norm": (*[_POINTER] * 4, *[_COUNT] * 2, _REAL, _NUMBER, _NUMBER),
-    "mneme_best_tokens": (*[_POINTER] * 3, *[_COUNT] * 2, _NUMBER),
-    "mneme_draw_whole": (*[_POINTER] * 4, *[_COUNT] * 2, _NUMBER),
-    "mneme_gated": (*[_POINTER] * 2, *[_COUNT] * 2, _NUMBER, _NUMBER, _NUMBER),
-}
 
 
 def can_compute(x: Tensor) -> bool:
@@ -34,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     outer, inner = rows.stride()[:-1] if rows.ndim == 3 else (rows.stride(0), 0)
     num_inner = rows.shape[1] if rows.ndim == 3 else 1
     out = x.new_empty(x.shape)
-    _function("mneme_rms_norm")(
+    native_function("mneme_rms_norm")(
         rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
         eps, x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
@@ -44,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     hidden, delta = hidden.contiguous(), _like(delta, hidden)
     out = torch.empty_like(hidden)
-    _function("mneme_add_rms_norm")(
+    native_function("mneme_add_rms_norm")(
         hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
         weight.shape[0], eps, hidden.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
@@ -55,7 +45,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, count = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, count)
-    _function("mneme_gated")(
+    native_function("mneme_gated")(
         gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
         gate_up.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
@@ -66,7 +56,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
     num_rows, count = logits.shape
     index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    _function("mneme_best_tokens")(
+    native_function("mneme_best_tokens")(
         logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, num_threads()
     )
     return index, value
@@ -77,7 +67,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
     num_rows, count = logits.shape
     options = torch.tensor([temperatures, numbers], dtype=torch.float64)
     index = torch.empty(num_rows, dtype=torch.int64)
-    _function("mneme_draw_whole")(
+    native_function("mneme_draw_whole")(
         logits.data_ptr(), options[0].data_ptr(), options[1].data_ptr(), index.data_ptr(), num_rows, count,
         num_threads(),
     )  # fmt: skip
@@ -89,12 +79,3 @@ def _like(tensor: Tensor, x: Tensor) -> Tensor:
     if tensor.dtype is x.dtype and tensor.is_contiguous():
         return tensor
     return tensor.to(x.dtype).contiguous()
-
-
-@cache
-def _function(name: str) -> Any:
-    found = library()
-    assert found is not None, "callers ask can_compute first"
-    function = getattr(found, name)
-    function.argtypes, function.restype = _ARGUMENTS[name], None
-    return function

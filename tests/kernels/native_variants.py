@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.kernels import native_backend, native_kv, native_linear, native_ops
+from mneme.kernels import native_backend, native_call, native_kv, native_linear, native_ops
 from mneme.kernels.native_library import build, find_compiler
 
 # What this machine has (with AVX-512 BF16 or not), a CPU with AVX2 only, and the least that every 64-bit PC has.
@@ -25,7 +25,9 @@ def use_variant(name: str, folder: Path) -> Iterator[None]:
         pytest.skip("no C++ compiler")
     built = ctypes.CDLL(str(build(compiler, folder, flags=tuple(f"-march={name}".split()))))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (native_backend, native_kv, native_linear, native_ops):
+        typed = cache(native_call.native_function.__wrapped__)
+        for module in (native_call, native_kv, native_linear, native_ops):
             patch.setattr(module, "library", lambda: built)
-            patch.setattr(module, "_function", cache(module._function.__wrapped__))
+        for module in (native_backend, native_kv, native_linear, native_ops):
+            patch.setattr(module, "native_function", typed)
         yield
