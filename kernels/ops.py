@@ -49,7 +49,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     weight         [H]
     """
     _check_weight(hidden, weight)
-    if hidden.ndim != 2 or delta.shape != hidden.shape or delta.device != hidden.device:
+    if hidden.ndim != 2 or delta.shape != hidden.shape or delta.is_cpu is not hidden.is_cpu:
         raise ValueError(f"delta: must be like hidden, [T, H] (got {_text(delta)}, hidden is {_text(hidden)})")
     return _backend(hidden).add_rms_norm(hidden, delta, weight, eps)
 
@@ -94,7 +94,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:
-    if weight.ndim != 1 or x.shape[-1:] != weight.shape or weight.device != x.device:
+    if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or weight.is_cpu is not x.is_cpu:
         raise ValueError(f"weight: must be one for each of the columns (got {_text(weight)}, the rows are {_text(x)})")
 
 
