@@ -16,12 +16,9 @@ with a delta per query row, is this project's.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +31,7 @@ from mneme.kernels.reference import attend_reference
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON, ShareCost
 from mneme.kernels.torch_backend import attend_torch
+from mneme.kernels.triton_modules import triton_module
 
 __all__ = [
     "ALL_VISIBLE",
@@ -54,7 +52,6 @@ __all__ = [
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
-_logger = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SLOTS = 2**31 - 1  # compiled code counts slots in 32 bits
 _Attention = Callable[..., tuple[Tensor, Tensor]]  # of the arguments of `attend` but the backend
@@ -112,7 +109,7 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pl
     if backend not in get_args(Backend):
         raise ValueError(f"backend: must be one of {', '.join(get_args(Backend))} (got {backend!r})")
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        triton_backend = _triton_backend()
+        triton_backend = triton_module("triton_backend")
         obstacle = "is not installed" if triton_backend is None else triton_backend.reason_against(device, plan)
         if triton_backend is not None and obstacle is None:
             attend_triton: _Attention = triton_backend.attend_triton
@@ -131,20 +128,10 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pl
 def share_cost_of(device: torch.device, dtype: torch.dtype) -> ShareCost:
     """What `build_plan` should go by for `attend` on this device, with backend "auto"."""
     if device.type == "cuda":
-        return TORCH if _triton_backend() is None else TRITON
+        return TORCH if triton_module("triton_backend") is None else TRITON
     if _native_obstacle(device, dtype) is not None:
         return TORCH
     return COMPILED_FLOAT32 if dtype == torch.float32 else COMPILED_BFLOAT16
-
-
-@cache
-def _triton_backend() -> Any:
-    """The module, imported when a CUDA tensor first needs it; None, with one warning, without triton."""
-    try:
-        return import_module("mneme.kernels.triton_backend")
-    except ImportError as error:
-        _logger.warning("triton cannot be imported; attention on CUDA runs in plain torch error=%s", error)
-        return None
 
 
 def _native_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

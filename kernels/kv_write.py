@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,6 +9,7 @@ from mneme.kernels import native_kv
 from mneme.kernels.page_bounds import following
 from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
 from mneme.kernels.rope import RopeTable
+from mneme.kernels.triton_modules import triton_module
 
 
 def write_kv(
@@ -40,9 +38,9 @@ def write_kv(
         raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
     if rope is not None and rope.rotary_dim > k.shape[2]:
         raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
-    on_cuda = _write_kv_on_cuda() if k.is_cuda else None
-    if on_cuda is not None:
-        on_cuda(k, v, slots, positions, k_pages, v_pages, rope)
+    triton_kv = triton_module("triton_kv") if k.is_cuda else None
+    if triton_kv is not None:
+        triton_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
         return
     if native_kv.can_write(k, v, k_pages, v_pages):
         native_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
@@ -52,16 +50,6 @@ def write_kv(
     index = slots.to(torch.int64)
     k_pages.view(pool).index_copy_(1, index, rotated.to(k_pages.dtype).transpose(0, 1))
     v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
-
-
-@functools.cache
-def _write_kv_on_cuda() -> Callable[..., None] | None:
-    """One launch for all of it; None without triton."""
-    try:
-        from mneme.kernels import triton_kv
-    except ImportError:
-        return None
-    return triton_kv.write_kv
 
 
 def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:

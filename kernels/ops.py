@@ -6,8 +6,6 @@ result is rounded once. All raise ValueError, naming the argument, for shapes, t
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
 
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mneme.kernels import native_ops, torch_ops
-
-log = logging.getLogger(__name__)
+from mneme.kernels.triton_modules import triton_module
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = get_args(Activation)
@@ -109,15 +106,6 @@ def _text(x: Tensor) -> str:
 
 def _backend(x: Tensor) -> _Ops:
     if x.is_cuda:
-        return _cuda_ops()
+        on_cuda: _Ops | None = triton_module("triton_ops")
+        return torch_ops if on_cuda is None else on_cuda
     return native_ops if native_ops.can_compute(x) else torch_ops
-
-
-@functools.cache
-def _cuda_ops() -> _Ops:
-    try:
-        from mneme.kernels import triton_ops
-    except ImportError as error:
-        log.warning("the decoder's operations run in torch: %s", error)
-        return torch_ops
-    return triton_ops

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from mneme.kernels.triton_modules import triton_module
 
 
 def draw_tokens(
@@ -29,18 +25,9 @@ def draw_tokens(
 
     See `mneme.kernels.triton_sampling.pack_params` for the others. Waits for the device.
     """
-    kernels = _kernels()
+    kernels = triton_module("triton_sampling")
     if kernels is None:
         return None
     params = kernels.pack_params(temperature, top_k, top_p, min_p, uniform)
     tokens: list[int] = kernels.draw(logits, params).tolist()
     return [token_id if token_id >= 0 else None for token_id in tokens]
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        return import_module("mneme.kernels.triton_sampling")
-    except ImportError as error:
-        log.warning("triton cannot be imported; tokens are drawn in plain torch error=%s", error)
-        return None

@@ -68,6 +68,14 @@ def run_lengths(starts: IntArray, total: int) -> IntArray:
     return np.diff(starts, append=total)
 
 
+def ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """start, start + 1, ... of each range, one behind the other."""
+    if not len(counts):
+        return np.zeros(0, np.int64)
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+
+
 def unite_repeats(refs: References) -> References:
     """One reference per (sequence, page, delta): disjoint masks are united, a slot shown twice is refused."""
     keys = np.stack((refs.page_id, sharer_keys(refs.sequence, refs.delta)))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.kernels.page_table import IntArray, References
-from mneme.kernels.segments import Segment, Segments, run_lengths, run_starts, sharer_keys, split_sharer_keys
+from mneme.kernels.segments import Segment, Segments, ranges, run_lengths, run_starts, sharer_keys, split_sharer_keys
 from mneme.kernels.share_cost import ShareCost
 from mneme.kernels.work_list import WorkList
 
@@ -99,7 +99,7 @@ def _shared_run(segment: Segment, spans: _RowSpans) -> _SharedRun:
     active = np.flatnonzero(spans.num_rows[segment.sequences])
     active = active[np.argsort(spans.start[segment.sequences[active]], kind="stable")]  # query order
     counts = spans.num_rows[segment.sequences[active]]
-    row = _ranges(spans.start[segment.sequences[active]], counts)
+    row = ranges(spans.start[segment.sequences[active]], counts)
     delta = np.repeat(segment.deltas[active], counts)
     masks = segment.masks[active]
     if (masks == masks[0]).all():
@@ -145,7 +145,7 @@ def _private_runs(
     page_id[place], mask[place] = refs.page_id[wanted], refs.mask[wanted]
     runs = _Runs(
         row_counts=spans.num_rows[owners],
-        row=_ranges(spans.start[owners], spans.num_rows[owners]),
+        row=ranges(spans.start[owners], spans.num_rows[owners]),
         run_counts=run_lengths(piece_starts, len(sequences)),
         page_counts=lengths,
         page_id=page_id,
@@ -199,11 +199,3 @@ def _int32(array: IntArray) -> npt.NDArray[np.int32]:
     if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"page_tables: {array.size} entries of work are too many")
     return array.astype(np.int32)
-
-
-def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """start, start + 1, ... for each range, one behind the other."""
-    if not len(counts):
-        return np.zeros(0, np.int64)
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])

@@ -24,6 +24,7 @@ from mneme.kernels.attention import (
     share_cost_of,
 )
 from mneme.kernels.page_table import IntArray
+from mneme.kernels.segments import ranges
 from mneme.replicas.cuda_graphs import MakeGraphs
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
@@ -82,7 +83,8 @@ class Runner:
         if not chunks:
             return None
         ordered = self._in_plan_order(chunks)
-        positions = _ranges([chunk.start for chunk in ordered], [chunk.num_rows for chunk in ordered])
+        num_rows = np.array([chunk.num_rows for chunk in ordered])
+        positions = ranges(np.array([chunk.start for chunk in ordered]), num_rows)
         slots = self._slots(ordered)
         token_ids = [t for chunk in ordered for t in chunk.sequence.ids[chunk.start : chunk.end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
@@ -185,7 +187,8 @@ class Runner:
     def _slots(self, ordered: list[Chunk]) -> IntArray:
         """Where each row's KV is written. A chunk without runs is one row."""
         runs = [run for chunk in ordered for run in chunk.runs or _SPARE_RUN]
-        return _ranges([page_id * self.page_size + offset for page_id, offset, _ in runs], [run[2] for run in runs])
+        page_ids, offsets, counts = np.array(runs, np.int64).T
+        return ranges(page_ids * self.page_size + offsets, counts)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._decoder.device)
@@ -196,13 +199,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def _ranges(firsts: list[int], counts: list[int]) -> IntArray:
-    """[first, first + count) of each, one behind the other."""
-    lengths = np.array(counts)
-    ends = lengths.cumsum()
-    return np.repeat(np.array(firsts) - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 def _path(chunk: Chunk) -> Path:

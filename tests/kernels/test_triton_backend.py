@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels import attention, triton_tiles
+from mneme.kernels import attention, triton_modules, triton_tiles
 from mneme.kernels.attention import PageRef, PageTable, QueryRows, RopeTable, build_plan, mark_written
 from mneme.kernels.triton_configs import HEAD_DIMS
 from tests.kernels.cases import TOLERANCE, Scene, assert_close, make_scene, scenes
@@ -283,14 +283,14 @@ def test_without_triton_cuda_falls_back_to_torch_with_one_warning(
         raise ImportError(f"No module named {name!r}")
 
     scene = forest_scene(torch.float32, 64, 16, 2)
-    monkeypatch.setattr(attention, "import_module", missing)
-    attention._triton_backend.cache_clear()
+    monkeypatch.setattr(triton_modules, "import_module", missing)
+    triton_modules.triton_module.cache_clear()
     try:
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^backend: 'triton' is not installed"):
                 scene.attend(scene.plan(), backend="triton")
         chosen = attention._choose("auto", torch.device("cuda"), torch.float32, scene.plan())
     finally:
-        attention._triton_backend.cache_clear()
+        triton_modules.triton_module.cache_clear()
     assert chosen is attention.attend_torch
     assert [record.levelname for record in caplog.records] == ["WARNING"]
