@@ -16,22 +16,22 @@ import itertools
 import logging
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
-from mneme.replicas.admission import check_token_ids, max_output_tokens, stop_stream
+from mneme.replicas.admission import check_token_ids
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.decoding import Decoding
 from mneme.replicas.engine_pool import make_forest
-from mneme.replicas.explanations import Explanations
+from mneme.replicas.outbox import Outbox
 from mneme.replicas.request import GenerationRequest, TokenEvent
-from mneme.replicas.sampler import Sampled, SampleRow, sample
+from mneme.replicas.sampler import Sampled, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.sessions import SessionKey, Sessions
-from mneme.replicas.token_counts import TokenCounts
 from mneme.replicas.token_log import FinishedTurn
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
-        self._tokenizer = tokenizer
-        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
+        known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
+        self._decoding = Decoding(tokenizer, known_eos)
         self._clock = clock
         self._max_waiting = config.max_waiting
         self.forest = make_forest(runner, config, clock)
@@ -63,21 +63,21 @@ class Engine:
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
         )
         self.sessions = Sessions(
-            self._encode,
+            self._decoding.encode,
             clock,
             ttl_s=config.session_ttl_s,
             max_sessions=config.max_sessions,
             max_tokens=config.max_session_tokens,
-            end_token_ids=self._eos_token_ids,
+            end_token_ids=known_eos,
             on_drop=self.forest.disown,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
-        self.explanations = Explanations()
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
-        self._outbox: list[TokenEvent] = []  # events that arise between steps
-        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
-        self.num_finished: Counter[str] = Counter()  # by finish_reason
+        self._outbox = Outbox()
+        self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
+        self.num_finished = self._outbox.num_finished  # by finish_reason
+        self.explanations = self._outbox.explanations
         self.num_steps = 0
 
     @property
@@ -92,12 +92,12 @@ class Engine:
     @property
     def is_full(self) -> bool:
         """Whether `submit` would answer `Overloaded`."""
-        return len(self.scheduler.waiting) + self.sessions.num_queued >= self._max_waiting
+        return len(self.scheduler.waiting) + len(self.sessions.queued) >= self._max_waiting
 
     @property
     def in_flight(self) -> dict[str, int]:
         """Every request that was taken and has not ended, by id, with its output tokens so far."""
-        queued = dict.fromkeys(self.sessions.queued_ids, 0)
+        queued = dict.fromkeys(self.sessions.queued.request_ids, 0)
         return queued | {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
 
     def submit(self, request: GenerationRequest) -> None:
@@ -107,7 +107,7 @@ class Engine:
         """
         if self.is_full:
             raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
-        if request.request_id in self._sequence_by_id or self.sessions.is_queued(request.request_id):
+        if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_token_ids(request, self._runner.vocab_size)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
@@ -124,15 +124,15 @@ class Engine:
         sequence = self._sequence_by_id.get(request_id)
         if sequence is not None:
             self._finish(sequence, "abort")
-        elif self.sessions.cancel_queued(request_id) is not None:
-            self._outbox.append(TokenEvent(request_id, (), "abort", None, None))
+        elif self.sessions.queued.cancel(request_id) is not None:
+            self._outbox.report_unstarted(request_id, "abort")
 
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
         chunks = self.scheduler.schedule()
         inputs = self._runner.prepare(chunks, self.forest.drain_fresh())
         logits = self._runner.forward(inputs)
-        sampled = sample(logits, [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
+        sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
 
     def stats(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Engine:
             },
             "requests": {
                 "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting) + self.sessions.num_queued,
+                "waiting": len(scheduler.waiting) + len(self.sessions.queued),
                 "suspended_total": scheduler.num_suspensions,
             },
             "tokens": dict(self.num_tokens),
@@ -165,7 +165,7 @@ class Engine:
         ids = [] if log is None or log.running is None else log.running.answering
         sequences = [self._sequence_by_id[request_id] for request_id in ids if request_id in self._sequence_by_id]
         first = next((s for s in sequences if s.request.choice_index == 0), None)
-        return None if first is None else (self._turn(first), first.request)
+        return None if first is None else (self._decoding.turn(first), first.request)
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
@@ -175,34 +175,9 @@ class Engine:
         return self.take_events()
 
     def _start(self, request: GenerationRequest, ids: list[int]) -> None:
-        sequence = Sequence(
-            request=request,
-            ids=ids,
-            num_prompt=len(ids),
-            max_tokens=max_output_tokens(request, len(ids), self.capacity),
-            arrival=next(self._arrivals),
-            stop_text=stop_stream(request, self._tokenizer),
-        )
-        if request.sampling.repetition_penalty != 1.0:
-            sequence.seen = TokenCounts(ids)
-        if request.sampling.presence_penalty or request.sampling.frequency_penalty:
-            sequence.drawn = TokenCounts(sequence.output_ids)
+        sequence = self._decoding.begin(request, ids, capacity=self.capacity, arrival=next(self._arrivals))
         self._sequence_by_id[request.request_id] = sequence
         self.scheduler.add(sequence)
-
-    def _sample_row(self, sequence: Sequence) -> SampleRow:
-        request = sequence.request
-        params = request.sampling
-        barred = self._end_ids(sequence) if sequence.num_output < params.min_tokens else ()
-        return SampleRow(
-            params=params,
-            seed=params.seed or 0,
-            choice_index=request.choice_index,
-            position=request.output_offset + sequence.num_output,
-            barred_ids=barred,
-            seen=sequence.seen,
-            drawn=sequence.drawn,
-        )
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += 1
@@ -224,51 +199,19 @@ class Engine:
         sequence.append(outcome.token_id)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         self.num_tokens["generated"] += 1
-        reason = self._finish_reason(sequence, outcome.token_id)
+        reason = self._decoding.finish_reason(sequence, outcome.token_id)
         if reason is None:
-            self._report(sequence, None)
+            self._outbox.report(sequence)
         else:
             self._finish(sequence, reason)
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
-        if sequence.stop_text is not None:
-            sequence.stop_text.push([token_id])
-            if sequence.stop_text.stopped:
-                return "stop"
-        if token_id in self._end_ids(sequence):
-            return "stop"
-        return "length" if sequence.num_output >= sequence.max_tokens else None
-
-    def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        params = sequence.request.sampling
-        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
-
-    def _report(self, sequence: Sequence, finish_reason: str | None, error: str | None = None) -> None:
-        fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
-        usage = sequence.take_usage()
-        if usage is not None and sequence.num_cached is not None:
-            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
-            self.explanations.note(sequence, usage)
-        logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
-        sequence.logprobs.clear()
-        sequence.num_reported += len(fresh)
-        request_id = sequence.request.request_id
-        self._outbox.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, error))
-
     def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         request = sequence.request
-        kept = self._turn(sequence) if request.session_id is not None and reason != "error" else None
+        kept = self._decoding.turn(sequence) if request.session_id is not None and reason != "error" else None
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
-        self.num_finished[reason] += 1
-        self._report(sequence, reason, error)
+        self._outbox.report(sequence, reason, error)
         self._begin_next(self.sessions.end(request, kept))
-
-    def _turn(self, sequence: Sequence) -> FinishedTurn:
-        text = None
-        if self._tokenizer is not None and sequence.request.prompt_text is not None:
-            text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
-        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""
@@ -283,15 +226,9 @@ class Engine:
                 refusal = error if isinstance(error, MnemeError) else None
                 if refusal is None:
                     log.exception("start failed request_id=%s", request.request_id)
-                message = str(refusal or "the engine could not take the request")
-                self._outbox.append(TokenEvent(request.request_id, (), "error", None, None, message, refusal))
+                self._outbox.report_unstarted(request.request_id, "error", refusal)
                 unstarted.extend(self.sessions.end(request, None))
-
-    def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None, "only requests with text match by text"
-        return self._tokenizer.encode_continuation(text)
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""
-        events, self._outbox = self._outbox, []
-        return events
+        return self._outbox.take()

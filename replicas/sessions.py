@@ -10,20 +10,18 @@ A session that is answering keeps its next turns in order of arrival. Policy onl
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
+from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.request import GenerationRequest
+from mneme.replicas.session_deadlines import Deadlines
+from mneme.replicas.session_prompts import SessionPrompts
+from mneme.replicas.session_queue import TurnQueue
 from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog, root_turn, turn_name
 
 SessionKey = tuple[str, str]  # (tenant salt, session id)
-
-MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queue
-_MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
-_HEAP_SLACK = 64  # entries of sessions that are gone, before they are swept
 
 
 class Sessions:
@@ -40,32 +38,19 @@ class Sessions:
         end_token_ids: Collection[int] = (),
         on_drop: Callable[[SessionKey], None] = lambda key: None,
     ) -> None:
-        self._encode = encode
+        self._prompts = SessionPrompts(encode, end_token_ids)
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
-        self._end_token_ids = frozenset(end_token_ids)
         self._on_drop = on_drop  # told of every session that is forgotten
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
-        self._queued: dict[str, TokenLog] = {}  # by request id
-        self._deadlines: list[tuple[float, SessionKey]] = []  # heap, of logs with a time of their own; may be too early
+        self.queued = TurnQueue()
+        self._deadlines = Deadlines[SessionKey]()  # of logs with a time of their own
 
     def __len__(self) -> int:
         return len(self._log_by_key)
-
-    @property
-    def queued_ids(self) -> list[str]:
-        """Requests that wait for an earlier turn."""
-        return list(self._queued)
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queued)
-
-    def is_queued(self, request_id: str) -> bool:
-        return request_id in self._queued
 
     def get(self, key: SessionKey) -> TokenLog | None:
         """The session as it is known to its owner."""
@@ -85,13 +70,13 @@ class Sessions:
         log = self._log_by_key.get(key) or TokenLog()
         running, turn = log.running, turn_name(request)
         if running is not None and running.answering and running.name != turn:
-            self._put_in_queue(log, running, request)
+            self.queued.put(log, running, request)
             return None
         is_again = root_turn(request) == log.last_turn  # its replica's stream broke, and it was sent again
         if request.append and (not log.ids or (request.output_offset and not is_again)):
             raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
         num_base = log.num_base if is_again else len(log.ids)
-        ids, num_marks = self._prompt(log, request, num_base)
+        ids, num_marks = self._prompts.ids(log, request, num_base)
         if running is None:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks
@@ -119,16 +104,6 @@ class Sessions:
         running.answering.discard(request.request_id)
         self._touch(key, log)
         return [] if running.answering else self._next_turn(key, log, running)
-
-    def cancel_queued(self, request_id: str) -> GenerationRequest | None:
-        """Take a queued request out; None if it is not queued."""
-        log = self._queued.pop(request_id, None)
-        if log is None or log.running is None:
-            return None
-        queue = log.running.queue
-        request = next(request for request in queue if request.request_id == request_id)
-        queue.remove(request)
-        return request
 
     def delete(self, key: SessionKey) -> bool:
         """Forget a session; returns whether there was one.
@@ -189,56 +164,14 @@ class Sessions:
         return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
     def _expire_own(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] < now:
-            _, key = heapq.heappop(self._deadlines)
+        for key in self._deadlines.take_due(now):
             log = self._log_by_key.get(key)
             if log is None or log.ttl_s is None:
                 continue
             if log.running is None and log.last_used_s + log.ttl_s < now:
                 self._drop(key, log)
             else:
-                heapq.heappush(self._deadlines, ((now if log.running else log.last_used_s) + log.ttl_s, key))
-
-    def _prompt(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int]:
-        """The ids to run, and how many marks of the log they begin with."""
-        text, given = request.prompt_text, request.prompt_token_ids
-        own = list(given[: len(given) - request.output_offset])
-        resumed = list(given[len(own) :])  # output so far, of a request that was moved here
-        if request.append:
-            return [*log.ids[:num_base], *self._continuation(log, request, own, num_base), *resumed], log.marks_up_to(
-                num_base
-            )
-        marks = log.matching_marks(text) if text is not None and log.marks else []
-        for num_marks in range(len(marks), max(len(marks) - _MAX_SEAMS, 0), -1):
-            assert text is not None
-            num_chars, num_ids = marks[num_marks - 1]
-            rest = self._encode(text[num_chars:]) if num_chars < len(text) else []
-            # Behind the whole log the stored ids always stand. Elsewhere the text goes on otherwise than it did, maybe
-            # in the middle of a word: then only where its own tokens have a seam too.
-            if num_ids == len(log.ids) or own[len(own) - len(rest) :] == rest:
-                return [*log.ids[:num_ids], *rest, *resumed], num_marks
-        return [*own, *resumed], 0
-
-    def _continuation(self, log: TokenLog, request: GenerationRequest, own: list[int], num_base: int) -> list[int]:
-        """Ids of what is appended: without what it begins with to close an answer and the log has already."""
-        text = request.prompt_text
-        if text is None:
-            return own
-        closing = self._encode(text[: request.num_closing_chars]) if request.num_closing_chars else []
-        rest = text[request.num_closing_chars :]
-        return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (self._encode(rest) if rest else [])
-
-    def _num_closed(self, ids: list[int], closing: list[int]) -> int:
-        """How many of the ids that close an answer it has itself: up to the model's end of turn, or what it wrote."""
-        if ids[-1] in self._end_token_ids and ids[-1] in closing:
-            return closing.index(ids[-1]) + 1
-        return next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
-
-    def _put_in_queue(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
-        if len(running.queue) >= MAX_QUEUED_PER_SESSION:
-            raise Overloaded(f"{MAX_QUEUED_PER_SESSION} requests of this session are waiting")
-        running.queue.append(request)
-        self._queued[request.request_id] = log
+                self._deadlines.add((now if log.running else log.last_used_s) + log.ttl_s, key)
 
     def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
         log.running = None
@@ -246,14 +179,8 @@ class Sessions:
             if not log.ids:
                 self._drop(key, log)
             return []
-        running = log.running = RunningTurn(turn_name(ended.queue[0]), 0, 0, queue=ended.queue)
-        turn: list[GenerationRequest] = []
-        while running.queue and turn_name(running.queue[0]) == running.name:
-            request = running.queue.popleft()
-            del self._queued[request.request_id]
-            running.answering.add(request.request_id)  # all of them now: the turn ends with its last choice
-            turn.append(request)
-        return turn
+        log.running = RunningTurn(ended.name, 0, 0, queue=ended.queue)
+        return self.queued.take_turn(log.running)
 
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
         log.last_used_s = self._clock()
@@ -261,12 +188,11 @@ class Sessions:
         if ttl_s is None:
             return
         if log.ttl_s is None or ttl_s < log.ttl_s:
-            heapq.heappush(self._deadlines, (log.last_used_s + ttl_s, key))
+            self._deadlines.add(log.last_used_s + ttl_s, key)
         log.ttl_s = ttl_s
-        if len(self._deadlines) > 2 * len(self._log_by_key) + _HEAP_SLACK:
+        if self._deadlines.is_stale(len(self)):
             logs = self._log_by_key.items()
-            self._deadlines = [(log.last_used_s + log.ttl_s, key) for key, log in logs if log.ttl_s is not None]
-            heapq.heapify(self._deadlines)
+            self._deadlines.replace((log.last_used_s + log.ttl_s, key) for key, log in logs if log.ttl_s is not None)
 
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]

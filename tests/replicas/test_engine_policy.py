@@ -22,9 +22,9 @@ POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
-def make_engine(num_pages: int = 64, page_size: int = 4, **options: Any) -> Engine:
+def make_engine(num_pages: int = 64, page_size: int = 4, *, tokenizer: Any = None, **options: Any) -> Engine:
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
-    return Engine(FakeRunner(num_pages, page_size), None, config, clock=itertools.count().__next__)  # type: ignore[arg-type]
+    return Engine(FakeRunner(num_pages, page_size), tokenizer, config, clock=itertools.count().__next__)  # type: ignore[arg-type]
 
 
 def make_request(request_id: str, ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> GenerationRequest:

@@ -47,8 +47,9 @@ class Turn:
 class SessionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(num_pages=24, page_size=4, max_batch_tokens=16, max_running=4, max_sessions=100)
-        self.engine._tokenizer = LetterTokenizer()  # type: ignore[assignment]
+        self.engine = make_engine(
+            num_pages=24, page_size=4, tokenizer=LetterTokenizer(), max_batch_tokens=16, max_running=4, max_sessions=100
+        )
         self.said: dict[str, list[int]] = {}
         self.turns: dict[str, deque[Turn]] = {name: deque() for name in "stu"}  # the first one is answering
         self.num_turns = 0
@@ -118,7 +119,7 @@ class SessionMachine(RuleBasedStateMachine):
             if found is not None:
                 assert found["tokens"] == len(self.so_far(name)) == sum(found["kv"].values())
         assert self.engine.sessions._num_tokens == sum(map(len, self.said.values()))
-        assert self.engine.sessions.num_queued == sum(max(len(turns) - 1, 0) for turns in self.turns.values())
+        assert len(self.engine.sessions.queued) == sum(max(len(turns) - 1, 0) for turns in self.turns.values())
 
     def teardown(self) -> None:
         while self.engine.has_work:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.sessions import MAX_QUEUED_PER_SESSION, Sessions
+from mneme.replicas.session_queue import MAX_QUEUED_PER_SESSION
+from mneme.replicas.sessions import Sessions
 from mneme.replicas.token_log import FinishedTurn
 
 
@@ -86,7 +87,7 @@ def test_turns_wait_in_order_and_choices_go_together() -> None:
     assert sessions.begin(first) is not None
     later = [turn("2", "s", index=0), turn("2", "s", index=1), turn("3", "s")]
     assert [sessions.begin(request) for request in later] == [None, None, None]
-    assert sessions.num_queued == 3
+    assert len(sessions.queued) == 3
     assert sessions.end(first, None) == later[:2]
     assert [sessions.begin(request) is not None for request in later[:2]] == [True, True]
     assert sessions.end(later[0], None) == []
@@ -139,7 +140,7 @@ def test_token_logs_are_bounded_together() -> None:
 def test_a_session_that_cannot_be_encoded_is_not_locked() -> None:
     sessions, _ = make()
     answer(sessions, turn("1", "s"), [1], "c")
-    sessions._encode = lambda text: 1 // 0  # type: ignore[assignment]
+    sessions._prompts._encode = lambda text: 1 // 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         sessions.begin(turn("2", "s", "abcd"))
     assert sessions.begin(turn("3", "s", "abc")) == [97, 98, 1]
@@ -152,7 +153,7 @@ def test_one_session_cannot_queue_without_bound() -> None:
         assert sessions.begin(turn(f"{index + 1}", "s")) is None
     with pytest.raises(Overloaded):
         sessions.begin(turn("late", "s"))
-    assert sessions.num_queued == MAX_QUEUED_PER_SESSION
+    assert len(sessions.queued) == MAX_QUEUED_PER_SESSION
 
 
 def test_a_queued_turn_can_be_taken_out() -> None:
@@ -160,8 +161,8 @@ def test_a_queued_turn_can_be_taken_out() -> None:
     first, second = turn("1", "s"), turn("2", "s")
     sessions.begin(first)
     sessions.begin(second)
-    assert sessions.cancel_queued("2.0") is second
-    assert sessions.cancel_queued("2.0") is None
+    assert sessions.queued.cancel("2.0") is second
+    assert sessions.queued.cancel("2.0") is None
     assert sessions.end(first, None) == []
 
 
@@ -220,7 +221,7 @@ def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
     """A tokenizer of whole words: where a prompt ended in the middle of one, its own tokens have no seam."""
     vocabulary = {"br": 1, "oom": 2, "broom": 3, "er": 4}
     sessions, _ = make()
-    sessions._encode = lambda text: [vocabulary[text]]
+    sessions._prompts._encode = lambda text: [vocabulary[text]]
     first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
     answer(sessions, first, [7], "own")
     broom = replace(turn("2", "s", "broom"), prompt_token_ids=(3,))
@@ -272,7 +273,7 @@ def test_an_answer_is_closed_once() -> None:
 def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
     """Some templates put a space before the end of a turn; the model ends it without."""
     sessions, _ = make()
-    sessions._end_token_ids = frozenset({ord(";")})
+    sessions._prompts._end_token_ids = frozenset({ord(";")})
     answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
     assert sessions.begin(appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
 

@@ -1,0 +1,79 @@
+"""What a request's parameters and the model's own ends mean for its sequence: what it draws from, and when it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mneme.replicas.admission import max_output_tokens, stop_stream
+from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sampler import SampleRow
+from mneme.replicas.sequence import Sequence
+from mneme.replicas.token_counts import TokenCounts
+from mneme.replicas.token_log import FinishedTurn
+
+if TYPE_CHECKING:
+    from mneme.replicas.tokenizer import Tokenizer
+
+
+class Decoding:
+    """Holds nothing of any request."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that goes on where another ended."""
+        assert self._tokenizer is not None, "only requests with text match by text"
+        return self._tokenizer.encode_continuation(text)
+
+    def begin(self, request: GenerationRequest, ids: list[int], *, capacity: int, arrival: int) -> Sequence:
+        """The sequence of a request whose prompt is `ids`; raises as `max_output_tokens` and `stop_stream` do."""
+        sequence = Sequence(
+            request=request,
+            ids=ids,
+            num_prompt=len(ids),
+            max_tokens=max_output_tokens(request, len(ids), capacity),
+            arrival=arrival,
+            stop_text=stop_stream(request, self._tokenizer),
+        )
+        if request.sampling.repetition_penalty != 1.0:
+            sequence.seen = TokenCounts(ids)
+        if request.sampling.presence_penalty or request.sampling.frequency_penalty:
+            sequence.drawn = TokenCounts(sequence.output_ids)
+        return sequence
+
+    def sample_row(self, sequence: Sequence) -> SampleRow:
+        request = sequence.request
+        params = request.sampling
+        barred = self._end_ids(sequence) if sequence.num_output < params.min_tokens else ()
+        return SampleRow(
+            params=params,
+            seed=params.seed or 0,
+            choice_index=request.choice_index,
+            position=request.output_offset + sequence.num_output,
+            barred_ids=barred,
+            seen=sequence.seen,
+            drawn=sequence.drawn,
+        )
+
+    def finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
+        """Why the sequence ends with this token, which it has appended; None if it does not."""
+        if sequence.stop_text is not None:
+            sequence.stop_text.push([token_id])
+            if sequence.stop_text.stopped:
+                return "stop"
+        if token_id in self._end_ids(sequence):
+            return "stop"
+        return "length" if sequence.num_output >= sequence.max_tokens else None
+
+    def turn(self, sequence: Sequence) -> FinishedTurn:
+        """What the sequence leaves to its session if it ends now."""
+        text = None
+        if self._tokenizer is not None and sequence.request.prompt_text is not None:
+            text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
+        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text)
+
+    def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        params = sequence.request.sampling
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)

@@ -1,0 +1,47 @@
+"""The events of an engine until they are taken, and the counts of what they said. Policy only: no tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mneme.errors import MnemeError
+from mneme.replicas.explanations import Explanations
+from mneme.replicas.request import TokenEvent
+from mneme.replicas.sequence import Sequence
+
+
+class Outbox:
+    """Turns what is new of a sequence into an event."""
+
+    def __init__(self) -> None:
+        self._events: list[TokenEvent] = []
+        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
+        self.num_finished: Counter[str] = Counter()  # by finish_reason
+        self.explanations = Explanations()
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[TokenEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def report(self, sequence: Sequence, finish_reason: str | None = None, error: str | None = None) -> None:
+        """Its output since the last report and, the first time, its prompt's usage."""
+        fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
+        usage = sequence.take_usage()
+        if usage is not None and sequence.num_cached is not None:
+            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
+            self.explanations.note(sequence, usage)
+        logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
+        sequence.logprobs.clear()
+        sequence.num_reported += len(fresh)
+        if finish_reason is not None:
+            self.num_finished[finish_reason] += 1
+        request_id = sequence.request.request_id
+        self._events.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, error))
+
+    def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
+        """A request that waited for its session ends without having run; "error" without a refusal is our own fault."""
+        error = str(refusal or "the engine could not take the request") if reason == "error" else None
+        self._events.append(TokenEvent(request_id, (), reason, None, None, error, refusal))
