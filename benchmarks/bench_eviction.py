@@ -90,7 +90,7 @@ class Store:
         forest.write(path, ids, len(ids))
         forest.release(path, owner)
         took = time.perf_counter() - started
-        forest.drain_fresh()
+        forest.drain_moves()
         return took * 1e6
 
 

@@ -182,7 +182,7 @@ class Simulator:
             forest.release(path)
             return False
         forest.write(path, ids, len(ids))
-        forest.drain_fresh()
+        forest.drain_moves()
         self._outcome.count(len(prompt), found, self._now_s - since_s)
         prefill_s = (len(prompt) - found) / self._prefill_tokens_per_s
         self._at(self._now_s + prefill_s + len(turn.answer) / self._decode_tokens_per_s, _Answered(asked, path))

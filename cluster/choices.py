@@ -107,12 +107,11 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
         known = usage_by_prompt.setdefault(choice.prompt_index, choice.usage)
         if choice.usage.cached_tokens < known.cached_tokens:
             usage_by_prompt[choice.prompt_index] = choice.usage
-    num_prompt = sum(usage.prompt_tokens for usage in usage_by_prompt.values())
-    num_cached = sum(usage.cached_tokens for usage in usage_by_prompt.values())
+    usage = PromptUsage(*map(sum, zip(*usage_by_prompt.values(), strict=True)))
     return {
-        "prompt_tokens": num_prompt,
+        "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "kv_details": PromptUsage(num_prompt, num_cached).kv_details(),
+        "total_tokens": usage.prompt_tokens + num_completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "kv_details": usage.kv_details(),
     }

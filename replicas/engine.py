@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox)
+        return self.scheduler.has_work or bool(self._outbox) or self.forest.wants_copies
 
     @property
     def is_full(self) -> bool:
@@ -130,7 +130,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
         chunks = self.scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self.forest.drain_fresh())
+        inputs = self._runner.prepare(chunks, self.forest.drain_moves())
         logits = self._runner.forward(inputs)
         sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
@@ -181,8 +181,6 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += 1
-        for chunk in chunks:
-            chunk.sequence.note_computed(chunk.start, chunk.end)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         for sequence, outcome in zip(sampling, sampled, strict=True):
             try:

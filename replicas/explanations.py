@@ -28,7 +28,7 @@ class Explanations:
     def note(self, sequence: Sequence, usage: PromptUsage) -> None:
         """A prompt has been computed."""
         request = sequence.request
-        ranges = _ranges(sequence)
+        ranges = [origin._asdict() for origin in sequence.origins.ranges(sequence.num_prompt)]
         explanation = {
             "request_id": request.request_id,
             "choice": request.choice_index,
@@ -46,19 +46,6 @@ class Explanations:
     def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
         """One entry for each choice of the HTTP request that ran here, also of those that were moved on."""
         return [e for owner, e in self._entries if owner == salt and _is_of(e["request_id"], http_id)]
-
-
-def _ranges(sequence: Sequence) -> list[dict[str, Any]]:
-    """The whole prompt, in order: what was computed, and between that what was there."""
-    ranges: list[dict[str, Any]] = []
-    position = 0
-    for start, end in [*sequence.computed, (sequence.num_prompt, sequence.num_prompt)]:
-        if position < start:
-            ranges.append({"start": position, "end": start, "source": "device"})
-        if start < end:
-            ranges.append({"start": start, "end": end, "source": "recomputed"})
-        position = end
-    return ranges
 
 
 def _is_of(request_id: str, http_id: str) -> bool:

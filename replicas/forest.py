@@ -12,9 +12,10 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-States of a page: free (on the free list), in use (held by a sequence or a pin), cached (held by nobody, still
-matching; `forest_cached.py` says whose it is and when it goes). `free + cached + in_use == num_pages` is checked by
-`check()`. The pool never grows or gives memory back.
+A node's KV may be on the device, on the host, on both, or on neither: a hole (`forest_pages.py`, `forest_gaps.py`).
+States of a device page: free (on the free list), in use (of a node that a sequence or a pin holds), cached (of a node
+that nobody holds, still matching; `forest_cached.py` says which goes when). `free + cached + in_use == num_pages` is
+checked by `check()`. The pool never grows or gives memory back.
 
 Policy only: no tensors.
 """
@@ -23,23 +24,24 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lru import LruPolicy
-from mneme.replicas.forest_cached import CachedPages
-from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Path, Pin, Root, common_prefix
-from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps
+from mneme.replicas.forest_kept import kept_by, mask_of
+from mneme.replicas.forest_moves import Moves
+from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Path, Pin, Root
+from mneme.replicas.forest_owners import Owner, Owners
+from mneme.replicas.forest_pages import TieredPages
+from mneme.replicas.forest_paths import Paths
+from mneme.replicas.forest_tier import Tier
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
-class OutOfPages(Exception):
-    """No page is free and none is cached; the scheduler answers by suspending a sequence."""
-
-
-class PrefixForest:
+class PrefixForest(Paths):
     """Pages, their owners, and token-exact matching over everything that is resident."""
 
     def __init__(
@@ -52,47 +54,55 @@ class PrefixForest:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_owners: int = 10_000,
+        num_host_pages: int = 0,
+        host_policy: EvictionPolicy | None = None,
+        copy_out_below: float = 0.5,
+        window: int | None = None,
     ) -> None:
-        """`policy` is LRU unless given; at most `max_owners` sessions are remembered with their paths."""
+        """Policies are LRU unless given; at most `max_owners` sessions are remembered with their paths.
+
+        `window`: tokens that a row sees on every layer, itself too; None if a layer sees all.
+        """
         self.num_pages = num_pages
-        self.page_size = page_size
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
-        self._sharing = sharing
-        self._free = list(range(first_page + num_pages - 1, first_page - 1, -1))  # pops the lowest first
-        self._fresh: list[int] = []
         self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
-        self._num_in_use = 0
+        self._kept_roots: set[Root] = set()  # of truncated sessions
         self._num_pinned = 0
         self._pins: set[Pin] = set()
         self._clock = clock
         self._releases = itertools.count(1)
-        self._cached = CachedPages(policy or LruPolicy(), max_owners)
+        self.owners = Owners(max_owners)
+        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
+        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
+        pages = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
+        super().__init__(pages, page_size, sharing=sharing, window=window)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.device.free)
 
     @property
     def num_in_use(self) -> int:
-        return self._num_in_use
+        return self.device.num_in_use
 
     @property
     def num_cached(self) -> int:
-        return self.num_pages - len(self._free) - self._num_in_use
-
-    @property
-    def num_available(self) -> int:
-        """Pages that `write` can still take: free ones, then cached ones."""
-        return self.num_pages - self._num_in_use
+        return self.device.num_cached
 
     @property
     def num_unpinned(self) -> int:
         """Pages that one sequence could have if it were alone, beside the pinned ones that it shares."""
         return self.num_pages - self._num_pinned
 
+    @property
+    def wants_copies(self) -> bool:
+        """Whether a step without rows would still have pages to copy to the host."""
+        return self._pages.wants_copies
+
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Where eviction reads which sessions wait, in order; None for a request without a session."""
-        self._cached.look_ahead(queue)
+        self.device.cached.look_ahead(queue)
+        self.host.cached.look_ahead(queue)
 
     def open_path(self, salt: str) -> Path:
         """An empty path under the tenant's root; paths under different salts never meet."""
@@ -102,83 +112,70 @@ class PrefixForest:
         root.refs += 1
         return Path(root)
 
-    def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
-        """Follow resident tokens equal to `ids[path.num_tokens:limit]`; returns how many were found."""
-        if not self._sharing:
-            return 0
-        before = position = path.num_tokens
-        while position < limit:
-            node = path.tail
-            position += common_prefix(node.tokens, position - node.start, ids, position, limit)
-            if position == limit:
-                break
-            child = node.children.get((position, ids[position]))
-            if child is None:
-                break
-            self._leave(path, position)
-            self._hold(path, child)
-        path.num_tokens = position
-        return position - before
+    def open_kept(self, root: Root) -> Path | None:
+        """A path that sees what the truncation of a session kept; None if some of that is gone from every tier."""
+        root.refs += 1
+        self._kept_roots.add(root)
+        path = Path(root)
+        for kept in root.kept:
+            self._hold(path, kept.node, mask_of(kept, self.page_size))
+        note_gaps(path, 0)
+        if not is_lost(path):
+            return path
+        self.release(path)
+        return None
 
-    def write(self, path: Path, ids: Sequence[int], end: int) -> list[tuple[int, int, int]]:
-        """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
+    def truncate(self, path: Path, ranges: Spans) -> Path:
+        """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
 
-        Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`, having taken nothing.
+        No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4).
         """
-        runs = []
-        needed = self.num_new_pages(path, ids, end)
-        if needed > self.num_available:
-            raise OutOfPages
-        while path.num_tokens < end:
-            position = path.num_tokens
-            node = self._writable_tail(path, ids)
-            count = min(end, (position // self.page_size + 1) * self.page_size) - position
-            node.tokens.extend(ids[position : position + count])
-            path.num_tokens += count
-            runs.append((node.page_id, position % self.page_size, count))
-        return runs
-
-    def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
-        """How many pages `write` would take."""
-        position = path.num_tokens
-        if self._can_append(path, ids):
-            position = (position // self.page_size + 1) * self.page_size
-        return max(0, -(-end // self.page_size) - position // self.page_size)
+        root = Root(path.root.salt, kept_by(path, ranges))
+        truncated = self.open_kept(root)
+        assert truncated is not None, "the path has the KV of what it keeps"
+        self.release(path)
+        return truncated
 
     def release(self, path: Path, owner: Owner | None = None) -> None:
         """The sequence is gone: its pages stay cached. They are the owner's, if it is given, and no others any more."""
-        number, now_s, tail = next(self._releases), self._clock(), path.tail
-        for node in reversed(path.nodes):
-            node.refs -= 1
+        number, now_s, nodes, root = next(self._releases), self._clock(), path.nodes, path.root
+        for node in nodes:
             node.released, node.last_used_s = number, now_s
             if node.writer is path:
                 node.writer = None
-            if node.refs == 0:
-                self._num_in_use -= 1
-                if not self._sharing:
-                    self._free.append(node.page_id)
-        if path.nodes and self._sharing:
-            self._cached.released(tail, owner)
-        path.root.refs -= 1
-        self._drop_empty_root(path.root)
-        path.nodes, path.page_ids, path.masks, path.num_tokens = [], [], [], 0
+        root.refs -= 1
+        if nodes and self._sharing:
+            self._pages.release(nodes)
+            self._claim(nodes, owner)
+        elif nodes:
+            self._pages.free(nodes)
+        self._drop_root(root)
+        path.nodes, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
 
     def disown(self, owner: Owner) -> None:
         """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
-        self._cached.disown(owner)
+        self._offer_through(self.owners.drop(owner))
+
+    def abandon(self, root: Root) -> None:
+        """A truncated session is gone: nobody else can find what it computed since."""
+        for node in reversed(list(root.below_it())):
+            for tier in (self.device, self.host):
+                if tier.has(node) and not node.refs:
+                    self._pages.drop(node, tier.index)
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.
 
-        Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned.
+        Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
+        lacks some of them.
         """
         num_new = sum(not node.pins for node in path.nodes)
         left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
-        if left < needed or not path.nodes or not self._sharing:
+        if left < needed or not path.nodes or path.gaps or not self._sharing:
             raise PinRefused(num_new, max(left, 0), needed)
         pin = Pin(path.copy())
         for node in path.nodes:
-            node.refs += 1
+            self._pages.hold(node)
             node.pins += 1
         path.root.refs += 1
         self._num_pinned += num_new
@@ -196,100 +193,51 @@ class PrefixForest:
         self.release(pin.path)
 
     def clear(self) -> None:
-        """Forget every cached page; pages in use or pinned stay."""
-        while self._num_in_use + len(self._free) < self.num_pages:
-            self._evict_one()
+        """Forget every cached page of both tiers; pages in use or pinned stay."""
+        for tier in (self.device, self.host):
+            self._pages.clear(tier.index)
 
     def forget_all(self) -> None:
         """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
         for pin in list(self._pins):
             self.unpin(pin)
         self.clear()
+        self._pages.forget_moves()
 
-    def drain_fresh(self) -> list[int]:
-        """Page ids taken since the last call: the runner makes their old slots invisible before it writes."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+    def drain_moves(self) -> Moves:
+        """What is to happen to pages before the step's rows are computed, since the last call."""
+        return self._pages.drain()
 
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""
-        nodes = list(self._walk())
-        pages = [node.page_id for node in nodes]
+        nodes = [node for root in (*self._roots.values(), *self._kept_roots) for node in root.below_it()]
         if self._sharing:
-            assert sorted(pages + self._free) == sorted(set(pages) | set(self._free)), "a page has two owners"
-            assert len(pages) + len(self._free) == self.num_pages, "a page is lost"
-            assert self._num_in_use == sum(node.refs > 0 for node in nodes)
-            self._cached.check(nodes)
+            self._pages.check(nodes)
+            self.owners.check(nodes)
         assert self._num_pinned == sum(node.pins > 0 for node in nodes)
         for node in nodes:
-            assert node.refs >= 0
+            assert node.refs >= node.pins >= 0
             assert 0 < len(node.tokens) <= self.page_size - node.start % self.page_size
             assert node.parent is not None
             assert node.start <= node.parent.end
-            assert node.pins <= node.refs <= node.parent.refs
             assert node.parent.children[(node.start, node.tokens[0])] is node
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
-    def _walk(self) -> Iterator[Node]:
-        stack: list[Node] = list(self._roots.values())
-        while stack:
-            children = stack.pop().children.values()
-            yield from children
-            stack.extend(children)
+    def _claim(self, nodes: list[Node], owner: Owner | None) -> None:
+        tail = next((node for node in reversed(nodes) if node.parent is not None), None)
+        if owner is not None and tail is not None:
+            self._offer_through(self.owners.claim(owner, tail))
 
-    def _hold(self, path: Path, node: Node) -> None:
-        if node.refs == 0:
-            self._num_in_use += 1
-            self._cached.held(node)
-        node.refs += 1
-        node.num_uses += 1
-        path.nodes.append(node)
-        path.page_ids.append(node.page_id)
-        path.masks.append(ALL_SLOTS)
+    def _offer_through(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            for tier in (self.device, self.host):
+                tier.cached.offer_through(node)
 
-    def _leave(self, path: Path, position: int) -> None:
-        """From `position` on the path uses other pages: in the block it leaves, higher slots are not its own."""
-        offset = position % self.page_size
-        if path.nodes and offset and path.masks[-1] == ALL_SLOTS:
-            path.masks[-1] = (1 << offset) - 1
-            path.num_cuts += 1
-
-    def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
-        node, position = path.tail, path.num_tokens
-        if node is path.root or node.end != position or position % self.page_size == 0:
-            return False
-        if node.writer is None and position < len(ids):
-            return (position, ids[position]) not in node.children
-        return node.writer is path
-
-    def _writable_tail(self, path: Path, ids: Sequence[int]) -> Node:
-        if self._can_append(path, ids):
-            path.tail.writer = path
-            return path.tail
-        position, parent = path.num_tokens, path.tail
-        self._leave(path, position)
-        node = Node(self._take_page(), parent, position, [])
-        node.writer = path
-        if self._sharing:
-            parent.children[(position, ids[position])] = node
-        self._hold(path, node)
-        return node
-
-    def _take_page(self) -> int:
-        if not self._free:
-            self._evict_one()
-        page_id = self._free.pop()
-        self._fresh.append(page_id)
-        return page_id
-
-    def _evict_one(self) -> None:
-        evicted = self._cached.evict()
-        if evicted is None:
-            raise OutOfPages
-        leaf, parent = evicted
-        self._free.append(leaf.page_id)
-        self._drop_empty_root(parent)
-
-    def _drop_empty_root(self, node: Node) -> None:
-        if isinstance(node, Root) and node.refs == 0 and not node.children:
-            self._roots.pop(node.salt, None)
+    def _drop_root(self, root: Root) -> None:
+        """Forget a root that nothing hangs on."""
+        if root.refs or root.children:
+            return
+        if root.kept:
+            self._kept_roots.discard(root)
+        else:
+            self._roots.pop(root.salt, None)

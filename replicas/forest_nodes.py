@@ -1,21 +1,30 @@
-"""What the prefix forest is made of: pages with their tokens, roots, paths of sequences, claims of sessions, pins."""
+"""What the prefix forest is made of: nodes with their tokens, roots, paths of sequences, claims of sessions, pins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
+DEVICE, HOST = 0, 1  # tiers, as indices of what a node keeps for each
 
 
 class Node:
-    """One page instance in the forest."""
+    """The tokens at [start, end) of one lineage, all in one block, and where their KV is.
+
+    In each tier the first `filled` tokens have KV, on page `pages`. What no tier has is a hole; a node is all hole only
+    while something behind it has KV, or a sequence is about to compute it.
+    """
 
     __slots__ = (
+        "below",
         "children",
         "claim",
+        "filled",
+        "is_reclaimable",
         "last_used_s",
         "num_uses",
-        "page_id",
+        "pages",
         "parent",
         "pins",
         "refs",
@@ -25,13 +34,16 @@ class Node:
         "writer",
     )
 
-    def __init__(self, page_id: int, parent: Node | None, start: int, tokens: list[int]) -> None:
-        self.page_id = page_id
+    def __init__(self, parent: Node | None, start: int, tokens: list[int]) -> None:
         self.parent = parent
-        self.start = start  # position of tokens[0]
+        self.start = start  # position of tokens[0], at which its key is rotated
         self.tokens = tokens
         self.children: dict[tuple[int, int], Node] = {}  # (position, token id) -> the child that begins with it
-        self.refs = 0  # paths that hold this page; a pin is one
+        self.pages: list[int | None] = [None, None]  # by tier
+        self.filled = [0, 0]  # by tier; 0 without a page
+        self.below = [0, 0]  # by tier: children with a page there that nobody holds
+        self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
+        self.refs = 0  # paths that hold it; a pin is one
         self.pins = 0
         self.writer: Path | None = None  # the one path that may append
         self.claim: Claim | None = None  # of the sessions whose last path ends here
@@ -44,14 +56,36 @@ class Node:
         return self.start + len(self.tokens)
 
 
+class Kept(NamedTuple):
+    """Tokens of another lineage that a truncated session goes on seeing: those rotated at positions [start, end)."""
+
+    node: Node
+    start: int
+    end: int
+    delta: int  # from there to where the session has them
+
+
 class Root(Node):
-    """Where a tenant's lineages begin; holds no page and no tokens."""
+    """Where lineages begin; holds no page and no tokens.
 
-    __slots__ = ("salt",)
+    A tenant has one, found by its salt. After a truncation a session has its own: it begins behind the tokens that were
+    kept, and nobody else finds it.
+    """
 
-    def __init__(self, salt: str) -> None:
-        super().__init__(0, None, 0, [])
+    __slots__ = ("kept", "salt")
+
+    def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
+        super().__init__(None, sum(each.end - each.start for each in kept), [])
         self.salt = salt
+        self.kept = kept
+
+    def below_it(self) -> Iterator[Node]:
+        """All nodes under this root, parents first."""
+        stack: list[Node] = [self]
+        while stack:
+            children = stack.pop().children.values()
+            yield from children
+            stack.extend(children)
 
 
 class Claim:
@@ -66,30 +100,32 @@ class Claim:
 
 
 class Path:
-    """The pages one sequence sees, root first: its page table.
+    """What one sequence sees, in order: its page table. The root's kept tokens come first.
 
-    `page_ids[i]` with `masks[i]` are the references. Between cuts of a mask they are only appended to.
+    `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
+    `num_changes` counts they are only appended to.
     """
 
-    __slots__ = ("masks", "nodes", "num_cuts", "num_tokens", "page_ids", "root")
+    __slots__ = ("gaps", "masks", "nodes", "num_changes", "num_tokens", "page_ids", "root")
 
     def __init__(self, root: Root) -> None:
         self.root = root
         self.nodes: list[Node] = []
-        self.page_ids: list[int] = []
+        self.page_ids: list[int | None] = []
         self.masks: list[int] = []
-        self.num_tokens = 0  # tokens with KV on this path
-        self.num_cuts = 0
+        self.gaps: list[int] = []  # in order, the nodes of which the device may lack something that the path has
+        self.num_tokens = root.start  # tokens on this path
+        self.num_changes = 0
 
     @property
     def tail(self) -> Node:
-        return self.nodes[-1] if self.nodes else self.root
+        return self.nodes[-1] if len(self.nodes) > len(self.root.kept) else self.root
 
     def copy(self) -> Path:
-        """Another path over the same pages; whoever makes it counts the references."""
+        """Another path over the same nodes; whoever makes it counts the references."""
         other = Path(self.root)
         other.nodes, other.page_ids, other.masks = list(self.nodes), list(self.page_ids), list(self.masks)
-        other.num_tokens, other.num_cuts = self.num_tokens, self.num_cuts
+        other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
         return other
 
 

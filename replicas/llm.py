@@ -16,7 +16,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
-from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
@@ -174,7 +174,7 @@ class _Job:
         self._choices = {request.request_id: _Choice(tokenizer, request) for request in requests}
         self._first_s: float | None = None
         self._last_s = self._started_s
-        self._usage = (0, 0)
+        self._usage = PromptUsage(0, 0)
 
     def take(self, event: TokenEvent) -> None:
         self._last_s = time.perf_counter()
@@ -187,12 +187,11 @@ class _Job:
         self._choices[event.request_id].take(event)
 
     def output(self) -> RequestOutput:
-        prompt_tokens, cached_tokens = self._usage
         metrics = RequestMetrics(
             ttft_s=(self._first_s or self._last_s) - self._started_s,
             total_s=self._last_s - self._started_s,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
+            prompt_tokens=self._usage.prompt_tokens,
+            cached_tokens=self._usage.cached_tokens,
         )
         return RequestOutput(
             prompt_token_ids=self.requests[0].prompt_token_ids,

@@ -30,7 +30,7 @@ class Outbox:
         """Its output since the last report and, the first time, its prompt's usage."""
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
-        if usage is not None and sequence.num_cached is not None:
+        if usage is not None and sequence.was_admitted:
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
             self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None

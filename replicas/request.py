@@ -101,11 +101,19 @@ class PromptUsage(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was not computed by this request
+    host_tokens: int = 0  # of them, those that came back from the host
+    dropped_tokens: int = 0  # tokens that it computed although they had had KV before
 
     def kv_details(self) -> dict[str, int]:
-        """Where the prompt's KV came from, in tokens; they sum to `prompt_tokens`. Today's only tier is the device."""
-        tiers = {"device": self.cached_tokens, "host": 0, "disk": 0, "peer": 0}
-        return {**tiers, "recomputed": self.prompt_tokens - self.cached_tokens, "dropped": 0}
+        """Where the prompt's KV came from, in tokens; they sum to `prompt_tokens`."""
+        return {
+            "device": self.cached_tokens - self.host_tokens,
+            "host": self.host_tokens,
+            "disk": 0,
+            "peer": 0,
+            "recomputed": self.prompt_tokens - self.cached_tokens - self.dropped_tokens,
+            "dropped": self.dropped_tokens,
+        }
 
 
 class TokenEvent(NamedTuple):

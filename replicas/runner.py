@@ -26,6 +26,7 @@ from mneme.kernels.attention import (
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.cuda_graphs import MakeGraphs
+from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.sequence import Chunk
@@ -33,7 +34,7 @@ from mneme.replicas.sequence import Chunk
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
 _SPARE_SLOT = 0
-_SPARE_RUN = ((0, 0, 1),)
+_SPARE_RUN = (0, 0, 1)
 _NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
@@ -42,7 +43,7 @@ class _Seen(NamedTuple):
 
     path: Path
     num_pages: int
-    num_cuts: int
+    num_changes: int
 
 
 class Runner:
@@ -77,16 +78,16 @@ class Runner:
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
-    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
+    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
-        self._hide(fresh_pages)
+        self._hide(moves.fresh)
         if not chunks:
             return None
         ordered = self._in_plan_order(chunks)
-        num_rows = np.array([chunk.num_rows for chunk in ordered])
-        positions = ranges(np.array([chunk.start for chunk in ordered]), num_rows)
+        starts, ends = np.array([span for chunk in ordered for span in chunk.spans]).T
+        positions = ranges(starts, ends - starts)
         slots = self._slots(ordered)
-        token_ids = [t for chunk in ordered for t in chunk.sequence.ids[chunk.start : chunk.end]]
+        token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.ids[start:end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
         bucket = self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
@@ -141,7 +142,7 @@ class Runner:
         kept = [chunk_by_path.get(id(seen.path)) for seen in self._seen]
         if len(kept) == len(chunks) and all(kept):
             return [chunk for chunk in kept if chunk is not None]
-        return sorted(chunks, key=lambda chunk: _path(chunk).page_ids)
+        return sorted(chunks, key=lambda chunk: [page_id or 0 for page_id in _path(chunk).page_ids])
 
     def _step_plan(self, ordered: list[Chunk], positions: IntArray, bucket: int | None) -> Plan:
         """Rows up to the bucket, if there is one, are at position 0 of sequences that have no pages."""
@@ -152,7 +153,7 @@ class Runner:
         paths = [_path(chunk) for chunk in ordered]
         plan = self._appended(paths, len(ordered) + num_padding)
         self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
-        self._seen = [_Seen(path, len(path.page_ids), path.num_cuts) for path in paths]
+        self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
         return self._plan
 
     def _appended(self, paths: list[Path], num_sequences: int) -> Plan | None:
@@ -163,9 +164,9 @@ class Runner:
             return None
         grown: list[tuple[int, int]] = []
         for index, (path, seen) in enumerate(zip(paths, self._seen, strict=True)):
-            if path.num_cuts != seen.num_cuts:
+            if path.num_changes != seen.num_changes:
                 return None
-            grown.extend((index, page_id) for page_id in path.page_ids[seen.num_pages :])
+            grown.extend((index, page_id) for page_id in path.page_ids[seen.num_pages :] if page_id is not None)
         if not grown:
             return self._plan
         sequences, page_ids = np.array(grown, np.int64).T
@@ -185,8 +186,8 @@ class Runner:
         )
 
     def _slots(self, ordered: list[Chunk]) -> IntArray:
-        """Where each row's KV is written. A chunk without runs is one row."""
-        runs = [run for chunk in ordered for run in chunk.runs or _SPARE_RUN]
+        """Where each row's KV is written; that of a last row without a run, nowhere."""
+        runs = [run for chunk in ordered for run in [*chunk.runs, *[_SPARE_RUN] * (chunk.num_rows - chunk.num_written)]]
         page_ids, offsets, counts = np.array(runs, np.int64).T
         return ranges(page_ids * self.page_size + offsets, counts)
 
@@ -207,8 +208,15 @@ def _path(chunk: Chunk) -> Path:
 
 
 def _page_table(path: Path) -> PageTable:
-    page_ids = np.array(path.page_ids, np.int32)
-    return PageTable(page_ids, np.zeros(len(page_ids), np.int32), np.array(path.masks, np.int64))
+    """What the device has of the path, root first."""
+    deltas = np.zeros(len(path.page_ids), np.int32)
+    deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
+    masks = np.array(path.masks, np.int64)
+    if not path.gaps:
+        return PageTable(np.array(path.page_ids, np.int32), deltas, masks)
+    present = [index for index, page_id in enumerate(path.page_ids) if page_id is not None]
+    page_ids = np.array([path.page_ids[index] for index in present], np.int32)
+    return PageTable(page_ids, deltas[present], masks[present])
 
 
 def _sampled_rows(chunks: list[Chunk], ordered: list[Chunk]) -> IntArray:

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from mneme.replicas.forest import OutOfPages, PrefixForest
+from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Path, Pin
 from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_pages import OutOfPages
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sequence import Chunk, Sequence
 
@@ -79,12 +80,12 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
-        num_decodes = sum(_num_pending(s) <= 1 for s in self.running)
+        num_decodes = sum(self._num_pending(s) <= 1 for s in self.running)
         budget = max(self._max_batch_tokens - num_decodes, 0)
         for sequence in list(self.running):
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
-            is_decode = _num_pending(sequence) <= 1
+            is_decode = self._num_pending(sequence) <= 1
             chunk = self._chunk_or_suspend(sequence, 1 if is_decode else budget, chunks)
             if chunk is not None:
                 chunks.append(chunk)
@@ -110,17 +111,15 @@ class Scheduler:
     def _open(self, sequence: Sequence) -> bool:
         """Give the sequence a path with what is resident, if the rest of its tokens fits too."""
         path = self._forest.open_path(sequence.request.salt)
-        found = self._forest.extend(path, sequence.ids, len(sequence.ids))
+        self._forest.extend(path, sequence.ids, len(sequence.ids))
         if not self._fits(path, sequence):
             self._forest.release(path)
             if self.running:
                 return False
             # Alone and still short: its prefix is scattered over forks, several pages a block. Start clean.
             self._forest.clear()
-            path, found = self._forest.open_path(sequence.request.salt), 0
-        if sequence.num_cached is None:
-            sequence.num_cached = min(found, sequence.num_prompt - 1)
-        sequence.path = path
+            path = self._forest.open_path(sequence.request.salt)
+        sequence.path, sequence.was_admitted = path, True
         return True
 
     def _fits(self, path: Path, sequence: Sequence) -> bool:
@@ -152,14 +151,15 @@ class Scheduler:
     def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk:
         path, ids = sequence.path, sequence.ids
         assert path is not None
-        found = self._forest.extend(path, ids, len(ids))
-        if sequence.num_output == 0 and sequence.num_cached is not None:
-            sequence.num_cached = min(sequence.num_cached + found, sequence.num_prompt - 1)
-        start = path.num_tokens
-        if start == len(ids):
-            return Chunk(sequence, start - 1, start, [])
-        end = min(len(ids), start + budget)
-        return Chunk(sequence, start, end, self._forest.write(path, ids, end))
+        self._forest.extend(path, ids, len(ids))
+        rows = self._forest.take_rows(path, ids, budget)
+        sequence.note_rows(rows)
+        return Chunk(sequence, rows.spans, rows.runs)
+
+    def _num_pending(self, sequence: Sequence) -> int:
+        """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
+        assert sequence.path is not None
+        return self._forest.num_pending(sequence.path, sequence.ids)
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)
@@ -174,12 +174,6 @@ class Scheduler:
         request = sequence.request
         self._forest.release(sequence.path, _session(request) if request.choice_index == 0 else None)
         sequence.path = None
-
-
-def _num_pending(sequence: Sequence) -> int:
-    """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
-    assert sequence.path is not None
-    return len(sequence.ids) - sequence.path.num_tokens
 
 
 def _session(request: GenerationRequest) -> Owner | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mneme.replicas.forest_nodes import Path
+from mneme.replicas.forest_paths import Rows
+from mneme.replicas.origins import Origins
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ class Sequence:
     max_tokens: int  # output tokens, resolved against context and pool
     arrival: int  # FCFS order, kept through suspensions
     path: Path | None = None  # None while it waits
-    num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
-    computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, in order, apart
+    was_admitted: bool = False
+    origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
@@ -47,16 +49,18 @@ class Sequence:
             if counts is not None:
                 counts.add(token_id)
 
-    def note_computed(self, start: int, end: int) -> None:
-        """Rows [start, end) of the prompt were computed, before its first output token."""
-        end = min(end, self.num_prompt)
-        if self.num_output or start >= end:
+    def note_rows(self, rows: Rows) -> None:
+        """These rows of the prompt are computed, before its first output token."""
+        if self.num_output:
             return
-        before = [each for each in self.computed if each[1] < start]
-        after = [each for each in self.computed if each[0] > end]  # suspended, and begun again further back
-        met = self.computed[len(before) : len(self.computed) - len(after)]
-        merged = (min(start, met[0][0]), max(end, met[-1][1])) if met else (start, end)
-        self.computed = [*before, merged, *after]
+        for start, end in rows.loaded:
+            self.origins.note(start, end, "host")
+        num_refilled = rows.num_refilled
+        for start, end in rows.spans:
+            middle = min(start + num_refilled, end)
+            self.origins.note(start, middle, "dropped")
+            self.origins.note(middle, end, "recomputed")
+            num_refilled -= middle - start
 
     def take_usage(self) -> PromptUsage | None:
         """The prompt's usage, for the first event only."""
@@ -65,28 +69,33 @@ class Sequence:
     @property
     def usage(self) -> PromptUsage:
         """As far as the prompt has been computed; what was not begun counts as computed."""
-        num_computed = sum(end - start for start, end in self.computed) if self.computed else self.num_prompt
-        return PromptUsage(self.num_prompt, self.num_prompt - num_computed)
+        device, host, dropped = (
+            self.origins.num_tokens(self.num_prompt, source) for source in ("device", "host", "dropped")
+        )
+        return PromptUsage(self.num_prompt, device + host, host, dropped)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Query rows of one sequence in one step: positions [start, end).
+    """Query rows of one sequence in one step, at the positions [start, end) of `spans`, in order.
 
-    `runs` are the slots that their KV is written to: (page id, first offset, count). They cover the last rows of
-    the chunk; a single row without a run is one whose KV is already resident and which is computed for its logits.
+    `runs` are the slots that their KV is written to: (page id, first offset, count). They cover all rows but perhaps
+    the last: one whose KV is already resident and which is computed for its logits.
     """
 
     sequence: Sequence
-    start: int
-    end: int
+    spans: list[tuple[int, int]]
     runs: list[tuple[int, int, int]]
 
     @property
     def num_rows(self) -> int:
-        return self.end - self.start
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def num_written(self) -> int:
+        return sum(count for _, _, count in self.runs)
 
     @property
     def samples(self) -> bool:
         """Whether its last row is the sequence's last known token, so that the next one is sampled."""
-        return self.end == len(self.sequence.ids)
+        return self.spans[-1][1] == len(self.sequence.ids)

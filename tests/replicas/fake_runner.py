@@ -7,10 +7,12 @@ at once, whatever it was that it did wrong.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import torch
 
+from mneme.replicas.forest_moves import Moves
 from mneme.replicas.sequence import Chunk
 
 FREE = 2**30
@@ -26,10 +28,11 @@ class FakeRunner:
         self.fail_next = False
         self.flat = False  # predict every token alike
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
+        self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
+        self.num_saved = self.num_loaded = 0  # pages
 
-    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> list[Chunk]:
-        fresh = set(fresh_pages)
-        self._slots = {slot: content for slot, content in self._slots.items() if slot[0] not in fresh}
+    def prepare(self, chunks: list[Chunk], moves: Moves) -> list[Chunk]:
+        self._move(moves)
         for chunk in chunks:
             self._write(chunk)
             self.num_rows += chunk.num_rows
@@ -41,7 +44,7 @@ class FakeRunner:
             raise RuntimeError("the device is gone")
         rows = []
         for chunk in chunks:
-            for position in range(chunk.start, chunk.end):
+            for position in itertools.chain(*itertools.starmap(range, chunk.spans)):
                 context = self._visible(chunk, position)
                 assert context == chunk.sequence.ids[: position + 1]
             if chunk.samples:
@@ -49,23 +52,40 @@ class FakeRunner:
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
 
+    def _move(self, moves: Moves) -> None:
+        for columns in (*zip(*moves.saves, strict=True), moves.fresh, [load.device_page for load in moves.loads]):
+            assert len(set(columns)) == len(columns), "a page stands twice in a column"
+        for device_page, host_page in moves.saves:
+            self._host[host_page] = {at: told for (page, at), told in self._slots.items() if page == device_page}
+        fresh = set(moves.fresh)
+        self._slots = {slot: content for slot, content in self._slots.items() if slot[0] not in fresh}
+        for host_page, device_page, start, num_tokens in moves.loads:
+            assert device_page in fresh
+            for position in range(start, start + num_tokens):
+                offset = position % self.page_size
+                self._slots[device_page, offset] = self._host[host_page][offset]
+                assert self._slots[device_page, offset][0] == position
+        self.num_saved += len(moves.saves)
+        self.num_loaded += len(moves.loads)
+
     def _write(self, chunk: Chunk) -> None:
-        position = chunk.start
-        for page_id, offset, count in chunk.runs:
-            for index in range(count):
-                assert position % self.page_size == offset + index
-                assert (page_id, offset + index) not in self._slots, "a slot is written twice"
-                self._slots[page_id, offset + index] = (position, chunk.sequence.ids[position])
-                position += 1
-        assert position == chunk.end or (not chunk.runs and chunk.num_rows == 1)
+        positions = list(itertools.chain(*itertools.starmap(range, chunk.spans)))
+        slots = [(page, offset + index) for page, offset, count in chunk.runs for index in range(count)]
+        assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.samples)
+        for position, slot in zip(positions, slots, strict=False):
+            assert position % self.page_size == slot[1]
+            assert slot not in self._slots, "a slot is written twice"
+            self._slots[slot] = (position, chunk.sequence.ids[position])
 
     def _visible(self, chunk: Chunk, query_position: int) -> list[int]:
         path = chunk.sequence.path
         assert path is not None
         seen = []
-        for page_id, mask in zip(path.page_ids, path.masks, strict=True):
+        deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.nodes)
+        for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
             for offset in range(self.page_size):
-                position, token = self._slots.get((page_id, offset), (FREE, -1))
+                position, token = self._slots.get((page_id, offset), (FREE, -1)) if page_id is not None else (FREE, -1)
+                position += delta
                 if mask >> offset & 1 and position <= query_position:
                     seen.append((position, token))
         seen.sort()

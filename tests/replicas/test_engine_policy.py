@@ -46,7 +46,7 @@ def tokens_of(events: list[TokenEvent], request_id: str) -> list[int]:
 
 
 def usage_of(events: list[TokenEvent], request_id: str) -> tuple[int, int]:
-    return next(tuple(e.usage) for e in events if e.request_id == request_id and e.usage)  # type: ignore[return-value]
+    return next(e.usage[:2] for e in events if e.request_id == request_id and e.usage)
 
 
 def test_two_prompts_share_to_the_token() -> None:
@@ -347,12 +347,12 @@ def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
         session = {"salt": f"tenant {index % 50}", "session_id": f"s{index}"}
         engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], **session))
         run(engine)
-        policy: Any = engine.forest._cached._policy
+        policy: Any = engine.forest.device.cached._policy
         heaps = [policy._heap] if hasattr(policy, "_heap") else list(policy._heap_by_size.values())
         assert sum(heap.num_entries for heap in heaps) <= 3 * (8 + 64)
     assert any(map(len, heaps))
     assert len(engine.forest._roots) <= 8
-    assert engine.forest._cached.num_owners <= 20
+    assert len(engine.forest.owners) <= 20
 
 
 def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:

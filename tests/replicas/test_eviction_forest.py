@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 
 from mneme.errors import PinRefused
 from mneme.replicas.eviction_policies import make_policy
-from mneme.replicas.forest import OutOfPages, PrefixForest
+from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Node, Path, Pin
 from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_pages import OutOfPages
 
 PAGE_SIZE = 4
 POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
@@ -63,7 +64,7 @@ def num_found(forest: PrefixForest, ids: list[int]) -> int:
 
 def sizes(forest: PrefixForest) -> dict[int, int]:
     """Runs as the policy has them: first token of the leaf -> pages."""
-    return {key.tokens[0]: c.num_pages for key, c in forest._cached._policy.candidates.items()}  # type: ignore[attr-defined]
+    return {key.tokens[0]: c.num_pages for key, c in forest.device.cached._policy.candidates.items()}  # type: ignore[attr-defined]
 
 
 SHARED = [1] * 8  # two pages
@@ -89,11 +90,11 @@ def test_a_shared_page_is_freed_by_its_last_owner() -> None:
     clock.now_s = 100.0
     path = hold(forest, [5] * 28)  # seven pages: all of a and b but what they share
     assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
-    assert forest._cached._owners.tail_of(("", "a")) is forest._cached._owners.tail_of(("", "b")) is not None
+    assert forest.owners.tail_of(("", "a")) is forest.owners.tail_of(("", "b")) is not None
     assert sizes(forest) == {1: 2}
     forest.write(path, [5] * 36, 36)
     assert num_found(forest, A) == 0
-    assert forest._cached._owners.tail_of(("", "a")) is None
+    assert forest.owners.tail_of(("", "a")) is None
 
 
 def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
@@ -138,11 +139,11 @@ def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
     turn(forest, A, "a")
     turn(forest, A[:16], "b")
     turn(forest, B, "b")
-    assert forest._cached.num_owners == 2
+    assert len(forest.owners) == 2
     forest.disown(("", "a"))
     forest.disown(("", "a"))
     forest.check()
-    assert forest._cached.num_owners == 1
+    assert len(forest.owners) == 1
 
 
 def test_a_run_grows_when_the_owner_inside_it_is_gone() -> None:
@@ -169,12 +170,12 @@ def test_the_owners_are_bounded_and_the_oldest_is_forgotten() -> None:
     forest = make_forest(40, max_owners=3)
     for index in range(10):
         turn(forest, SHARED, f"s{index}")
-    assert forest._cached.num_owners == 3
-    assert forest._cached._owners.tail_of(("", "s6")) is None
-    assert forest._cached._owners.tail_of(("", "s7")) is not None
+    assert len(forest.owners) == 3
+    assert forest.owners.tail_of(("", "s6")) is None
+    assert forest.owners.tail_of(("", "s7")) is not None
     unowned = make_forest(40, max_owners=0)
     turn(unowned, A, "a")
-    assert unowned._cached.num_owners == 0
+    assert len(unowned.owners) == 0
 
 
 def test_without_sharing_nothing_is_pinned_or_owned() -> None:
@@ -184,7 +185,7 @@ def test_without_sharing_nothing_is_pinned_or_owned() -> None:
         forest.pin(path)
     forest.release(path, ("", "a"))
     forest.check()
-    assert (forest.num_free, forest._cached.num_owners) == (8, 0)
+    assert (forest.num_free, len(forest.owners)) == (8, 0)
 
 
 def test_pins_over_each_other_count_a_page_once() -> None:
@@ -204,7 +205,7 @@ def test_pins_over_each_other_count_a_page_once() -> None:
 
 
 def idle_leaves(forest: PrefixForest) -> list[Node]:
-    return [node for node in forest._walk() if not node.refs and not node.children]
+    return [node for root in forest._roots.values() for node in root.below_it() if not node.refs and not node.children]
 
 
 class ForestMachine(RuleBasedStateMachine):
@@ -225,13 +226,16 @@ class ForestMachine(RuleBasedStateMachine):
         self.claimed: dict[Owner, int] = {}  # the evictions before a session's last path was released
         self.resident: dict[tuple[str, tuple[int, ...]], int] = {}  # released paths, with the evictions before that
         self.num_evicted = 0
-        cached, evict, choose = self.forest._cached, self.forest._cached.evict, self.forest._cached._choose
+        cached = self.forest.device.cached
+        removed, choose = cached.removed, cached.choose
 
-        def counted_evict() -> Any:
+        def counted(node: Node) -> None:
             self.num_evicted += 1
-            return evict()
+            removed(node)
 
         def judged_choice() -> Node | None:
+            if cached._victim is not None:  # chosen before, with what goes with it
+                return choose()
             before = idle_leaves(self.forest)
             best = self.best_key(before) if before else None
             leaf = choose()
@@ -240,8 +244,8 @@ class ForestMachine(RuleBasedStateMachine):
                 assert self.key(leaf) == best
             return leaf
 
-        cached.evict = counted_evict  # type: ignore[method-assign]
-        cached._choose = judged_choice  # type: ignore[method-assign]
+        cached.removed = counted  # type: ignore[method-assign]
+        cached.choose = judged_choice  # type: ignore[method-assign]
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(["", "t"]))
     def begin(self, ids: list[int], salt: str) -> None:
@@ -287,7 +291,7 @@ class ForestMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert needed > available
             return
-        fresh = set(self.forest.drain_fresh())
+        fresh = set(self.forest.drain_moves().fresh)
         assert len(fresh) == needed <= available
         self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in fresh}
         position = start
@@ -374,7 +378,7 @@ class ForestMachine(RuleBasedStateMachine):
 
     def check_owner(self, owner: Owner, ids: list[int]) -> None:
         """What is left of its path is found from the root, token by token."""
-        tail = self.forest._cached._owners.tail_of(owner)
+        tail = self.forest.owners.tail_of(owner)
         if self.claimed[owner] == self.num_evicted:
             assert tail is not None
             assert tail.start < len(ids) <= tail.end
@@ -398,7 +402,7 @@ class ForestMachine(RuleBasedStateMachine):
         return [token for _, token in sorted(seen)]
 
     def tails(self) -> set[Node]:
-        owners = self.forest._cached._owners
+        owners = self.forest.owners
         return {tail for owner in self.sessions if (tail := owners.tail_of(owner)) is not None}
 
     def size(self, leaf: Node) -> int:
@@ -422,7 +426,7 @@ class ForestMachine(RuleBasedStateMachine):
         return (-leaf.last_used_s,)
 
     def lookahead_key(self, leaf: Node) -> tuple[float, ...]:
-        owners = self.forest._cached._owners
+        owners = self.forest.owners
         tails = [None if owner is None else owners.tail_of(owner) for owner in self.waiting]
         place = tails.index(leaf) if leaf in tails else None
         return (1, -leaf.last_used_s) if place is None else (0, place)

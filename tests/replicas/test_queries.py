@@ -12,6 +12,7 @@ from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.explanations import MAX_EXPLANATIONS
+from mneme.replicas.forest_paths import Rows
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer, num_resident
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sequence import Sequence
@@ -198,14 +199,19 @@ def test_a_loop_returns_errors_and_outlives_questions(caplog: pytest.LogCaptureF
 def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]]) -> None:
     """Chunks follow each other, skip what was found, or begin again further back after a suspension."""
     sequence = Sequence(request=make_request("r", [1]), ids=[1] * 20, num_prompt=20, max_tokens=4, arrival=0)
-    expected: set[int] = set()
+    expected = ["device"] * 20
     for start, count in rows:
-        sequence.note_computed(start, start + count)
-        expected.update(range(start, min(start + count, 20)))
-    listed = [position for start, end in sequence.computed for position in range(start, end)]
-    assert sorted(listed) == sorted(expected)
-    if expected:
-        assert sequence.usage == (20, 20 - len(expected))
+        sequence.note_rows(Rows([(start, start + count)], [], 0, []))
+        for position in range(start, min(start + count, 20)):
+            expected[position] = "recomputed"
+    if "recomputed" in expected:
+        last = 19 - expected[::-1].index("recomputed")
+        expected[last:] = ["recomputed"] * (20 - last)  # what was not begun
+    else:
+        expected = ["recomputed"] * 20
+    ranges = sequence.origins.ranges(20)
+    assert [each.source for each in ranges for _ in range(each.start, each.end)] == expected
+    assert sequence.usage == (20, expected.count("device"), 0, 0)
     sequence.append(1)
-    sequence.note_computed(0, 20)  # after a suspension in decode: no longer the prompt's first computation
-    assert [position for start, end in sequence.computed for position in range(start, end)] == listed
+    sequence.note_rows(Rows([(0, 20)], [], 0, []))  # suspended in decode: no longer the prompt's first computation
+    assert sequence.origins.ranges(20) == ranges

@@ -130,7 +130,7 @@ class SessionMachine(RuleBasedStateMachine):
         for name in list(self.said):
             self.delete(name)
         assert len(self.engine.sessions) == 0
-        assert len(self.engine.forest._cached._owners) == 0
+        assert len(self.engine.forest.owners) == 0
 
     def is_known(self, name: str) -> bool:
         turns = self.turns[name]

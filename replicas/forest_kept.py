@@ -1,0 +1,41 @@
+"""What a truncated session goes on seeing of its old path (AttentionStore 3.4). Policy only: no tensors."""
+
+from __future__ import annotations
+
+from mneme.replicas.forest_gaps import Spans, needed_tokens
+from mneme.replicas.forest_nodes import Kept, Path
+
+_WORD_BITS = 64
+
+
+def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
+    """References to what the path has at the positions of `ranges` (in order, apart), moved together from 0 on.
+
+    Each range has one delta; it is lowered once more where what the path has was moved before.
+    """
+    kept: list[Kept] = []
+    references = _references(path)
+    num_kept = 0
+    for start, end in ranges:
+        shift = num_kept - start
+        for node, first, last, delta in references:
+            low, high = max(first + delta, start), min(last + delta, end)
+            if low < high:
+                kept.append(Kept(node, low - delta, high - delta, delta + shift))
+        num_kept += end - start
+    return tuple(kept)
+
+
+def mask_of(kept: Kept, page_size: int) -> int:
+    """The slots of a page that are seen, and no others: somebody else may go on behind them."""
+    mask = ((1 << (kept.end - kept.start)) - 1) << (kept.start % page_size)
+    return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
+
+
+def _references(path: Path) -> list[Kept]:
+    own = [
+        Kept(node, node.start, node.start + needed_tokens(path, index), 0)
+        for index, node in enumerate(path.nodes)
+        if index >= len(path.root.kept)
+    ]
+    return [*path.root.kept, *own]

@@ -1,0 +1,172 @@
+"""How paths grow in the prefix forest: they follow what is known, bring back what the device lacks, and write the rest.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mneme.replicas.forest_gaps import Runs, Spans, fill, loaded_span, note_gaps, num_missing, visible_gaps
+from mneme.replicas.forest_nodes import ALL_SLOTS, DEVICE, Node, Path, common_prefix
+from mneme.replicas.forest_pages import OutOfPages, TieredPages
+
+
+class Rows(NamedTuple):
+    """What a path computes next."""
+
+    spans: Spans  # positions of the rows, in order
+    runs: Runs  # where their KV goes, in the same order
+    num_refilled: int  # how many of them, at the front, fill holes
+    loaded: Spans  # positions whose KV comes back from the host before
+
+
+class Paths:
+    """Over the pages of one forest."""
+
+    def __init__(self, pages: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
+        self.page_size = page_size
+        self._pages = pages
+        self._device = pages.device
+        self._sharing = sharing
+        self._window = window
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `write` can still take: free ones, then cached ones."""
+        return self._device.num_pages - self._device.num_in_use
+
+    def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
+        """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
+
+        The device may lack the KV of some: `take_rows` brings it back.
+        """
+        if not self._sharing:
+            return 0
+        before = position = path.num_tokens
+        num_nodes = len(path.nodes)
+        while position < limit:
+            node = path.tail
+            position += common_prefix(node.tokens, position - node.start, ids, position, limit)
+            if position == limit:
+                break
+            child = node.children.get((position, ids[position]))
+            if child is None:
+                break
+            self._leave(path, position)
+            self._hold(path, child)
+        path.num_tokens = position
+        if position > before:
+            note_gaps(path, max(num_nodes - 1, len(path.root.kept)))
+        return position - before
+
+    def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
+        """At most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
+
+        Where nothing of that is left, one row: the last, whose KV is there, for its logits. Takes the pages that they
+        need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
+        """
+        gaps = visible_gaps(path, len(ids), self._window) if path.gaps else []
+        num_holes = sum(num_missing(path, index) for index in gaps)
+        num_new = min(len(ids) - path.num_tokens, max(budget - num_holes, 0))
+        if self.num_new_pages(path, ids, path.num_tokens + num_new) > self.num_available:
+            raise OutOfPages
+        loaded = self._restore(path, gaps)
+        spans, runs = fill(path, gaps, self.page_size, budget)
+        num_refilled = min(num_holes, budget)
+        if num_new:
+            spans.append((path.num_tokens, path.num_tokens + num_new))
+            runs += self.write(path, ids, path.num_tokens + num_new)
+        elif num_holes < budget and path.num_tokens == len(ids) and (not spans or spans[-1][1] < len(ids)):
+            spans.append((len(ids) - 1, len(ids)))
+        return Rows(spans, runs, num_refilled, loaded)
+
+    def num_pending(self, path: Path, ids: Sequence[int]) -> int:
+        """Rows that stand before the path's next sampled token but for the last token's own."""
+        num_new = len(ids) - path.num_tokens
+        if not path.gaps:
+            return num_new
+        return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self._window))
+
+    def write(self, path: Path, ids: Sequence[int], end: int) -> Runs:
+        """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
+
+        Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`, having taken nothing.
+        """
+        runs = []
+        needed = self.num_new_pages(path, ids, end)
+        if needed > self.num_available:
+            raise OutOfPages
+        while path.num_tokens < end:
+            position = path.num_tokens
+            node = self._writable_tail(path, ids)
+            count = min(end, (position // self.page_size + 1) * self.page_size) - position
+            node.tokens.extend(ids[position : position + count])
+            node.filled[DEVICE] += count
+            path.num_tokens += count
+            page_id = node.pages[DEVICE]
+            assert page_id is not None
+            runs.append((page_id, position % self.page_size, count))
+        return runs
+
+    def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
+        """How many pages `take_rows` would take up to `end`, for what is to come back too."""
+        position = path.num_tokens
+        if self._can_append(path, ids):
+            position = (position // self.page_size + 1) * self.page_size
+        num_absent = 0
+        if path.gaps:
+            gaps = visible_gaps(path, len(ids), self._window)
+            num_absent = sum(not self._device.has(path.nodes[index]) for index in gaps)
+        return num_absent + max(0, -(-end // self.page_size) - position // self.page_size)
+
+    def _hold(self, path: Path, node: Node, mask: int = ALL_SLOTS) -> None:
+        self._pages.hold(node)
+        path.nodes.append(node)
+        path.page_ids.append(node.pages[DEVICE])
+        path.masks.append(mask)
+
+    def _leave(self, path: Path, position: int) -> None:
+        """From `position` on the path uses other pages: in the block it leaves, higher slots are not its own."""
+        offset = position % self.page_size
+        if path.tail is not path.root and offset and path.masks[-1] == ALL_SLOTS:
+            path.masks[-1] = (1 << offset) - 1
+            path.num_changes += 1
+
+    def _restore(self, path: Path, gaps: list[int]) -> Spans:
+        """Pages on the device for what is behind these gaps; returns what comes back from the host."""
+        loaded = []
+        for index in gaps:
+            node = path.nodes[index]
+            if not self._device.has(node):
+                self._pages.add(node)
+                loaded += [loaded_span(path, index)] if node.filled[DEVICE] else []
+            path.page_ids[index] = node.pages[DEVICE]
+            path.num_changes += 1
+        return loaded
+
+    def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
+        node, position = path.tail, path.num_tokens
+        if node is path.root or node.end != position or position % self.page_size == 0:
+            return False
+        if node.writer is None and position < len(ids):
+            return (position, ids[position]) not in node.children
+        return node.writer is path
+
+    def _writable_tail(self, path: Path, ids: Sequence[int]) -> Node:
+        if self._can_append(path, ids):
+            path.tail.writer = path
+            return path.tail
+        position, parent = path.num_tokens, path.tail
+        self._leave(path, position)
+        node = Node(parent, position, [])
+        node.writer = path
+        if self._sharing:
+            parent.children[(position, ids[position])] = node
+        node.refs = node.num_uses = 1
+        self._pages.add(node)
+        path.nodes.append(node)
+        path.page_ids.append(node.pages[DEVICE])
+        path.masks.append(ALL_SLOTS)
+        return node
