@@ -167,11 +167,12 @@ class _Speaker:
         return FinishedTurn(self._prompt + said, len(self._prompt), 0, text)
 
     def _sequence(self, usage: PromptUsage) -> RunningSequence:
-        computed = [(usage.cached_tokens, usage.prompt_tokens)]
         num_prompt = usage.prompt_tokens
-        return RunningSequence(
-            request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=1, arrival=0, computed=computed
+        sequence = RunningSequence(
+            request=self.request, ids=self._prompt, num_prompt=num_prompt, max_tokens=1, arrival=0
         )
+        sequence.origins.note(usage.cached_tokens, num_prompt, "recomputed")
+        return sequence
 
     def say(self) -> TokenEvent:
         token_id = self._ids[self._num_said % len(self._ids)]
