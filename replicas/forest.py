@@ -29,8 +29,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lru import LruPolicy
 from mneme.replicas.forest_cached import CachedPages
-from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Path, Pin, Root, common_prefix
-from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_nodes import ALL_SLOTS, Node, Owner, Path, Pin, Root, common_prefix
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
@@ -51,9 +50,8 @@ class PrefixForest:
         first_page: int = 0,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_owners: int = 10_000,
     ) -> None:
-        """`policy` is LRU unless given; at most `max_owners` sessions are remembered with their paths."""
+        """`policy` is LRU unless given."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
@@ -66,7 +64,7 @@ class PrefixForest:
         self._pins: set[Pin] = set()
         self._clock = clock
         self._releases = itertools.count(1)
-        self._cached = CachedPages(policy or LruPolicy(), max_owners)
+        self._cached = CachedPages(policy or LruPolicy())
 
     @property
     def num_free(self) -> int:

@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 
 from mneme.replicas.eviction import Candidate, EvictionPolicy
-from mneme.replicas.forest_nodes import Node
-from mneme.replicas.forest_owners import Owner, Owners
+from mneme.replicas.forest_nodes import Node, Owner
+from mneme.replicas.forest_owners import Owners
 
 
 class CachedPages:
     """Offers runs to a policy and takes out its victims, page by page."""
 
-    def __init__(self, policy: EvictionPolicy, max_owners: int) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._owners = Owners(max_owners)
+        self._owners = Owners()
         self._victim: Node | None = None  # the leaf that goes next, no candidate any more
         self._num_victims = 0  # pages that are to go with it, itself too
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 ALL_SLOTS = -1  # a mask with every bit set
 
@@ -55,7 +56,7 @@ class Root(Node):
 
 
 class Claim:
-    """That the last paths of some sessions end at `node`; see `forest_owners.py`."""
+    """That the last paths of some owners end at `node`; see `forest_owners.py`."""
 
     __slots__ = ("into", "node", "num_owners")
 
@@ -63,6 +64,13 @@ class Claim:
         self.node: Node | None = node  # None: nothing is left of the paths
         self.num_owners = 0
         self.into: Claim | None = None  # the claim that this one became part of
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Who a path can belong to after its sequence is gone: a session."""
+
+    claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
 
 
 class Path:

@@ -20,8 +20,6 @@ from collections.abc import Iterable
 
 from mneme.replicas.forest import OutOfPages, PrefixForest
 from mneme.replicas.forest_nodes import Path, Pin
-from mneme.replicas.forest_owners import Owner
-from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sequence import Chunk, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -42,7 +40,7 @@ class Scheduler:
         # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
         self._refused: Sequence | None = None
         self._rematch_in = 0
-        forest.look_ahead(lambda: (_session(sequence.request) for sequence in self.waiting))
+        forest.look_ahead(lambda: (sequence.owner for sequence in self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -171,8 +169,7 @@ class Scheduler:
         assert sequence.path is not None
         self._refused = None
         self.running.remove(sequence)
-        request = sequence.request
-        self._forest.release(sequence.path, _session(request) if request.choice_index == 0 else None)
+        self._forest.release(sequence.path, sequence.owner if sequence.request.choice_index == 0 else None)
         sequence.path = None
 
 
@@ -180,10 +177,6 @@ def _num_pending(sequence: Sequence) -> int:
     """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
     assert sequence.path is not None
     return len(sequence.ids) - sequence.path.num_tokens
-
-
-def _session(request: GenerationRequest) -> Owner | None:
-    return None if request.session_id is None else (request.salt, request.session_id)
 
 
 def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:

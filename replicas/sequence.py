@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mneme.replicas.forest_nodes import Path
+from mneme.replicas.forest_nodes import Owner, Path
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens, resolved against context and pool
     arrival: int  # FCFS order, kept through suspensions
+    owner: Owner | None = None  # its session
     path: Path | None = None  # None while it waits
     num_cached: int | None = None  # prompt tokens that others computed; None before the first admission
     computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, in order, apart
