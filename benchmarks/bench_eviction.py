@@ -29,7 +29,7 @@ from workloads import cpu_name, load_average
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.eviction_policies import PolicyName, make_policy
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_nodes import Owner
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT = EngineConfig().eviction
@@ -59,28 +59,29 @@ class Store:
         self._now_s = 0.0
         num_pages = num_sessions * SESSION_PAGES
         policy = make_policy(eviction, lambda: self._now_s, num_pages)
-        self._forest = PrefixForest(
-            num_pages, PAGE_SIZE, policy=policy, clock=lambda: self._now_s, max_owners=num_sessions
-        )
+        self._forest = PrefixForest(num_pages, PAGE_SIZE, policy=policy, clock=lambda: self._now_s)
+        self._owners = [Owner() for _ in range(num_sessions)]  # replaced by new ones as they come, as an engine does
         self._num_sessions = num_sessions
         self._forest.look_ahead(self._waiting)
         for index in range(num_sessions):
-            self._turn(self._ids(index, SESSION_PAGES), ("", str(index)))
+            self._turn(self._ids(index, SESSION_PAGES), self._owners[index])
         assert self._forest.num_free == 0
 
     def stored_turn_us(self) -> float:
         index = self._rng.randrange(self._num_sessions)
-        return self._turn(self._ids(index, SESSION_PAGES + 1), ("", str(index)))
+        return self._turn(self._ids(index, SESSION_PAGES + 1), self._owners[index])
 
     def new_turn_us(self) -> float:
-        index = self._rng.randrange(self._num_sessions, 2**31)
-        return self._turn(self._ids(index, SESSION_PAGES), ("", str(index)))
+        place = self._rng.randrange(self._num_sessions)
+        self._forest.disown(self._owners[place])
+        self._owners[place] = Owner()
+        return self._turn(self._ids(self._rng.randrange(self._num_sessions, 2**31), SESSION_PAGES), self._owners[place])
 
     def _ids(self, index: int, num_pages: int) -> list[int]:
         return [index, *range(PAGE_SIZE * num_pages - 1)]
 
     def _waiting(self) -> list[Owner | None]:
-        return [("", str(index)) for index in range(min(NUM_WAITING, self._num_sessions))]
+        return list(self._owners[:NUM_WAITING])
 
     def _turn(self, ids: list[int], owner: Owner) -> float:
         self._now_s += self._rng.random()

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from mneme.replicas.eviction_policies import PolicyName, make_policy
 from mneme.replicas.forest import OutOfPages, PrefixForest
-from mneme.replicas.forest_nodes import Path
-from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_nodes import Owner, Path
 
 PAGE_SIZE = 32
 _VOCAB = list(range(32_000))
@@ -46,7 +45,7 @@ class Turn(NamedTuple):
 
 
 class SessionTrace(NamedTuple):
-    owner: Owner
+    name: str
     begins_s: float
     system_prompt: list[int]
     turns: list[Turn]
@@ -62,7 +61,7 @@ def make_trace(shape: TraceShape, seed: int) -> list[SessionTrace]:
         begins_s += rng.expovariate(shape.sessions_per_s)
         prompt = rng.choices(prompts, weights)[0]
         turns = _turns(shape, rng, shape.max_context - len(prompt))
-        sessions.append(SessionTrace(("", f"s{index}"), begins_s, prompt, turns))
+        sessions.append(SessionTrace(f"s{index}", begins_s, prompt, turns))
     return sessions
 
 
@@ -138,9 +137,9 @@ class Simulator:
             PAGE_SIZE,
             policy=make_policy(eviction, self._clock, num_pages),
             clock=self._clock,
-            max_owners=len(trace),
         )
-        self._forest.look_ahead(lambda: (asked.session.owner for _, asked in self._waiting))
+        self._owner_by_name = {session.name: Owner() for session in trace}
+        self._forest.look_ahead(lambda: (self._owner_by_name[asked.session.name] for _, asked in self._waiting))
         self._waiting: deque[tuple[float, _Asked]] = deque()  # since when
         self._num_running = 0
         self._serials = itertools.count()
@@ -190,7 +189,7 @@ class Simulator:
 
     def _end(self, answered: _Answered) -> None:
         (session, number, prompt), turn = answered.asked, answered.asked.turn
-        self._forest.release(answered.path, session.owner)
+        self._forest.release(answered.path, self._owner_by_name[session.name])
         self._num_running -= 1
         if number + 1 < len(session.turns):
             history = prompt + turn.answer

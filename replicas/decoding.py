@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mneme.replicas.admission import max_output_tokens, stop_stream
+from mneme.replicas.forest_nodes import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sampler import SampleRow
 from mneme.replicas.sequence import Sequence
@@ -27,10 +28,13 @@ class Decoding:
         assert self._tokenizer is not None, "only requests with text match by text"
         return self._tokenizer.encode_continuation(text)
 
-    def begin(self, request: GenerationRequest, ids: list[int], *, capacity: int, arrival: int) -> Sequence:
+    def begin(
+        self, request: GenerationRequest, ids: list[int], owner: Owner | None, *, capacity: int, arrival: int
+    ) -> Sequence:
         """The sequence of a request whose prompt is `ids`; raises as `max_output_tokens` and `stop_stream` do."""
         sequence = Sequence(
             request=request,
+            owner=owner,
             ids=ids,
             num_prompt=len(ids),
             max_tokens=max_output_tokens(request, len(ids), capacity),

@@ -175,7 +175,8 @@ class Engine:
         return self.take_events()
 
     def _start(self, request: GenerationRequest, ids: list[int]) -> None:
-        sequence = self._decoding.begin(request, ids, capacity=self.capacity, arrival=next(self._arrivals))
+        owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
+        sequence = self._decoding.begin(request, ids, owner, capacity=self.capacity, arrival=arrival)
         self._sequence_by_id[request.request_id] = sequence
         self.scheduler.add(sequence)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:
-    """The forest over the runner's pages; it remembers a path for as many sessions as the engine keeps."""
+    """The forest over the runner's pages."""
     return PrefixForest(
         runner.num_pages,
         runner.page_size,
@@ -22,5 +22,4 @@ def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]
         first_page=runner.first_page,
         policy=make_policy(config.eviction, clock, runner.num_pages),
         clock=clock,
-        max_owners=config.max_sessions,
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
@@ -32,8 +32,8 @@ from mneme.replicas.eviction_lru import LruPolicy
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps
 from mneme.replicas.forest_kept import kept_by, mask_of
 from mneme.replicas.forest_moves import Moves
-from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Path, Pin, Root
-from mneme.replicas.forest_owners import Owner, Owners
+from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
+from mneme.replicas.forest_owners import Owners
 from mneme.replicas.forest_pages import TieredPages
 from mneme.replicas.forest_paths import Paths
 from mneme.replicas.forest_tier import Tier
@@ -53,13 +53,12 @@ class PrefixForest(Paths):
         first_page: int = 0,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_owners: int = 10_000,
         num_host_pages: int = 0,
         host_policy: EvictionPolicy | None = None,
         copy_out_below: float = 0.5,
         window: int | None = None,
     ) -> None:
-        """Policies are LRU unless given; at most `max_owners` sessions are remembered with their paths.
+        """Policies are LRU unless given.
 
         `window`: tokens that a row sees on every layer, itself too; None if a layer sees all.
         """
@@ -71,7 +70,7 @@ class PrefixForest(Paths):
         self._pins: set[Pin] = set()
         self._clock = clock
         self._releases = itertools.count(1)
-        self.owners = Owners(max_owners)
+        self.owners = Owners()
         self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
         self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
         pages = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
@@ -98,6 +97,11 @@ class PrefixForest(Paths):
     def wants_copies(self) -> bool:
         """Whether a step without rows would still have pages to copy to the host."""
         return self._pages.wants_copies
+
+    def resident(self, salt: str, ids: Sequence[int]) -> Resident:
+        """What the tiers have of a sequence; leaves their order of eviction as it is."""
+        root = self._roots.get(salt)
+        return Resident(0, 0) if root is None else resident(root, ids)
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Where eviction reads which sessions wait, in order; None for a request without a session."""

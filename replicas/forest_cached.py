@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 
 from mneme.replicas.eviction import Candidate, EvictionPolicy
-from mneme.replicas.forest_nodes import Node
-from mneme.replicas.forest_owners import Owner, Owners
+from mneme.replicas.forest_nodes import Node, Owner
+from mneme.replicas.forest_owners import Owners
 
 _MAX_CLIMB = 4096  # nodes that one look at the queue climbs from where sessions end to what this tier has of them
 

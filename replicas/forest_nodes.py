@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
@@ -34,10 +36,10 @@ class Node:
         "writer",
     )
 
-    def __init__(self, parent: Node | None, start: int, tokens: list[int]) -> None:
+    def __init__(self, parent: Node | None, start: int) -> None:
         self.parent = parent
         self.start = start  # position of tokens[0], at which its key is rotated
-        self.tokens = tokens
+        self.tokens = array("i")
         self.children: dict[tuple[int, int], Node] = {}  # (position, token id) -> the child that begins with it
         self.pages: list[int | None] = [None, None]  # by tier
         self.filled = [0, 0]  # by tier; 0 without a page
@@ -75,7 +77,7 @@ class Root(Node):
     __slots__ = ("kept", "salt")
 
     def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
-        super().__init__(None, sum(each.end - each.start for each in kept), [])
+        super().__init__(None, sum(each.end - each.start for each in kept))
         self.salt = salt
         self.kept = kept
 
@@ -88,8 +90,15 @@ class Root(Node):
             stack.extend(children)
 
 
+class Resident(NamedTuple):
+    """Tokens of one sequence with KV."""
+
+    device: int
+    host: int  # and not on the device
+
+
 class Claim:
-    """That the last paths of some sessions end at `node`; see `forest_owners.py`."""
+    """That the last paths of some owners end at `node`; see `forest_owners.py`."""
 
     __slots__ = ("into", "node", "num_owners")
 
@@ -97,6 +106,13 @@ class Claim:
         self.node: Node | None = node  # None: nothing is left of the paths
         self.num_owners = 0
         self.into: Claim | None = None  # the claim that this one became part of
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Who a path can belong to after its sequence is gone: a session."""
+
+    claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
 
 
 class Path:
@@ -139,9 +155,25 @@ class Pin:
         self.num_tokens = path.num_tokens
 
 
-def common_prefix(tokens: list[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
+def resident(root: Root, ids: Sequence[int]) -> Resident:
+    """What the tiers have of `ids` under a root, holes left out; changes nothing."""
+    num_device = num_host = 0
+    node: Node = root
+    position = root.start
+    while True:
+        end = position + common_prefix(node.tokens, position - node.start, ids, position, len(ids))
+        device, host = (min(node.start + filled, end) for filled in node.filled)
+        num_device += max(device - position, 0)
+        num_host += max(host - max(device, position), 0)
+        child = node.children.get((end, ids[end])) if end < len(ids) else None
+        if child is None:
+            return Resident(num_device, num_host)
+        node, position = child, end
+
+
+def common_prefix(tokens: array[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
     """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
-    ours = tokens[offset:]
+    ours = tokens[offset:].tolist()
     theirs = list(ids[position : min(limit, position + len(ours))])
     if ours == theirs:
         return len(ours)

@@ -1,5 +1,7 @@
 """Which session owns which path: the path of its last turn, remembered by the page where it ends.
 
+An owner holds its claim itself, so that owners cost nothing here and are as many as there are sessions.
+
 Pages go from the tail, so what is left of a path is always a path, and its end moves up to the parent. Sessions whose
 paths end at the same page share one claim; claims that meet are merged into the larger one, so that an eviction costs
 the same however many sessions own the page.
@@ -7,48 +9,39 @@ the same however many sessions own the page.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-from mneme.replicas.forest_nodes import Claim, Node
-
-Owner = tuple[str, str]  # (tenant salt, session id)
+from mneme.replicas.forest_nodes import Claim, Node, Owner
 
 
 class Owners:
-    """Claims by owner. At most `max_owners`: the one whose claim is oldest is forgotten."""
+    """Gives claims to owners and takes them back; whoever forgets an owner drops it here first."""
 
-    def __init__(self, max_owners: int) -> None:
-        self._max_owners = max_owners
-        self._claim_by_owner: OrderedDict[Owner, Claim] = OrderedDict()
+    def __init__(self) -> None:
+        self._num_owners = 0
 
     def __len__(self) -> int:
-        """Owners, also those of whose path nothing is left."""
-        return len(self._claim_by_owner)
+        """Owners with a claim, also those of whose path nothing is left."""
+        return self._num_owners
 
     def tail_of(self, owner: Owner) -> Node | None:
         """Where what is left of its path ends; None if nothing is."""
-        claim = self._claim_by_owner.get(owner)
-        return None if claim is None else _merged(claim).node
+        return None if owner.claim is None else _merged(owner.claim).node
 
     def claim(self, owner: Owner, node: Node) -> list[Node]:
         """The owner's path ends at this page from now on. Returns the pages at which none ends any more."""
-        if not self._max_owners:
-            return []
         left = self.drop(owner)
         if node.claim is None:
             node.claim = Claim(node)
         node.claim.num_owners += 1
-        self._claim_by_owner[owner] = node.claim
-        if len(self) > self._max_owners:
-            left += self.drop(next(iter(self._claim_by_owner)))
+        owner.claim = node.claim
+        self._num_owners += 1
         return left
 
     def drop(self, owner: Owner) -> list[Node]:
         """The owner is gone. Returns the page at which no path ends any more, if there is one."""
-        known = self._claim_by_owner.pop(owner, None)
-        if known is None:
+        if owner.claim is None:
             return []
-        claim = _merged(known)
+        claim, owner.claim = _merged(owner.claim), None
+        self._num_owners -= 1
         claim.num_owners -= 1
         node = claim.node
         if claim.num_owners or node is None:
@@ -74,11 +67,8 @@ class Owners:
         """Assert that claims and pages know each other; `nodes` are all pages."""
         claims = [node.claim for node in nodes if node.claim is not None]
         assert all(node.claim.node is node and node.claim.into is None for node in nodes if node.claim is not None)
-        live = [claim for known in self._claim_by_owner.values() if (claim := _merged(known)).node is not None]
-        assert len(live) == sum(claim.num_owners for claim in claims)
         assert all(claim.num_owners > 0 for claim in claims)
-        assert {id(claim) for claim in live} == {id(claim) for claim in claims}
-        assert len(self) <= self._max_owners
+        assert len(self) >= sum(claim.num_owners for claim in claims)
 
 
 def _merged(claim: Claim) -> Claim:

@@ -160,7 +160,7 @@ class Paths:
             return path.tail
         position, parent = path.num_tokens, path.tail
         self._leave(path, position)
-        node = Node(parent, position, [])
+        node = Node(parent, position)
         node.writer = path
         if self._sharing:
             parent.children[(position, ids[position])] = node

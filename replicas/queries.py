@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Node
+from mneme.replicas.forest_nodes import Resident
 from mneme.replicas.sessions import SessionKey
 from mneme.replicas.token_log import TokenLog
 
@@ -57,28 +56,6 @@ def answer(engine: Engine, query: Query) -> Any:
             return engine.explanations.of(salt, http_id)
 
 
-def num_resident(forest: PrefixForest, salt: str, ids: list[int]) -> int:
-    """How many of the first tokens have KV in the forest; leaves its order of eviction as it is."""
-    path = forest.open_path(salt)  # empty: it holds no page
-    node: Node = path.root
-    position = 0
-    while position < len(ids):
-        position += _num_common(node.tokens, ids[position : node.end])  # it begins here
-        child = node.children.get((position, ids[position])) if position < len(ids) else None
-        if child is None:
-            break
-        node = child
-    forest.release(path)
-    return position
-
-
-def _num_common(ours: list[int], theirs: list[int]) -> int:
-    if ours == theirs:
-        return len(ours)
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-
-
 def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     sessions = engine.sessions
     log = sessions.get(key)
@@ -93,13 +70,14 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
         "queued": 0 if log.running is None else len(log.running.queue),
         "idle_s": sessions.idle_s(log),
         "expires_in_s": sessions.expires_in_s(log),
-        "kv": _tiers(num_resident(engine.forest, key[0], ids), len(ids)),
+        "kv": _tiers(engine.forest.resident(key[0], ids), len(ids)),
         "hit_history": _hits(log),
     }
 
 
-def _tiers(num_device: int, num_tokens: int) -> dict[str, int]:
-    return {"device": num_device, "host": 0, "disk": 0, "peer": 0, "dropped": num_tokens - num_device}
+def _tiers(resident: Resident, num_tokens: int) -> dict[str, int]:
+    num_kept = resident.device + resident.host
+    return {"device": resident.device, "host": resident.host, "disk": 0, "peer": 0, "dropped": num_tokens - num_kept}
 
 
 def _hits(log: TokenLog) -> list[dict[str, int]]:

@@ -20,9 +20,7 @@ from collections.abc import Iterable
 
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Path, Pin
-from mneme.replicas.forest_owners import Owner
 from mneme.replicas.forest_pages import OutOfPages
-from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sequence import Chunk, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -43,7 +41,7 @@ class Scheduler:
         # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
         self._refused: Sequence | None = None
         self._rematch_in = 0
-        forest.look_ahead(lambda: (_session(sequence.request) for sequence in self.waiting))
+        forest.look_ahead(lambda: (sequence.owner for sequence in self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -171,13 +169,8 @@ class Scheduler:
         assert sequence.path is not None
         self._refused = None
         self.running.remove(sequence)
-        request = sequence.request
-        self._forest.release(sequence.path, _session(request) if request.choice_index == 0 else None)
+        self._forest.release(sequence.path, sequence.owner if sequence.request.choice_index == 0 else None)
         sequence.path = None
-
-
-def _session(request: GenerationRequest) -> Owner | None:
-    return None if request.session_id is None else (request.salt, request.session_id)
 
 
 def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mneme.replicas.forest_nodes import Path
+from mneme.replicas.forest_nodes import Owner, Path
 from mneme.replicas.forest_paths import Rows
 from mneme.replicas.origins import Origins
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
@@ -24,6 +24,7 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens, resolved against context and pool
     arrival: int  # FCFS order, kept through suspensions
+    owner: Owner | None = None  # its session
     path: Path | None = None  # None while it waits
     was_admitted: bool = False
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV

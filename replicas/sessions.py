@@ -36,7 +36,7 @@ class Sessions:
         max_sessions: int,
         max_tokens: int,
         end_token_ids: Collection[int] = (),
-        on_drop: Callable[[SessionKey], None] = lambda key: None,
+        on_drop: Callable[[TokenLog], None] = lambda log: None,
     ) -> None:
         self._prompts = SessionPrompts(encode, end_token_ids)
         self._clock = clock
@@ -57,6 +57,11 @@ class Sessions:
         self.expire()
         log = self._log_by_key.get(key)
         return log if log is not None and log.is_known else None
+
+    def owner_of(self, request: GenerationRequest) -> TokenLog | None:
+        """The session that a request which began is part of."""
+        key = _key(request)
+        return None if key is None else self._log_by_key.get(key)
 
     def begin(self, request: GenerationRequest) -> list[int] | None:
         """The prompt ids to run, or None: an earlier turn is answering and this one is queued behind it.
@@ -81,8 +86,7 @@ class Sessions:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks
         running.answering.add(request.request_id)
-        self._log_by_key.pop(key, None)
-        self._log_by_key[key] = log  # under this request's own strings, which the forest's owner has too
+        self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
         return ids
 
@@ -197,7 +201,7 @@ class Sessions:
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]
         self._num_tokens -= len(log.ids)
-        self._on_drop(key)
+        self._on_drop(log)
 
     def _forget_ids(self, log: TokenLog) -> None:
         self._num_tokens -= len(log.ids)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mneme.replicas.forest_nodes import Owner
 from mneme.replicas.request import GenerationRequest
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
@@ -57,7 +58,7 @@ class RunningTurn:
 
 
 @dataclass(slots=True, eq=False)
-class TokenLog:
+class TokenLog(Owner):
     """One session; what it says of text concerns the rendered text, special tokens included."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from hypothesis.stateful import (
 from mneme.errors import PinRefused
 from mneme.replicas.eviction_policies import make_policy
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Node, Path, Pin
-from mneme.replicas.forest_owners import Owner
+from mneme.replicas.forest_nodes import Node, Owner, Path, Pin
 from mneme.replicas.forest_pages import OutOfPages
+
+SessionName = tuple[str, str]  # (tenant salt, session)
 
 PAGE_SIZE = 4
 POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
@@ -35,11 +37,19 @@ class Clock:
         return self.now_s
 
 
-def make_forest(num_pages: int, name: Any = "lru", clock: Clock | None = None, **options: Any) -> PrefixForest:
+class NamedForest(PrefixForest):
+    """Owners have names here: (tenant salt, session)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.owner: defaultdict[SessionName, Owner] = defaultdict(Owner)
+
+
+def make_forest(num_pages: int, name: Any = "lru", clock: Clock | None = None, **options: Any) -> NamedForest:
     """Look-ahead windows are long enough for any queue here."""
     clock = clock or Clock()
     policy = make_policy(name, clock, 100 * num_pages)
-    return PrefixForest(num_pages, PAGE_SIZE, policy=policy, clock=clock, **options)
+    return NamedForest(num_pages, PAGE_SIZE, policy=policy, clock=clock, **options)
 
 
 def hold(forest: PrefixForest, ids: list[int], salt: str = "") -> Path:
@@ -49,8 +59,8 @@ def hold(forest: PrefixForest, ids: list[int], salt: str = "") -> Path:
     return path
 
 
-def turn(forest: PrefixForest, ids: list[int], owner: str | None = None) -> None:
-    forest.release(hold(forest, ids), None if owner is None else ("", owner))
+def turn(forest: NamedForest, ids: list[int], owner: str | None = None) -> None:
+    forest.release(hold(forest, ids), None if owner is None else forest.owner["", owner])
     forest.check()
 
 
@@ -90,11 +100,11 @@ def test_a_shared_page_is_freed_by_its_last_owner() -> None:
     clock.now_s = 100.0
     path = hold(forest, [5] * 28)  # seven pages: all of a and b but what they share
     assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
-    assert forest.owners.tail_of(("", "a")) is forest.owners.tail_of(("", "b")) is not None
+    assert forest.owners.tail_of(forest.owner["", "a"]) is forest.owners.tail_of(forest.owner["", "b"]) is not None
     assert sizes(forest) == {1: 2}
     forest.write(path, [5] * 36, 36)
     assert num_found(forest, A) == 0
-    assert forest.owners.tail_of(("", "a")) is None
+    assert forest.owners.tail_of(forest.owner["", "a"]) is None
 
 
 def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
@@ -140,8 +150,8 @@ def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
     turn(forest, A[:16], "b")
     turn(forest, B, "b")
     assert len(forest.owners) == 2
-    forest.disown(("", "a"))
-    forest.disown(("", "a"))
+    forest.disown(forest.owner["", "a"])
+    forest.disown(forest.owner["", "a"])
     forest.check()
     assert len(forest.owners) == 1
 
@@ -149,33 +159,21 @@ def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
 def test_a_run_grows_when_the_owner_inside_it_is_gone() -> None:
     forest = make_forest(40)
     path_a, path_b = hold(forest, A), hold(forest, A[:16])
-    forest.release(path_b, ("", "b"))
-    forest.release(path_a, ("", "a"))
+    forest.release(path_b, forest.owner["", "b"])
+    forest.release(path_a, forest.owner["", "a"])
     assert sizes(forest) == {2: 2}
-    forest.disown(("", "b"))
+    forest.disown(forest.owner["", "b"])
     assert sizes(forest) == {2: 6}
     forest.check()
 
 
 def test_lookahead_keeps_a_session_that_waits() -> None:
     forest = make_forest(10, "lookahead")
-    forest.look_ahead(lambda: [None, ("", "a")])
+    forest.look_ahead(lambda: [None, forest.owner["", "a"]])
     turn(forest, [2] * 16, "a")
     turn(forest, [3] * 16, "b")
     hold(forest, [5] * 16)
     assert (num_found(forest, [2] * 16), num_found(forest, [3] * 16)) == (16, 8)
-
-
-def test_the_owners_are_bounded_and_the_oldest_is_forgotten() -> None:
-    forest = make_forest(40, max_owners=3)
-    for index in range(10):
-        turn(forest, SHARED, f"s{index}")
-    assert len(forest.owners) == 3
-    assert forest.owners.tail_of(("", "s6")) is None
-    assert forest.owners.tail_of(("", "s7")) is not None
-    unowned = make_forest(40, max_owners=0)
-    turn(unowned, A, "a")
-    assert len(unowned.owners) == 0
 
 
 def test_without_sharing_nothing_is_pinned_or_owned() -> None:
@@ -183,7 +181,7 @@ def test_without_sharing_nothing_is_pinned_or_owned() -> None:
     path = hold(forest, [1] * 8)
     with pytest.raises(PinRefused):
         forest.pin(path)
-    forest.release(path, ("", "a"))
+    forest.release(path, forest.owner["", "a"])
     forest.check()
     assert (forest.num_free, len(forest.owners)) == (8, 0)
 
@@ -216,14 +214,14 @@ class ForestMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(6, 24))
     def start(self, num_pages: int) -> None:
         self.clock = Clock()
-        self.waiting: list[Owner | None] = []
-        self.forest = make_forest(num_pages, self.policy, self.clock, max_owners=4)
-        self.forest.look_ahead(lambda: self.waiting)
+        self.waiting: list[SessionName | None] = []
+        self.forest = make_forest(num_pages, self.policy, self.clock)
+        self.forest.look_ahead(lambda: [None if name is None else self.forest.owner[name] for name in self.waiting])
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
         self.running: list[tuple[Path, list[int], str]] = []
         self.pins: list[tuple[Pin, list[int]]] = []
-        self.sessions: dict[Owner, list[int]] = {}  # ids of the last path; the longest unused first
-        self.claimed: dict[Owner, int] = {}  # the evictions before a session's last path was released
+        self.sessions: dict[SessionName, list[int]] = {}  # ids of the last path
+        self.claimed: dict[SessionName, int] = {}  # the evictions before a session's last path was released
         self.resident: dict[tuple[str, tuple[int, ...]], int] = {}  # released paths, with the evictions before that
         self.num_evicted = 0
         cached = self.forest.device.cached
@@ -314,17 +312,14 @@ class ForestMachine(RuleBasedStateMachine):
         if kept:
             self.resident[salt, tuple(kept)] = self.num_evicted
         if session is not None and kept:
-            self.sessions.pop((salt, session), None)
             self.sessions[salt, session] = kept
             self.claimed[salt, session] = self.num_evicted
-            if len(self.sessions) > 4:
-                del self.sessions[next(iter(self.sessions))]
-        self.forest.release(path, None if session is None else (salt, session))
+        self.forest.release(path, None if session is None else self.forest.owner[salt, session])
 
     @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
     def disown(self, session: str, salt: str) -> None:
         self.sessions.pop((salt, session), None)
-        self.forest.disown((salt, session))
+        self.forest.disown(self.forest.owner[salt, session])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_kept=st.integers(0, 10))
@@ -352,7 +347,7 @@ class ForestMachine(RuleBasedStateMachine):
         self.clock.now_s += seconds
 
     @rule(sessions=st.lists(st.sampled_from([None, ("", "a"), ("", "b"), ("t", "a"), ("", "e")]), max_size=4))
-    def queue(self, sessions: list[Owner | None]) -> None:
+    def queue(self, sessions: list[SessionName | None]) -> None:
         self.waiting = sessions
 
     @rule()
@@ -373,17 +368,18 @@ class ForestMachine(RuleBasedStateMachine):
         assert self.forest.num_unpinned == self.forest.num_pages - len(pinned)
         held = pinned | {page for path, _, _ in self.running for page in path.page_ids}
         assert self.forest.num_in_use == len(held)
-        for owner, ids in self.sessions.items():
-            self.check_owner(owner, ids)
+        assert len(self.forest.owners) == len(self.sessions)
+        for name, ids in self.sessions.items():
+            self.check_owner(name, ids)
 
-    def check_owner(self, owner: Owner, ids: list[int]) -> None:
+    def check_owner(self, name: SessionName, ids: list[int]) -> None:
         """What is left of its path is found from the root, token by token."""
-        tail = self.forest.owners.tail_of(owner)
-        if self.claimed[owner] == self.num_evicted:
+        tail = self.tail_of(name)
+        if self.claimed[name] == self.num_evicted:
             assert tail is not None
             assert tail.start < len(ids) <= tail.end
         end = len(ids)
-        if tail is not None and self.claimed[owner] != self.num_evicted:
+        if tail is not None and self.claimed[name] != self.num_evicted:
             end = tail.start + 1  # the page may go on with another's tokens, if the path went on in one that is gone
         while tail is not None and tail.parent is not None:
             count = min(tail.end, end) - tail.start
@@ -402,8 +398,10 @@ class ForestMachine(RuleBasedStateMachine):
         return [token for _, token in sorted(seen)]
 
     def tails(self) -> set[Node]:
-        owners = self.forest.owners
-        return {tail for owner in self.sessions if (tail := owners.tail_of(owner)) is not None}
+        return {tail for name in self.sessions if (tail := self.tail_of(name)) is not None}
+
+    def tail_of(self, name: SessionName) -> Node | None:
+        return self.forest.owners.tail_of(self.forest.owner[name])
 
     def size(self, leaf: Node) -> int:
         """Pages that evicting the leaf's session would free, counted anew."""
@@ -426,8 +424,7 @@ class ForestMachine(RuleBasedStateMachine):
         return (-leaf.last_used_s,)
 
     def lookahead_key(self, leaf: Node) -> tuple[float, ...]:
-        owners = self.forest.owners
-        tails = [None if owner is None else owners.tail_of(owner) for owner in self.waiting]
+        tails = [None if name is None else self.tail_of(name) for name in self.waiting]
         place = tails.index(leaf) if leaf in tails else None
         return (1, -leaf.last_used_s) if place is None else (0, place)
 

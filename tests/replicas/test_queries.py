@@ -13,7 +13,7 @@ from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.explanations import MAX_EXPLANATIONS
 from mneme.replicas.forest_paths import Rows
-from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer, num_resident
+from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sequence import Sequence
 from tests.replicas.fake_runner import continuation
@@ -56,7 +56,7 @@ def test_looking_changes_nothing() -> None:
     session(engine)
     assert engine.stats() == before
     engine.forest.check()
-    assert num_resident(engine.forest, "nobody", [1, 2]) == 0
+    assert engine.forest.resident("nobody", [1, 2]) == (0, 0)
     assert engine.forest.num_in_use == 0
 
 
@@ -68,7 +68,7 @@ def test_what_is_resident_is_what_a_request_would_find(prompts: list[list[int]])
         engine.submit(make_request(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=2)))
     run(engine)
     for prompt in [*prompts, [*prompts[0], 1, 2, 0]]:
-        found = num_resident(engine.forest, "", prompt)
+        found = engine.forest.resident("", prompt).device
         path = engine.forest.open_path("")
         assert engine.forest.extend(path, prompt, len(prompt)) == found
         engine.forest.release(path)
