@@ -97,7 +97,7 @@ class Engine:
     @property
     def in_flight(self) -> dict[str, int]:
         """Every request that was taken and has not ended, by id, with its output tokens so far."""
-        queued = dict.fromkeys(self.sessions.queued_ids, 0)
+        queued = dict.fromkeys(self.sessions.queued, 0)
         return queued | {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
 
     def submit(self, request: GenerationRequest) -> None:

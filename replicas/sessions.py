@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest
@@ -56,9 +56,9 @@ class Sessions:
         return len(self._log_by_key)
 
     @property
-    def queued_ids(self) -> list[str]:
-        """Requests that wait for an earlier turn."""
-        return list(self._queued)
+    def queued(self) -> Mapping[str, TokenLog]:
+        """Requests that wait for an earlier turn: their sessions' logs by request id."""
+        return self._queued
 
     @property
     def num_queued(self) -> int:
