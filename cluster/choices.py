@@ -109,10 +109,11 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
             usage_by_prompt[choice.prompt_index] = choice.usage
     num_prompt = sum(usage.prompt_tokens for usage in usage_by_prompt.values())
     num_cached = sum(usage.cached_tokens for usage in usage_by_prompt.values())
+    num_truncated = sum(usage.truncated_tokens for usage in usage_by_prompt.values())
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-        "kv_details": PromptUsage(num_prompt, num_cached).kv_details(),
+        "kv_details": PromptUsage(num_prompt, num_cached, num_truncated).kv_details(),
     }

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mneme.errors import InvalidRequest, MnemeError
+from mneme.replicas.truncation import Truncation
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -94,6 +95,8 @@ class GenerationRequest:
     num_closing_chars: int = 0  # of an appended `prompt_text`: what closes the answer before it
     session_ttl_s: float | None = None  # how long the session is kept unused; None: as before
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
+    truncation: Truncation | None = None  # None: refused if it is too long
+    num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
 
 
 class PromptUsage(NamedTuple):
@@ -101,11 +104,16 @@ class PromptUsage(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was not computed by this request
+    truncated_tokens: int = 0  # that were dropped so that the others fit; `prompt_tokens` does not count them
 
     def kv_details(self) -> dict[str, int]:
-        """Where the prompt's KV came from, in tokens; they sum to `prompt_tokens`. Today's only tier is the device."""
+        """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated.
+
+        Today's only tier is the device.
+        """
         tiers = {"device": self.cached_tokens, "host": 0, "disk": 0, "peer": 0}
-        return {**tiers, "recomputed": self.prompt_tokens - self.cached_tokens, "dropped": 0}
+        computed = {"recomputed": self.prompt_tokens - self.cached_tokens, "dropped": 0}
+        return {**tiers, **computed, "truncated": self.truncated_tokens}
 
 
 class TokenEvent(NamedTuple):

@@ -89,6 +89,7 @@ def test_ranges_say_where_a_prompt_came_from_and_sum_up() -> None:
     ]
     assert second["kv_details"] == {
         "device": cached, "host": 0, "disk": 0, "peer": 0, "recomputed": 43 - cached, "dropped": 0,
+        "truncated": 0,
     }  # fmt: skip
     assert explained(engine, "bb", salt="another key") == []
     assert explained(engine, "b") == explained(engine, "aa-0.0") == []
@@ -205,7 +206,7 @@ def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]
     listed = [position for start, end in sequence.computed for position in range(start, end)]
     assert sorted(listed) == sorted(expected)
     if expected:
-        assert sequence.usage == (20, 20 - len(expected))
+        assert sequence.usage == (20, 20 - len(expected), 0)
     sequence.append(1)
     sequence.note_computed(0, 20)  # after a suspension in decode: no longer the prompt's first computation
     assert [position for start, end in sequence.computed for position in range(start, end)] == listed
