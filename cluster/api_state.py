@@ -20,10 +20,13 @@ from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.protocol import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.append_template import render_appended
+from mneme.replicas.prompt_prefix import num_system_tokens
 from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.truncation import Truncation
 
 T = TypeVar("T")
 
+MAX_TRUNCATED_WINDOWS = 16  # of a prompt that is to be truncated: tokenizing it takes time in any case
 _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
 
@@ -40,6 +43,7 @@ class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     text: str | None  # None where the client gave ids
     num_closing_chars: int = 0  # of what is appended: they close the answer before it
+    num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class ApiState:
     config: HttpConfig
     latencies: Latencies
     metrics: MetricsPage
+    truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
     clock: Clock = time.perf_counter
     wall_clock: Clock = time.time
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
@@ -82,6 +87,7 @@ class ApiState:
         add_generation_prompt: bool,
         template_variables: Mapping[str, Any] | None = None,
         appends: bool = False,
+        truncation: Truncation | None = None,
     ) -> Prompt:
         """The prompt of a conversation, or what it grows by; the template runs off the event loop."""
 
@@ -95,10 +101,13 @@ class ApiState:
         def work() -> Prompt:
             said = conversation(messages)
             if not appends:
-                text = render(said)
-                return self.encode("messages", text, model, add_special_tokens=False)
+                prompt = self.encode("messages", render(said), model, add_special_tokens=False, truncation=truncation)
+                if truncation is None or truncation.keep != "system":
+                    return prompt
+                encode = self.tokenizer.encode_rendered
+                return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
             text, num_closing_chars = render_appended(render, said)
-            prompt = self.encode("messages", text, model, add_special_tokens=False)
+            prompt = self.encode("messages", text, model, add_special_tokens=False, truncation=truncation)
             return prompt._replace(num_closing_chars=num_closing_chars)
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
@@ -109,20 +118,28 @@ class ApiState:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
 
-    def encode(self, field: str, text: str, model: ServedModel, *, add_special_tokens: bool) -> Prompt:
+    def encode(
+        self,
+        field: str,
+        text: str,
+        model: ServedModel,
+        *,
+        add_special_tokens: bool,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
         """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit."""
-        if self.tokenizer.min_num_tokens(text) >= model.max_context:
-            raise _too_long(field, f"{len(text)} characters", model)
+        if self.tokenizer.min_num_tokens(text) >= _max_given(model, truncation):
+            raise _too_long(field, f"{len(text)} characters", model, truncation)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise InvalidRequest(field, text, "must have at least one token")
         return Prompt(tuple(ids), text)
 
-    def take_ids(self, field: str, ids: list[int], model: ServedModel) -> Prompt:
+    def take_ids(self, field: str, ids: list[int], model: ServedModel, truncation: Truncation | None = None) -> Prompt:
         """A prompt of token ids."""
         self.check_ids(field, ids)
-        if len(ids) >= model.max_context:
-            raise _too_long(field, f"{len(ids)} tokens", model)
+        if len(ids) >= _max_given(model, truncation):
+            raise _too_long(field, f"{len(ids)} tokens", model, truncation)
         return Prompt(tuple(ids), None)
 
     def check_ids(self, field: str, ids: list[int]) -> None:
@@ -132,6 +149,11 @@ class ApiState:
             raise InvalidRequest(field, worst, f"token ids are from 0 to {size - 1}")
 
 
-def _too_long(field: str, size: str, model: ServedModel) -> ContextLengthExceeded:
-    rule = f"prompt and output together have at most {model.max_context} tokens"
-    return ContextLengthExceeded(field, size, rule)
+def _max_given(model: ServedModel, truncation: Truncation | None) -> int:
+    """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
+    return model.max_context * (MAX_TRUNCATED_WINDOWS if truncation is not None else 1)
+
+
+def _too_long(field: str, size: str, model: ServedModel, truncation: Truncation | None) -> ContextLengthExceeded:
+    what = "prompt and output together have" if truncation is None else "a prompt that is truncated has"
+    return ContextLengthExceeded(field, size, f"{what} at most {_max_given(model, truncation)} tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -21,6 +22,7 @@ from mneme.cluster.run_response import RunResponse
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import InvalidRequest
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.truncation import Truncation, resolved
 
 
 async def chat_completions(api: ApiState, request: Request) -> RunResponse:
@@ -30,12 +32,14 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
     model = api.model(body.model)
     params = _sampling(api, body)
     body.check_stream_options()
+    turn = _turn(api, request, body, model)
     prompt = await api.render(
         body.messages,
         model,
         add_generation_prompt=body.add_generation_prompt,
         template_variables=body.template_variables(),
         appends=body.appends,
+        truncation=turn.truncation,
     )
     answer = ChatAnswer(
         f"chatcmpl-{request.state.request_id}",
@@ -46,7 +50,7 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
         is_stream=bool(body.stream),
     )
     fields = [FieldNames("messages", body.max_tokens_field)]
-    return _run(api, request, body, params, [prompt], fields, answer, latency)
+    return _run(api, request, body, turn, params, [prompt], fields, answer, latency)
 
 
 async def completions(api: ApiState, request: Request) -> RunResponse:
@@ -56,9 +60,10 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
     model = api.model(body.model)
     params = _sampling(api, body)
     body.check_stream_options()
+    turn = _turn(api, request, body, model)
     given = body.prompts()
     size = sum(map(len, given))
-    prompts = await api.off_loop(size, lambda: _take_prompts(api, body, given, model))
+    prompts = await api.off_loop(size, lambda: _take_prompts(api, body, given, model, turn))
     answer = CompletionAnswer(
         f"cmpl-{request.state.request_id}",
         int(api.wall_clock()),
@@ -68,7 +73,27 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
         echoes=_echoes(api, prompts, params.n) if body.echo else (),
     )
     fields = [FieldNames(name, body.max_tokens_field or name) for name in _prompt_fields(len(prompts))]
-    return _run(api, request, body, params, prompts, fields, answer, latency)
+    return _run(api, request, body, turn, params, prompts, fields, answer, latency)
+
+
+class _Turn(NamedTuple):
+    """What a request says about its session; the first prompt carries that, as a session has one turn at a time."""
+
+    session: str | None
+    truncation: Truncation | None  # None: what is too long is refused
+
+    def truncation_of(self, prompt_index: int) -> Truncation | None:
+        is_first, truncation = prompt_index == 0, self.truncation
+        return truncation if is_first or truncation is None or truncation.strategy != "reuse_kv" else None
+
+
+def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedModel) -> _Turn:
+    session = _session(request, body)
+    given = body.truncation.given() if body.truncation is not None else None
+    truncation = resolved(given, api.truncation, has_session=session is not None)
+    if truncation is not None:
+        truncation.check_window(model.max_context)
+    return _Turn(session, truncation)
 
 
 def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
@@ -83,15 +108,16 @@ def _prompt_fields(num_prompts: int) -> list[str]:
 
 
 def _take_prompts(
-    api: ApiState, body: CompletionRequest, given: Sequence[str | list[int]], model: ServedModel
+    api: ApiState, body: CompletionRequest, given: Sequence[str | list[int]], model: ServedModel, turn: _Turn
 ) -> list[Prompt]:
     prompts = []
-    for field, prompt in zip(_prompt_fields(len(given)), given, strict=True):
+    for index, (field, prompt) in enumerate(zip(_prompt_fields(len(given)), given, strict=True)):
+        truncation = turn.truncation_of(index)
         if isinstance(prompt, str):
-            add_special_tokens = body.add_special_tokens and not body.appends
-            prompts.append(api.encode(field, prompt, model, add_special_tokens=add_special_tokens))
+            special = body.add_special_tokens and not body.appends
+            prompts.append(api.encode(field, prompt, model, add_special_tokens=special, truncation=truncation))
         else:
-            prompts.append(api.take_ids(field, prompt, model))
+            prompts.append(api.take_ids(field, prompt, model, truncation))
     return prompts
 
 
@@ -107,13 +133,14 @@ def _run(
     api: ApiState,
     request: Request,
     body: SamplingBody,
+    turn: _Turn,
     params: SamplingParams,
     prompts: Sequence[Prompt],
     fields: Sequence[FieldNames],
     answer: Answer,
     latency: RequestLatency,
 ) -> RunResponse:
-    requests = _requests(request, body, params, prompts)
+    requests = _requests(request, body, turn, params, prompts)
     skip_special_tokens = body.skip_special_tokens is not False
     choices = [
         Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens, fields[i // params.n])
@@ -130,17 +157,13 @@ def _run(
 
 
 def _requests(
-    request: Request, body: SamplingBody, params: SamplingParams, prompts: Sequence[Prompt]
+    request: Request, body: SamplingBody, turn: _Turn, params: SamplingParams, prompts: Sequence[Prompt]
 ) -> list[GenerationRequest]:
-    """Their ids are `<turn>.<choice index>`, a turn for each prompt.
-
-    The first prompt carries the session: a session has one turn at a time.
-    """
+    """Their ids are `<turn>.<choice index>`, a turn for each prompt."""
     request_id: str = request.state.request_id
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt = kv_salt(request.state.tenant, body.cache_salt)
-    session = _session(request, body)
-    _check_session(body, session, len(prompts))
+    _check_session(body, turn.session, len(prompts))
     return [
         GenerationRequest(
             request_id=f"{turns[i]}.{j}",
@@ -148,11 +171,13 @@ def _requests(
             sampling=params,
             choice_index=j,
             salt=salt,
-            session_id=session if i == 0 else None,
+            session_id=turn.session if i == 0 else None,
             prompt_text=prompt.text,
             append=body.appends,
             num_closing_chars=prompt.num_closing_chars,
             session_ttl_s=body.session.ttl_s if body.session is not None else None,
+            truncation=turn.truncation_of(i),
+            num_system=prompt.num_system,
         )
         for i, prompt in enumerate(prompts)
         for j in range(params.n)

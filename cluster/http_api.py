@@ -29,6 +29,7 @@ from mneme.cluster.request_body import Receive
 from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
 from mneme.cluster.token_routes import detokenize, tokenize
 from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.truncation import Truncation
 
 Answerable = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 Handler = Callable[[ApiState, Request], Awaitable[Answerable]]
@@ -42,8 +43,12 @@ def build_api(
     *,
     ingress: str = "local",
     clock: Clock = time.perf_counter,
+    truncation: Truncation | None = None,
 ) -> FastAPI:
-    """The application; all `models` are names of the one model behind `client`, `ingress` is this process's own."""
+    """The application; all `models` are names of the one model behind `client`, `ingress` is this process's own.
+
+    `truncation` is what sessions get that outgrow the window and say nothing of it.
+    """
     config = config or HttpConfig()
     metrics = MetricsPage(client, ingress)
     api = ApiState(
@@ -54,6 +59,7 @@ def build_api(
         latencies=metrics.latencies,
         metrics=metrics,
         clock=clock,
+        truncation=truncation or Truncation(),
     )
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, api)

@@ -21,6 +21,7 @@ from mneme.cluster.request_values import (
 from mneme.cluster.unsupported import refuse_unsupported
 from mneme.errors import InvalidRequest
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from mneme.replicas.truncation import Keep, Strategy
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
@@ -59,6 +60,18 @@ class SessionOptions(Body):
         return ttl_s
 
 
+class TruncationOptions(Body):
+    """What happens if the prompt does not fit; what is left out is as configured. Ranges: `Truncation`."""
+
+    strategy: Strategy = "error"
+    ratio: float = 0.5
+    keep_first: int = 0
+    keep: Keep | None = None
+
+    def given(self) -> dict[str, Any]:
+        return self.model_dump(include=self.model_fields_set)
+
+
 class SamplingBody(Body):
     """What both completion APIs take."""
 
@@ -85,6 +98,7 @@ class SamplingBody(Body):
     session_id: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
+    truncation: TruncationOptions | None = None
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
         """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""

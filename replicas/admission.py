@@ -28,6 +28,15 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise InvalidRequest(name, worst, f"token ids are from 0 to {vocab_size - 1}")
 
 
+def check_truncation(request: GenerationRequest, window: int) -> None:
+    """Raise `InvalidRequest` for a truncation that could not work in a window of so many tokens."""
+    if request.truncation is None:
+        return
+    if request.truncation.strategy == "reuse_kv" and request.session_id is None:
+        raise InvalidRequest("truncation.strategy", "reuse_kv", "needs a session")
+    request.truncation.check_window(window)
+
+
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:
     """Output tokens the request may have; raises `ContextLengthExceeded` if what it asks for can never fit.
 

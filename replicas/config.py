@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.eviction_policies import PolicyName
+from mneme.replicas.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class EngineConfig:
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session
     max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
+    truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 
     def __post_init__(self) -> None:
         if self.page_size not in (16, 32, 64):

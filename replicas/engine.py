@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded
-from mneme.replicas.admission import check_token_ids
+from mneme.replicas.admission import check_token_ids, check_truncation
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
 from mneme.replicas.engine_pool import make_forest
@@ -110,6 +110,7 @@ class Engine:
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_token_ids(request, self._runner.vocab_size)
+        check_truncation(request, self.max_context)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
         ids = self.sessions.begin(request)
         if ids is not None:

@@ -16,8 +16,10 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
+from mneme.replicas.prompt_prefix import num_system_tokens
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.truncation import Truncation, resolved
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
 DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
@@ -41,6 +43,7 @@ class RequestMetrics:
     total_s: float
     prompt_tokens: int
     cached_tokens: int  # of the first choice
+    truncated_tokens: int = 0  # dropped so that the others fit; not part of `prompt_tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ class LLM:
         self._engine = load_engine(
             model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer
         )
+        self._default_truncation = base.truncation
         self._ids = itertools.count()
         self._random = random.Random()
 
@@ -89,10 +93,12 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         session_ids: Sequence[str | None] | None = None,
+        truncation: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text, or token ids); one entry of the others per prompt, or one for all.
 
-        Without `sampling_params` an answer has at most 16 tokens.
+        Without `sampling_params` an answer has at most 16 tokens. `truncation` (fields of `Truncation`) says what
+        happens to what does not fit the window; sessions have `EngineConfig.truncation` without it.
 
         Raises `InvalidRequest` or another `MnemeError`; nothing of the call runs on then.
         """
@@ -101,7 +107,7 @@ class LLM:
         params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
         sessions = _one_per_prompt("session_ids", session_ids, len(listed))
         jobs = [
-            _Job(self.tokenizer, self._requests(prompt, param, session))
+            _Job(self.tokenizer, self._requests(prompt, param, session, self._truncation(truncation, session)))
             for prompt, param, session in zip(listed, params, sessions, strict=True)
         ]
         self._run(jobs)
@@ -113,21 +119,31 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         session_id: str | None = None,
         documents: Sequence[str] | None = None,
+        truncation: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template."""
+        """Answer a conversation through the model's chat template; `truncation` as in `generate`."""
         if documents:
             raise InvalidRequest("documents", len(documents), "reusable documents are not supported yet")
         text = self.tokenizer.render_chat(messages)
-        ids = self.tokenizer.encode_rendered(text)
-        job = _Job(self.tokenizer, self._requests(ids, sampling_params or SamplingParams(), session_id, text))
+        ids, encode = self.tokenizer.encode_rendered(text), self.tokenizer.encode_rendered
+        resolved_truncation = self._truncation(truncation, session_id)
+        requests = self._requests(ids, sampling_params or SamplingParams(), session_id, resolved_truncation, text)
+        if resolved_truncation is not None and resolved_truncation.keep == "system":
+            num_system = num_system_tokens(self.tokenizer.render_chat, encode, messages, ids)
+            requests = [replace(request, num_system=num_system) for request in requests]
+        job = _Job(self.tokenizer, requests)
         self._run([job])
         return job.output()
+
+    def _truncation(self, given: Mapping[str, Any] | None, session_id: str | None) -> Truncation | None:
+        return resolved(given, self._default_truncation, has_session=session_id is not None)
 
     def _requests(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         session_id: str | None,
+        truncation: Truncation | None,
         text: str | None = None,
     ) -> list[GenerationRequest]:
         """One request per choice."""
@@ -145,6 +161,7 @@ class LLM:
                 choice_index=index,
                 session_id=session_id,
                 prompt_text=text,
+                truncation=truncation,
             )
             for index in range(params.n)
         ]
@@ -192,6 +209,7 @@ class _Job:
             total_s=self._last_s - self._started_s,
             prompt_tokens=self._usage.prompt_tokens,
             cached_tokens=self._usage.cached_tokens,
+            truncated_tokens=self._usage.truncated_tokens,
         )
         return RequestOutput(
             prompt_token_ids=self.requests[0].prompt_token_ids,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mneme.errors import ConfigError
+from mneme.errors import ConfigError, InvalidRequest
 from mneme.kernels import native_library
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import decode_graphs_for
@@ -61,7 +61,17 @@ def load_engine(
     make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
     runner = Runner(decoder, num_pages, config.page_size, make_graphs)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
-    return Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
+    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
+    check_default_truncation(config, engine.max_context)
+    return engine
+
+
+def check_default_truncation(config: EngineConfig, window: int) -> None:
+    """Raise `ConfigError` if the configured truncation could not work in a window of so many tokens."""
+    try:
+        config.truncation.check_window(window)
+    except InvalidRequest as error:
+        raise ConfigError(f"engine.{error}") from None
 
 
 def compiled_kernels() -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mneme.errors import InvalidRequest, MnemeError
+from mneme.replicas.truncation import Truncation
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -94,6 +95,8 @@ class GenerationRequest:
     num_closing_chars: int = 0  # of an appended `prompt_text`: what closes the answer before it
     session_ttl_s: float | None = None  # how long the session is kept unused; None: as before
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
+    truncation: Truncation | None = None  # None: refused if it is too long
+    num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
 
 
 class PromptUsage(NamedTuple):
@@ -103,9 +106,10 @@ class PromptUsage(NamedTuple):
     cached_tokens: int  # prompt tokens whose KV was not computed by this request
     host_tokens: int = 0  # of them, those that came back from the host
     dropped_tokens: int = 0  # tokens that it computed although they had had KV before
+    truncated_tokens: int = 0  # that were dropped so that the others fit; `prompt_tokens` does not count them
 
     def kv_details(self) -> dict[str, int]:
-        """Where the prompt's KV came from, in tokens; they sum to `prompt_tokens`."""
+        """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated."""
         return {
             "device": self.cached_tokens - self.host_tokens,
             "host": self.host_tokens,
@@ -113,6 +117,7 @@ class PromptUsage(NamedTuple):
             "peer": 0,
             "recomputed": self.prompt_tokens - self.cached_tokens - self.dropped_tokens,
             "dropped": self.dropped_tokens,
+            "truncated": self.truncated_tokens,
         }
 
 

@@ -4,8 +4,8 @@ First come, first served. Running sequences go in order of arrival, one row per 
 prefill chunks share what is left; then waiting ones are admitted. When pages run out the latest arrival that has
 no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and finds them again.
 A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
-only as long as each request that was taken fits beside the pinned ones. A tenth of the pages is left to running
-sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
+only as long as each request that was taken fits beside the pinned ones (`page_needs.py`). A tenth of the pages is left
+to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
 
 Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
 the later one follows the pages as they come.
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Path, Pin
 from mneme.replicas.forest_pages import OutOfPages
+from mneme.replicas.page_needs import limit_output, num_needed_tokens
 from mneme.replicas.sequence import Chunk, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -58,17 +59,21 @@ class Scheduler:
         else:
             self._give_back(sequence)
 
-    def pin(self, salt: str, ids: list[int]) -> Pin:
-        """Keep what is resident of a prefix until `unpin`.
+    def pin(self, salt: str, ids: list[int], *, num_queued: int = 0) -> Pin:
+        """Keep what is resident of a prefix until `unpin`; `num_queued` tokens are needed by a turn that is not here.
 
         Raises `PinRefused` if nothing is, and if then a request that was taken might never fit, or no reserve be left.
         """
+        taken = [*self.waiting, *self.running]
+        num_tokens = max([num_queued, *map(num_needed_tokens, taken)])
         path = self._forest.open_path(salt)
         self._forest.extend(path, ids, len(ids))
         try:
-            return self._forest.pin(path, num_kept=self._largest_need())
+            pin = self._forest.pin(path, num_kept=-(-num_tokens // self._forest.page_size))
         finally:
             self._forest.release(path)
+        limit_output(taken, self._forest.num_unpinned * self._forest.page_size)
+        return pin
 
     def unpin(self, pin: Pin) -> None:
         """The pages are as any others again; a pin that is gone already is ignored."""
@@ -125,12 +130,6 @@ class Scheduler:
         needed = self._forest.num_new_pages(path, sequence.ids, len(sequence.ids))
         kept = max(self._forest.num_reserved, len(self.running)) if self.running else 0
         return needed + kept <= self._forest.num_available
-
-    def _largest_need(self) -> int:
-        """Pages that the longest of the requests that were taken may come to hold, but for pinned ones."""
-        taken = [*self.waiting, *self.running]
-        num_tokens = max((sequence.num_prompt + sequence.max_tokens for sequence in taken), default=0)
-        return -(-num_tokens // self._forest.page_size)
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
         """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""

@@ -25,6 +25,11 @@ class TurnQueue:
     def request_ids(self) -> list[str]:
         return list(self._log_by_request)
 
+    @property
+    def logs(self) -> list[TokenLog]:
+        """Each session behind whose turn something waits, once."""
+        return list({id(log): log for log in self._log_by_request.values()}.values())
+
     def put(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
         """Let a request wait behind the log's turn that is answering; raises `Overloaded` if too many do."""
         if len(running.queue) >= MAX_QUEUED_PER_SESSION:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mneme.errors import ConfigError, shown
+from mneme.errors import ConfigError, InvalidRequest, shown
 
 T = TypeVar("T")
 
@@ -25,7 +25,10 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
         if key not in known:
             raise ConfigError(f"{_join(path, key)}: unknown key; known are {', '.join(known)}")
     values = {key: _convert(hints[key], value, _join(path, key)) for key, value in mapping.items()}
-    return cls(**values)
+    try:
+        return cls(**values)
+    except InvalidRequest as error:  # a type that requests use too, and that knows nothing of paths
+        raise ConfigError(f"{_join(path, error.field)}: {error.rule} (got {shown(error.value)})") from None
 
 
 def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict[str, Any]:

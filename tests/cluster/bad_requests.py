@@ -257,6 +257,23 @@ _MODEL_AND_SAMPLING = [
     _case("17 template kwargs", "chat_template_kwargs", chat_template_kwargs={f"k{i}": 1 for i in range(17)}),
 ]
 
+_TRUNCATION = [
+    _case("truncate a share of 0", "truncation.ratio", session_id="s", truncation={"ratio": 0}),
+    _case("truncate a share of 1", "truncation.ratio", session_id="s", truncation={"ratio": 1.0}),
+    BadRequest(
+        name="truncate a share of NaN", body=_chat_json('"session_id": "s", "truncation": {"ratio": NaN}'), param=None
+    ),
+    _case("truncate and keep -1", "truncation.keep_first", session_id="s", truncation={"keep_first": -1}),
+    BadRequest(
+        name="truncate and keep the window",
+        body=lambda t: chat(session_id="s", truncation={"keep_first": t.max_context}),
+        param="truncation.keep_first",
+    ),
+    _case("truncate and keep the best", "truncation.keep", session_id="s", truncation={"keep": "best"}),
+    _case("reuse KV without a session", "truncation.strategy", truncation={"strategy": "reuse_kv"}),
+    _case("truncation a word", "truncation", session_id="s", truncation="auto"),
+]
+
 _APPEND = {"id": "nobody", "append": True}
 
 _SESSIONS = [
@@ -366,7 +383,7 @@ _PROMPTS = [
     BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
 ]
 
-BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_SESSIONS, *_PROMPTS]
+BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_TRUNCATION, *_SESSIONS, *_PROMPTS]
 
 
 def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:

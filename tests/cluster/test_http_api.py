@@ -31,7 +31,15 @@ def test_a_chat_answer() -> None:
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "kv_details": {"device": 0, "host": 0, "disk": 0, "peer": 0, "recomputed": num_prompt, "dropped": 0},
+        "kv_details": {
+            "device": 0,
+            "host": 0,
+            "disk": 0,
+            "peer": 0,
+            "recomputed": num_prompt,
+            "dropped": 0,
+            "truncated": 0,
+        },
     }
 
 
@@ -208,5 +216,5 @@ def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
             "completion_tokens": 4,
             "total_tokens": 10,
             "prompt_tokens_details": {"cached_tokens": 1},
-            "kv_details": {"device": 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 5, "dropped": 0},
+            "kv_details": {"device": 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 5, "dropped": 0, "truncated": 0},
         }

@@ -183,6 +183,7 @@ def test_kv_details_sum_to_the_prompt_and_are_explained() -> None:
         details, num_prompt = answer["usage"]["kv_details"], answer["usage"]["prompt_tokens"]
         assert details == {
             "device": num_prompt - 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 1, "dropped": 0,
+            "truncated": 0,
         }  # fmt: skip
         explained = await get(client, f"/v1/kv/explain/{answer['id']}")
         assert explained == await get(client, f"/v1/kv/explain/{answer['id'].removeprefix('chatcmpl-')}") | {

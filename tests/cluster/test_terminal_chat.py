@@ -75,10 +75,10 @@ def test_turns_share_a_session_until_reset(
 def test_a_refused_answer_does_not_end_the_conversation(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    type_lines(monkeypatch, "x" * 300_000, "\udcff", "b")
+    type_lines(monkeypatch, "x" * 3_000_000, "\udcff", "b")
     assert run_chat(parsed("--url", server.url)) == 0
     shown = capsys.readouterr().out
-    assert "[messages: prompt and output together" in shown
+    assert "[messages: a prompt that is truncated" in shown
     assert "[the line is not valid UTF-8]" in shown
     (request,) = server.engine.requests
     assert (request.prompt_text or "").startswith("<|im_start|>user\nb<|im_end|>")

@@ -15,6 +15,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.eviction_heap import EvictionHeap
 from mneme.replicas.forest_nodes import Pin
+from mneme.replicas.pins import pin_prefix
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation
 
@@ -388,7 +389,7 @@ def test_a_pinned_prefix_outlives_any_traffic_and_what_cannot_fit_beside_it_is_r
     engine = make_engine(num_pages=10, page_size=4)
     engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
-    pin = engine.scheduler.pin("", [1] * 12)
+    pin = pin_prefix(engine, "", [1] * 12)
     assert (pin.num_tokens, engine.capacity) == (12, 28)
     with pytest.raises(ContextLengthExceeded, match="28 tokens"):
         engine.submit(make_request("over", [2] * 25))
@@ -409,13 +410,13 @@ def test_a_pin_is_refused_while_a_request_that_was_taken_may_need_the_pages() ->
     run(engine)
     engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=16)))
     with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 9"):
-        engine.scheduler.pin("", [1] * 12)
+        pin_prefix(engine, "", [1] * 12)
     with pytest.raises(PinRefused, match="nothing of this prefix"):
-        engine.scheduler.pin("other tenant", [1] * 12)
+        pin_prefix(engine, "other tenant", [1] * 12)
     run(engine)
     engine.submit(make_request("warm again", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
-    engine.scheduler.pin("", [1] * 12)
+    pin_prefix(engine, "", [1] * 12)
 
 
 def test_pins_leave_the_reserve() -> None:
@@ -423,8 +424,8 @@ def test_pins_leave_the_reserve() -> None:
     engine.submit(make_request("warm", [1] * 150, SamplingParams(temperature=0, max_tokens=1)))
     run(engine)
     with pytest.raises(PinRefused, match="would leave 2 unpinned; at least 4"):
-        engine.scheduler.pin("", [1] * 150)
-    engine.scheduler.pin("", [1] * 144)
+        pin_prefix(engine, "", [1] * 150)
+    pin_prefix(engine, "", [1] * 144)
     engine.submit(make_request("shares", [1] * 8, SamplingParams(temperature=0, max_tokens=8)))
     assert tokens_of(run(engine), "shares") == continuation([1] * 8, 8, 5)
 
@@ -433,7 +434,7 @@ def test_a_failed_step_takes_the_pins_with_it() -> None:
     engine = make_engine()
     engine.submit(make_request("warm", [1] * 12))
     run(engine)
-    pin = engine.scheduler.pin("", [1] * 12)
+    pin = pin_prefix(engine, "", [1] * 12)
     engine.fail_all("failed")
     assert engine.forest.num_free == engine.forest.num_pages
     engine.scheduler.unpin(pin)
@@ -526,7 +527,7 @@ def test_any_traffic_computes_what_each_request_alone_would(
             if start == step:
                 _, ids, _, salt, *_ = traffic[index % len(traffic)]
                 with contextlib.suppress(PinRefused):
-                    pins.append((step + length, engine.scheduler.pin(salt, ids)))
+                    pins.append((step + length, pin_prefix(engine, salt, ids)))
         for end, pin in pins:
             if end == step:
                 engine.scheduler.unpin(pin)

@@ -90,6 +90,7 @@ def test_ranges_say_where_a_prompt_came_from_and_sum_up() -> None:
     ]
     assert second["kv_details"] == {
         "device": cached, "host": 0, "disk": 0, "peer": 0, "recomputed": 43 - cached, "dropped": 0,
+        "truncated": 0,
     }  # fmt: skip
     assert explained(engine, "bb", salt="another key") == []
     assert explained(engine, "b") == explained(engine, "aa-0.0") == []
@@ -211,7 +212,7 @@ def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]
         expected = ["recomputed"] * 20
     ranges = sequence.origins.ranges(20)
     assert [each.source for each in ranges for _ in range(each.start, each.end)] == expected
-    assert sequence.usage == (20, expected.count("device"), 0, 0)
+    assert sequence.usage == (20, expected.count("device"), 0, 0, 0)
     sequence.append(1)
     sequence.note_rows(Rows([(0, 20)], [], 0, []))  # suspended in decode: no longer the prompt's first computation
     assert sequence.origins.ranges(20) == ranges
