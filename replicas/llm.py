@@ -154,7 +154,7 @@ class LLM:
         unsent = deque(request for job in jobs for request in job.requests)
         try:
             while unsent or self._engine.has_work:
-                while unsent and not self._engine.is_full:
+                while unsent and self._engine.has_room_for(unsent[0]):
                     self._engine.submit(unsent.popleft())
                 for event in self._engine.step():
                     if event.request_id in job_by_id:
