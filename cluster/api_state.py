@@ -52,6 +52,7 @@ class ApiState:
     config: HttpConfig
     latencies: Latencies
     metrics: MetricsPage
+    default_timeout_s: float | None = None  # of requests that name none
     clock: Clock = time.perf_counter
     wall_clock: Clock = time.time
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)

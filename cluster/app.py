@@ -91,4 +91,11 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         max_context=min(max_context, config.engine.max_context or max_context),
         created=int(time.time()),
     )
-    return build_api(client, [model], Tokenizer.load(directory), config.http, ingress=own_replica_id())
+    return build_api(
+        client,
+        [model],
+        Tokenizer.load(directory),
+        config.http,
+        ingress=own_replica_id(),
+        default_timeout_s=config.engine.request_timeout_s,
+    )

@@ -105,7 +105,7 @@ class Engine:
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
         """
-        self._limits.check(len(request.prompt_token_ids))
+        self._limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_token_ids(request, self._runner.vocab_size)
@@ -125,7 +125,7 @@ class Engine:
 
     def has_room_for(self, request: GenerationRequest) -> bool:
         """Whether it may wait; else `submit` answers `Overloaded`."""
-        return self._limits.has_room(len(request.prompt_token_ids))
+        return self._limits.has_room(request)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""

@@ -179,7 +179,7 @@ class _Job:
     def take(self, event: TokenEvent) -> None:
         self._last_s = time.perf_counter()
         if event.finish_reason == "error":
-            raise MnemeError(f"{event.request_id}: {event.error}")
+            raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
         if self._first_s is None and event.token_ids:
             self._first_s = self._last_s
         if event.usage is not None and event.request_id == self.requests[0].request_id:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from mneme.errors import Overloaded
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_queue import TurnQueue
 from mneme.replicas.waiting_queue import WaitingQueue
 
@@ -36,13 +37,13 @@ class QueueLimits:
         """Of the prompts that wait; a queued turn's without the history that it may be appended to."""
         return self._waiting.num_tokens + self._queued.num_tokens
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens may wait too."""
-        return self._excess(num_tokens) is None
+    def has_room(self, request: GenerationRequest) -> bool:
+        """Whether it may wait too."""
+        return self._excess(request) is None
 
-    def check(self, num_tokens: int) -> None:
-        """Raise `Overloaded` if there is no room for a prompt of so many tokens."""
-        excess = self._excess(num_tokens)
+    def check(self, request: GenerationRequest) -> None:
+        """Raise `Overloaded` if there is no room for it."""
+        excess = self._excess(request)
         if excess is not None:
             raise self.refusal(*excess)
 
@@ -55,13 +56,16 @@ class QueueLimits:
         """A step begins."""
         self._rate.note(self._waiting.num_taken_tokens, is_waiting=len(self._waiting) > 0)
 
-    def _excess(self, num_tokens: int) -> tuple[str, str] | None:
+    def _excess(self, request: GenerationRequest) -> tuple[str, str] | None:
         if self.num_requests >= self._max_requests:
             return "requests", f"{self._max_requests} requests are waiting"
+        # Where nothing waits it is taken whatever its size: else it could never run. So are the other choices of what
+        # was taken, which have the same prompt.
         waiting = self.num_tokens
-        # Alone it is taken whatever its size: else it could never run.
-        if self._max_tokens is not None and waiting and waiting + num_tokens > self._max_tokens:
-            return "tokens", f"{waiting} prompt tokens are waiting, of {self._max_tokens}; this request has {num_tokens}"
+        if self._max_tokens is None or not waiting or request.choice_index > 0:
+            return None
+        if waiting + len(request.prompt_token_ids) > self._max_tokens:
+            return "tokens", f"{waiting} prompt tokens are waiting, of at most {self._max_tokens}"
         return None
 
 
@@ -90,8 +94,5 @@ class DrainRate:
 
         Where none has left for long it is the time in which none did; the least where nothing was measured.
         """
-        if self._tokens < 1:
-            estimate_s = self._waited_s
-        else:
-            estimate_s = num_tokens * self._waited_s / self._tokens
-        return min(max(estimate_s, MIN_RETRY_S), MAX_RETRY_S)
+        share = num_tokens / self._tokens if self._tokens >= 1 else 1.0
+        return min(max(share * self._waited_s, MIN_RETRY_S), MAX_RETRY_S)

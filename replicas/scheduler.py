@@ -195,7 +195,7 @@ class Scheduler:
         start = path.num_tokens
         if start == len(ids):
             return Chunk(sequence, start - 1, start, [])
-        if self._budget.follows(path, ids):
+        if start + 1 < len(ids) and self._budget.follows(path, ids):
             return None
         end = min(len(ids), start + budget)
         return Chunk(sequence, start, end, self._forest.write(path, ids, end))
