@@ -57,6 +57,7 @@ class ApiState:
     latencies: Latencies
     metrics: MetricsPage
     truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
+    default_timeout_s: float | None = None  # of requests that name none
     clock: Clock = time.perf_counter
     wall_clock: Clock = time.time
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)

@@ -98,4 +98,5 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         config.http,
         ingress=own_replica_id(),
         truncation=config.engine.truncation,
+        default_timeout_s=config.engine.request_timeout_s,
     )

@@ -20,7 +20,7 @@ from mneme.cluster.protocol import (
 )
 from mneme.cluster.run_response import RunResponse
 from mneme.cluster.tenancy import kv_salt, session_key
-from mneme.errors import InvalidRequest
+from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.truncation import Truncation, resolved
 
@@ -140,7 +140,7 @@ def _run(
     answer: Answer,
     latency: RequestLatency,
 ) -> RunResponse:
-    requests = _requests(request, body, turn, params, prompts)
+    requests = _requests(request, body, turn, params, prompts, _time_left_s(api, request, body))
     skip_special_tokens = body.skip_special_tokens is not False
     choices = [
         Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens, fields[i // params.n])
@@ -157,7 +157,12 @@ def _run(
 
 
 def _requests(
-    request: Request, body: SamplingBody, turn: _Turn, params: SamplingParams, prompts: Sequence[Prompt]
+    request: Request,
+    body: SamplingBody,
+    turn: _Turn,
+    params: SamplingParams,
+    prompts: Sequence[Prompt],
+    timeout_s: float | None,
 ) -> list[GenerationRequest]:
     """Their ids are `<turn>.<choice index>`, a turn for each prompt."""
     request_id: str = request.state.request_id
@@ -178,10 +183,23 @@ def _requests(
             session_ttl_s=body.session.ttl_s if body.session is not None else None,
             truncation=turn.truncation_of(i),
             num_system=prompt.num_system,
+            timeout_s=timeout_s,
         )
         for i, prompt in enumerate(prompts)
         for j in range(params.n)
     ]
+
+
+def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float | None:
+    """Seconds to the request's deadline, if it has one; raises `DeadlineExceeded` if that has passed."""
+    timeout_s = api.default_timeout_s if body.timeout_s is None else body.timeout_s
+    if timeout_s is None:
+        return None
+    arrived_s: float = request.state.arrived_s
+    left_s = timeout_s - (api.clock() - arrived_s)
+    if left_s <= 0:
+        raise DeadlineExceeded
+    return left_s
 
 
 def _session(request: Request, body: SamplingBody) -> str | None:

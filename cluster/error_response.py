@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mneme.errors import InvalidRequest, MnemeError, RequestTimeout, TryAgainLater
 
 _TRANSIENT = {408, 429}  # 4xx that may go well when tried again
+_FINAL = {504}  # 5xx that a client must not repeat by itself: whoever waited has waited long enough
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -45,5 +46,6 @@ def _object(message: str, kind: str, param: str | None, code: str) -> dict[str, 
 
 
 def _response(status: int, body: dict[str, Any], headers: Mapping[str, str]) -> Response:
-    retry = {"x-should-retry": "false"} if 400 <= status < 500 and status not in _TRANSIENT else {}
+    is_final = status in _FINAL or (400 <= status < 500 and status not in _TRANSIENT)
+    retry = {"x-should-retry": "false"} if is_final else {}
     return Response(json.dumps(body), status, {**retry, **headers}, "application/json")

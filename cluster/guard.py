@@ -13,6 +13,7 @@ from typing import Any
 
 from mneme.cluster.error_response import error_response
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.latency import Clock
 from mneme.cluster.request_body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.tenancy import authenticate
 from mneme.errors import MnemeError, RequestTooLarge
@@ -28,12 +29,13 @@ _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
 class Guard:
-    """Wraps the application; adds `request_id`, `tenant` and `body` (a `HeldBody`) to `scope["state"]`."""
+    """Wraps the application; adds `request_id`, `tenant`, `arrived_s` and `body` (a `HeldBody`) to `scope["state"]`."""
 
-    def __init__(self, app: App, config: HttpConfig, on_response: Callable[[str, int], None]) -> None:
+    def __init__(self, app: App, config: HttpConfig, on_response: Callable[[str, int], None], *, clock: Clock) -> None:
         self._app = app
         self._config = config
         self._on_response = on_response  # told the path and status of every answer
+        self._clock = clock
         self._bodies = BodyReader(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +56,7 @@ class Guard:
             self._on_response(scope["path"], response.status)
 
     async def _serve(self, scope: Scope, receive: Receive, response: _Response) -> None:
+        arrived_s = self._clock()
         headers = self._headers(scope)
         is_open = scope["path"] in OPEN_PATHS
         tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
@@ -61,7 +64,7 @@ class Guard:
         try:
             if scope["method"] in _BODY_METHODS:
                 await self._bodies.read(body, headers, receive)
-            state = {"request_id": response.request_id, "tenant": tenant, "body": body}
+            state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
             scope.setdefault("state", {}).update(state)
             await self._app(scope, receive, response.send)
         finally:

@@ -42,6 +42,7 @@ def build_api(
     config: HttpConfig | None = None,
     *,
     ingress: str = "local",
+    default_timeout_s: float | None = None,
     clock: Clock = time.perf_counter,
     truncation: Truncation | None = None,
 ) -> FastAPI:
@@ -58,13 +59,14 @@ def build_api(
         config=config,
         latencies=metrics.latencies,
         metrics=metrics,
+        default_timeout_s=default_timeout_s,
         clock=clock,
         truncation=truncation or Truncation(),
     )
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, api)
     app.add_exception_handler(HTTPException, _refused_by_framework)
-    app.add_middleware(Guard, config=config, on_response=metrics.count_response)
+    app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock)
     return app
 
 

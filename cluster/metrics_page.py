@@ -39,6 +39,16 @@ class _Family(NamedTuple):
 _SUMS = (
     _Family("mneme_pages", "gauge", "KV pages.", "pages", ("free", "cached", "in_use", "total"), "state"),
     _Family("mneme_requests", "gauge", "Requests in engines.", "requests", ("running", "waiting"), "state"),
+    _Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", "waiting_tokens"),
+    _Family(
+        "mneme_refused_requests_total",
+        "counter",
+        "Requests that engines answered 429, by what was full.",
+        "refused",
+        ("requests", "tokens", "session"),
+        "reason",
+    ),
+    _Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", "missed_deadlines"),
     _Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", "tokens", ("prompt",)),
     _Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", "tokens", ("cached",)),
     _Family("mneme_generated_tokens_total", "counter", "Output tokens.", "tokens", ("generated",)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from mneme.cluster.replica_link import LinkLost, ReplicaLink, Sink
-from mneme.errors import MnemeError
+from mneme.errors import DeadlineExceeded, MnemeError
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.router.chooser import Reservation
 
@@ -20,6 +22,16 @@ class PlacedChoice:
     emitted: list[int] = field(default_factory=list)
     usage: PromptUsage | None = None
     is_finished: bool = False
+    clock: Callable[[], float] = time.monotonic
+    _deadline_s: float = inf  # of this process's clock: others differ
+
+    def __post_init__(self) -> None:
+        if self.request.timeout_s is not None:
+            self._deadline_s = self.clock() + self.request.timeout_s
+
+    @property
+    def time_left_s(self) -> float:
+        return self._deadline_s - self.clock()
 
     @property
     def attempt_id(self) -> str:
@@ -40,7 +52,10 @@ class PlacedChoice:
         return event._replace(request_id=self.request.request_id, usage=usage)
 
     def remaining(self) -> GenerationRequest:
-        """What is still to be done, as a request of its own."""
+        """What is still to be done, as a request of its own; raises `DeadlineExceeded`."""
+        time_left_s = self.time_left_s
+        if time_left_s <= 0:
+            raise DeadlineExceeded
         sampling, num_emitted = self.request.sampling, len(self.emitted)
         if num_emitted:
             left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
@@ -49,6 +64,7 @@ class PlacedChoice:
             self.request,
             request_id=self.attempt_id,
             prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
+            timeout_s=None if time_left_s == inf else time_left_s,
             output_offset=num_emitted,
             sampling=sampling,
         )
@@ -86,4 +102,4 @@ class Placement:
 
 
 def failures(choices: Sequence[PlacedChoice], error: MnemeError) -> list[TokenEvent]:
-    return [TokenEvent(choice.request.request_id, (), "error", None, None, str(error)) for choice in choices]
+    return [TokenEvent(choice.request.request_id, (), "error", None, None, str(error), error) for choice in choices]

@@ -21,6 +21,7 @@ from mneme.cluster.request_values import (
 from mneme.cluster.unsupported import refuse_unsupported
 from mneme.errors import InvalidRequest
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Keep, Strategy
 
 MAX_MESSAGES = 4096
@@ -99,6 +100,14 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     truncation: TruncationOptions | None = None
+    timeout_s: float | None = None  # from the arrival of the request at this server to the end of its answer
+
+    @field_validator("timeout_s")
+    @classmethod
+    def _is_a_day_at_most(cls, timeout_s: float | None) -> float | None:
+        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        return timeout_s
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
         """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""

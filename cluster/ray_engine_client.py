@@ -20,7 +20,7 @@ from mneme.cluster.placement import PlacedChoice, Placement, failures
 from mneme.cluster.replica_calls import ReplicaCalls
 from mneme.cluster.replica_link import LinkLost, ReplicaLink
 from mneme.cluster.session_homes import SessionHomes, newest
-from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, SessionNotFound
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import DeleteSession, GetSession, Query
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey
@@ -137,7 +137,7 @@ class RayEngineClient:
         """Submit to the best replica, then to the others; raises what the last one answered."""
         tried: set[str] = set()
         refusal: MnemeError = ReplicaUnavailable("no replica is ready")
-        deadline = asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S
+        deadline = asyncio.get_running_loop().time() + min(WAIT_FOR_REPLICA_S, choices[0].time_left_s)
         while True:
             barred = await self._barred(choices[0].request)
             reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | barred)
@@ -145,7 +145,7 @@ class RayEngineClient:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
                 if not await self._wait_for_replica(deadline, has_tried=bool(tried)):
-                    raise refusal
+                    raise refusal if choices[0].time_left_s > 0 else DeadlineExceeded
                 tried.clear()
                 continue
             tried.add(reservation.replica_id)
@@ -154,7 +154,7 @@ class RayEngineClient:
             except LinkLost as lost:
                 refusal = ReplicaUnavailable(str(lost))
             except Overloaded as overloaded:
-                refusal, request = overloaded, choices[0].request
+                refusal, request = _sooner(overloaded, refusal), choices[0].request
                 if not is_resumed and self._chooser.is_answering(request.session_id, salt=request.salt):
                     raise  # elsewhere it would run beside the session's turn, not after it
             for choice in choices:
@@ -267,3 +267,10 @@ class RayEngineClient:
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None
         return ReplicaStats(replica_id=replica_id, model=self._model, metrics=metrics)
+
+
+def _sooner(overloaded: Overloaded, other: MnemeError) -> Overloaded:
+    """Of two replicas that are full, the one that will have room first."""
+    if isinstance(other, Overloaded) and other.retry_after_s < overloaded.retry_after_s:
+        return other
+    return overloaded

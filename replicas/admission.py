@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mneme.errors import ContextLengthExceeded, InvalidRequest
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 
 if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
@@ -35,6 +36,13 @@ def check_truncation(request: GenerationRequest, window: int) -> None:
     if request.truncation.strategy == "reuse_kv" and request.session_id is None:
         raise InvalidRequest("truncation.strategy", "reuse_kv", "needs a session")
     request.truncation.check_window(window)
+
+
+def check_timeout(request: GenerationRequest) -> None:
+    """Raise `InvalidRequest` unless the time it is given, if any, is over 0 and at most a day."""
+    timeout_s = request.timeout_s
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest("timeout_s", timeout_s, f"must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:

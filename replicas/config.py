@@ -8,6 +8,7 @@ from typing import Literal
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.eviction_policies import PolicyName
+from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Truncation
 
 
@@ -24,6 +25,9 @@ class EngineConfig:
     max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
     max_running: int = 128  # sequences with pages
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
+    # Of queued prompts together; None: no limit. Token ids take about 50 bytes each in Python: the default is 100 MB.
+    max_waiting_tokens: int | None = 2**21
+    request_timeout_s: float | None = None  # for requests that name none; None: no deadline
     prefix_sharing: bool = True
     eviction: PolicyName = "lookahead"  # which cached pages go first: replicas/eviction_*.py, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
@@ -44,6 +48,10 @@ class EngineConfig:
         check_range("engine.max_batch_tokens", self.max_batch_tokens, 16, 2**20)
         check_range("engine.max_running", self.max_running, 1, self.max_batch_tokens)  # a row for each decode
         check_range("engine.max_waiting", self.max_waiting, 1, 2**20)
+        if self.max_waiting_tokens is not None:
+            check_range("engine.max_waiting_tokens", self.max_waiting_tokens, 1, 2**40)
+        if self.request_timeout_s is not None:
+            check_range("engine.request_timeout_s", self.request_timeout_s, 0.001, MAX_TIMEOUT_S)
         check_range("engine.session_ttl_s", self.session_ttl_s, 0, 10**9)
         check_range("engine.max_sessions", self.max_sessions, 0, 10**9)
         check_range("engine.max_session_tokens", self.max_session_tokens, 0, 10**12)

@@ -1,7 +1,8 @@
 """The engine: requests in, one batch per step, events out.
 
     submit -> Sessions.begin -> Scheduler.add          the prompt's ids, exact where the session knows them
-    step:  Scheduler.schedule                          rows under a token budget; pages; the forest
+    step:  Engine._expire                              requests whose deadline has passed end
+           Scheduler.schedule                          rows under a token budget; pages; the forest
            Runner.prepare                              page tables -> plan, tokens and slots -> tensors
            Runner.forward                              logits of the rows that sample
            sampler.sample
@@ -21,13 +22,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mneme.errors import InvalidRequest, MnemeError, Overloaded
-from mneme.replicas.admission import check_token_ids, check_truncation
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded
+from mneme.replicas.admission import check_timeout, check_token_ids, check_truncation
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
 from mneme.replicas.engine_pool import make_forest
 from mneme.replicas.outbox import Outbox
+from mneme.replicas.queue_limits import QueueLimits
 from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
@@ -57,7 +60,6 @@ class Engine:
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._decoding = Decoding(tokenizer, known_eos)
         self._clock = clock
-        self._max_waiting = config.max_waiting
         self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
@@ -74,11 +76,14 @@ class Engine:
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
-        self._outbox = Outbox()
+        self._limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
+        self._deadlines = RequestDeadlines(clock, config.request_timeout_s)
+        self._outbox = Outbox(on_end=self._deadlines.discard)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.explanations = self._outbox.explanations
         self.num_steps = 0
+        self.num_missed_deadlines = 0
 
     @property
     def capacity(self) -> int:
@@ -88,11 +93,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._outbox) or self.forest.wants_copies
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `submit` would answer `Overloaded`."""
-        return len(self.scheduler.waiting) + len(self.sessions.queued) >= self._max_waiting
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -105,31 +105,37 @@ class Engine:
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
         """
-        if self.is_full:
-            raise Overloaded(f"{self._max_waiting} requests are waiting", retry_after_s=1.0)
+        self._limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_token_ids(request, self._runner.vocab_size)
         check_truncation(request, self.max_context)
+        check_timeout(request)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
-        ids = self.sessions.begin(request)
+        try:
+            ids = self.sessions.begin(request)
+        except Overloaded as error:  # too many turns of its session
+            raise self._limits.refusal("session", str(error)) from error
         if ids is not None:
             try:
                 self._start(request, ids)
             except Exception:
                 self._begin_next(self.sessions.end(request, None))
                 raise
+        self._deadlines.add(request.request_id, request.timeout_s)
+
+    def has_room_for(self, request: GenerationRequest) -> bool:
+        """Whether it may wait; else `submit` answers `Overloaded`."""
+        return self._limits.has_room(request)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
-        sequence = self._sequence_by_id.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, "abort")
-        elif self.sessions.queued.cancel(request_id) is not None:
-            self._outbox.report_unstarted(request_id, "abort")
+        self._end(request_id, "abort")
 
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
+        self._limits.note_step()
+        self._expire()
         chunks = self.scheduler.schedule()
         inputs = self._runner.prepare(chunks, self.forest.drain_moves())
         logits = self._runner.forward(inputs)
@@ -148,9 +154,12 @@ class Engine:
             },
             "requests": {
                 "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting) + len(self.sessions.queued),
+                "waiting": self._limits.num_requests,
                 "suspended_total": scheduler.num_suspensions,
             },
+            "waiting_tokens": self._limits.num_tokens,
+            "refused": dict(self._limits.num_refused),
+            "missed_deadlines": self.num_missed_deadlines,
             "tokens": dict(self.num_tokens),
             "finished": dict(self.num_finished),
             "in_flight": self.in_flight,
@@ -205,9 +214,24 @@ class Engine:
         else:
             self._finish(sequence, reason)
 
-    def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _expire(self) -> None:
+        """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
+        for request_id in self._deadlines.take_due():
+            self.num_missed_deadlines += 1
+            self._end(request_id, "error", DeadlineExceeded())
+
+    def _end(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
+        sequence = self._sequence_by_id.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, reason, refusal)
+        elif self.sessions.queued.cancel(request_id) is not None:
+            self._outbox.report_unstarted(request_id, reason, refusal)
+
+    def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
+        """`error`: a message where the engine failed; an error of our own where the request itself is sound so far."""
         request = sequence.request
-        kept = self._decoding.turn(sequence) if request.session_id is not None and reason != "error" else None
+        is_sound = reason != "error" or isinstance(error, MnemeError)
+        kept = self._decoding.turn(sequence) if request.session_id is not None and is_sound else None
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
         self._outbox.report(sequence, reason, error)

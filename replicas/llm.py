@@ -171,7 +171,7 @@ class LLM:
         unsent = deque(request for job in jobs for request in job.requests)
         try:
             while unsent or self._engine.has_work:
-                while unsent and not self._engine.is_full:
+                while unsent and self._engine.has_room_for(unsent[0]):
                     self._engine.submit(unsent.popleft())
                 for event in self._engine.step():
                     if event.request_id in job_by_id:
@@ -196,7 +196,7 @@ class _Job:
     def take(self, event: TokenEvent) -> None:
         self._last_s = time.perf_counter()
         if event.finish_reason == "error":
-            raise MnemeError(f"{event.request_id}: {event.error}")
+            raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
         if self._first_s is None and event.token_ids:
             self._first_s = self._last_s
         if event.usage is not None and event.request_id == self.requests[0].request_id:

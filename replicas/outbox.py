@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from mneme.errors import MnemeError
 from mneme.replicas.explanations import Explanations
@@ -13,7 +14,8 @@ from mneme.replicas.sequence import Sequence
 class Outbox:
     """Turns what is new of a sequence into an event."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end  # told of every request that has ended
         self._events: list[TokenEvent] = []
         self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
         self.num_finished: Counter[str] = Counter()  # by finish_reason
@@ -26,7 +28,9 @@ class Outbox:
         events, self._events = self._events, []
         return events
 
-    def report(self, sequence: Sequence, finish_reason: str | None = None, error: str | None = None) -> None:
+    def report(
+        self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
+    ) -> None:
         """Its output since the last report and, the first time, its prompt's usage."""
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
@@ -36,12 +40,16 @@ class Outbox:
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()
         sequence.num_reported += len(fresh)
+        request_id = sequence.request.request_id
         if finish_reason is not None:
             self.num_finished[finish_reason] += 1
-        request_id = sequence.request.request_id
-        self._events.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, error))
+            self._on_end(request_id)
+        refusal = error if isinstance(error, MnemeError) else None
+        message = None if error is None else str(error)
+        self._events.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
         """A request that waited for its session ends without having run; "error" without a refusal is our own fault."""
+        self._on_end(request_id)
         error = str(refusal or "the engine could not take the request") if reason == "error" else None
         self._events.append(TokenEvent(request_id, (), reason, None, None, error, refusal))

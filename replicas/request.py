@@ -94,6 +94,7 @@ class GenerationRequest:
     append: bool = False  # the prompt goes on where the session's token log ends
     num_closing_chars: int = 0  # of an appended `prompt_text`: what closes the answer before it
     session_ttl_s: float | None = None  # how long the session is kept unused; None: as before
+    timeout_s: float | None = None  # seconds that are left to it; None: the engine's default, if it has one
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
@@ -130,9 +131,8 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[Logprobs, ...] | None
     usage: PromptUsage | None  # only in the first event
     error: str | None = None  # only with finish_reason "error": what to tell the client
-    refusal: MnemeError | None = (
-        None  # where that is because of the request: it waited for its session, then could not run
-    )
+    # Where that is because of the request: it could not run when its session was free, or its deadline has passed.
+    refusal: MnemeError | None = None
 
 
 class StepMessage(NamedTuple):

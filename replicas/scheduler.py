@@ -1,8 +1,9 @@
 """Which rows run in the next step: decodes and prefill chunks in one batch under a token budget (Pensieve 4.2).
 
-First come, first served. Running sequences go in order of arrival, one row per decode set aside for each before
-prefill chunks share what is left; then waiting ones are admitted. When pages run out the latest arrival that has
-no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and finds them again.
+Running sequences go in order of arrival, one row per decode set aside for each before prefill chunks share what is
+left (`step_budget.py`); then waiting ones are admitted, fairly (`waiting_queue.py`). When pages run out the latest
+arrival that has no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and
+finds them again.
 A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
 only as long as each request that was taken fits beside the pinned ones (`page_needs.py`). A tenth of the pages is left
 to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
@@ -15,7 +16,7 @@ Policy only: no tensors.
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Iterable
 
 from mneme.replicas.forest import PrefixForest
@@ -23,6 +24,8 @@ from mneme.replicas.forest_nodes import Path, Pin
 from mneme.replicas.forest_pages import OutOfPages
 from mneme.replicas.page_needs import limit_output, num_needed_tokens
 from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.step_budget import StepBudget
+from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -35,13 +38,14 @@ class Scheduler:
         self._forest = forest
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_suspensions = 0
         # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
         # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
         self._refused: Sequence | None = None
         self._rematch_in = 0
+        self._budget = StepBudget(0, forest.page_size)  # of the step that is being scheduled
         forest.look_ahead(lambda: (sequence.owner for sequence in self.waiting))
 
     @property
@@ -49,7 +53,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended: forget it and let its pages become cached, its session's if it has one."""
@@ -58,6 +62,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._give_back(sequence)
+            self.waiting.end(sequence)
 
     def pin(self, salt: str, ids: list[int], *, num_queued: int = 0) -> Pin:
         """Keep what is resident of a prefix until `unpin`; `num_queued` tokens are needed by a turn that is not here.
@@ -84,32 +89,59 @@ class Scheduler:
         """The chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
         num_decodes = sum(self._num_pending(s) <= 1 for s in self.running)
-        budget = max(self._max_batch_tokens - num_decodes, 0)
+        num_prefills = len(self.running) - num_decodes
+        budget = self._budget = StepBudget(self._max_batch_tokens - num_decodes, self._forest.page_size)
         for sequence in list(self.running):
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
             is_decode = self._num_pending(sequence) <= 1
-            chunk = self._chunk_or_suspend(sequence, 1 if is_decode else budget, chunks)
+            num_prefills -= not is_decode
+            limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
+            chunk = self._chunk_or_suspend(sequence, limit, chunks)
             if chunk is not None:
                 chunks.append(chunk)
-                budget -= 0 if is_decode else chunk.num_rows
+                if not is_decode:
+                    budget.take(chunk, self._num_missing_pages)
         self._admit(chunks, budget)
+        self._widen(chunks, budget)
+        for chunk in chunks:
+            if chunk.samples:
+                self.waiting.charge(chunk.sequence, OUTPUT_WEIGHT)
         return chunks
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
+    def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting.head
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
                 return
             if not self._open(sequence):
                 self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
-            self.waiting.popleft()
+            self.waiting.pop(self._num_pending(sequence))
             _insert_by_arrival(self.running, sequence)
-            chunk = self._take_chunk(sequence, budget)
-            chunks.append(chunk)
-            budget -= chunk.num_rows
+            chunk = self._take_chunk(sequence, budget.limit(has_others=bool(self.waiting)))
+            if chunk is not None:
+                chunks.append(chunk)
+                budget.take(chunk, self._num_missing_pages)
+
+    def _widen(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        """Give the rows that are left to prompts that were cut, the oldest first."""
+        for index, chunk in enumerate(chunks):
+            path, ids = chunk.sequence.path, chunk.sequence.ids
+            assert path is not None
+            if budget.num_left == 0 or chunk.samples or self._forest.extend(path, ids, len(ids)):
+                continue
+            with contextlib.suppress(OutOfPages):  # it has its share
+                rows = self._forest.take_rows(path, ids, budget.num_left)
+                chunk.sequence.note_rows(rows)
+                chunks[index] = wider = chunk.with_rows(rows)
+                budget.num_left -= wider.num_rows - chunk.num_rows
+
+    def _num_missing_pages(self, chunk: Chunk) -> int:
+        path, ids = chunk.sequence.path, chunk.sequence.ids
+        assert path is not None
+        return self._forest.num_new_pages(path, ids, len(ids))
 
     def _open(self, sequence: Sequence) -> bool:
         """Give the sequence a path with what is resident, if the rest of its tokens fits too."""
@@ -126,9 +158,13 @@ class Scheduler:
         return True
 
     def _fits(self, path: Path, sequence: Sequence) -> bool:
-        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence."""
+        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.
+
+        Prompts that were cut in this step count as if they were whole.
+        """
         needed = self._forest.num_new_pages(path, sequence.ids, len(sequence.ids))
         kept = max(self._forest.num_reserved, len(self.running)) if self.running else 0
+        kept += self._budget.num_promised(path, sequence.ids)
         return needed + kept <= self._forest.num_available
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
@@ -145,10 +181,13 @@ class Scheduler:
                 if victim is sequence:
                     return None
 
-    def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+    def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """At most so many rows; None if another prompt, which goes the same way, has them in this step."""
         path, ids = sequence.path, sequence.ids
         assert path is not None
         self._forest.extend(path, ids, len(ids))
+        if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
+            return None
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
         return Chunk(sequence, rows.spans, rows.runs)
@@ -161,7 +200,7 @@ class Scheduler:
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)
         self.num_suspensions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         """The first choice of a turn is what its session goes on from: its path is the session's."""

@@ -89,6 +89,10 @@ class Chunk:
     runs: list[tuple[int, int, int]]
 
     @property
+    def end(self) -> int:
+        return self.spans[-1][1]
+
+    @property
     def num_rows(self) -> int:
         return sum(end - start for start, end in self.spans)
 
@@ -99,4 +103,8 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether its last row is the sequence's last known token, so that the next one is sampled."""
-        return self.spans[-1][1] == len(self.sequence.ids)
+        return self.end == len(self.sequence.ids)
+
+    def with_rows(self, rows: Rows) -> Chunk:
+        """The same with more rows behind its last."""
+        return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs)

@@ -14,6 +14,7 @@ class TurnQueue:
 
     def __init__(self) -> None:
         self._log_by_request: dict[str, TokenLog] = {}
+        self.num_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
         return len(self._log_by_request)
@@ -35,6 +36,7 @@ class TurnQueue:
         if len(running.queue) >= MAX_QUEUED_PER_SESSION:
             raise Overloaded(f"{MAX_QUEUED_PER_SESSION} requests of this session are waiting")
         running.queue.append(request)
+        self.num_tokens += len(request.prompt_token_ids)
         self._log_by_request[request.request_id] = log
 
     def cancel(self, request_id: str) -> GenerationRequest | None:
@@ -45,6 +47,7 @@ class TurnQueue:
         queue = log.running.queue
         request = next(request for request in queue if request.request_id == request_id)
         queue.remove(request)
+        self.num_tokens -= len(request.prompt_token_ids)
         return request
 
     def take_turn(self, running: RunningTurn) -> list[GenerationRequest]:
@@ -54,6 +57,7 @@ class TurnQueue:
         while running.queue and turn_name(running.queue[0]) == running.name:
             request = running.queue.popleft()
             del self._log_by_request[request.request_id]
+            self.num_tokens -= len(request.prompt_token_ids)
             running.answering.add(request.request_id)  # all of them now: the turn ends with its last choice
             turn.append(request)
         return turn

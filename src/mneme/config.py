@@ -8,11 +8,14 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mneme.errors import ConfigError, InvalidRequest, shown
 
 T = TypeVar("T")
+
+_MAX_LISTED = 8  # keys that a message names: all there are, or those most like the unknown one
 
 
 def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
@@ -23,7 +26,7 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in mapping:
         if key not in known:
-            raise ConfigError(f"{_join(path, key)}: unknown key; known are {', '.join(known)}")
+            raise ConfigError(f"{_join(path, key)}: unknown key; known are{_listed(str(key), known)}")
     values = {key: _convert(hints[key], value, _join(path, key)) for key, value in mapping.items()}
     try:
         return cls(**values)
@@ -66,6 +69,12 @@ def check_range(path: str, value: float, low: float, high: float) -> None:
     """Raise `ConfigError` unless `low <= value <= high`."""
     if not low <= value <= high:
         raise ConfigError(f"{path}: must be from {low:g} to {high:g} (got {shown(value)})")
+
+
+def _listed(key: str, known: list[str]) -> str:
+    if len(known) <= _MAX_LISTED:
+        return f" {', '.join(known)}"
+    return f", among others, {', '.join(get_close_matches(key, known, n=_MAX_LISTED, cutoff=0.2))}"
 
 
 def _join(path: str, key: object) -> str:

@@ -10,6 +10,7 @@
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
     |- Unauthorized                401
+    |- DeadlineExceeded            504  the request did not end in its time
     |- TryAgainLater                    carries retry_after_s
     |  |- Overloaded               429  queues are full
     |  `- ReplicaUnavailable       503  no replica can answer
@@ -122,6 +123,17 @@ class Unauthorized(MnemeError):
     http_status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
+
+
+class DeadlineExceeded(MnemeError):
+    """The time that the request was given is over; what it had of queue, pages and batch is free again."""
+
+    http_status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+    def __init__(self, message: str = "the request did not end within its timeout") -> None:
+        super().__init__(message)
 
 
 class TryAgainLater(MnemeError):

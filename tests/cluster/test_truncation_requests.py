@@ -138,6 +138,6 @@ def test_nan_and_a_session_that_is_missing() -> None:
 
 
 def test_what_was_truncated_stands_beside_the_sum() -> None:
-    details = PromptUsage(10, 4, 7).kv_details()
+    details = PromptUsage(10, 4, truncated_tokens=7).kv_details()
     assert details.pop("truncated") == 7
     assert sum(details.values()) == 10

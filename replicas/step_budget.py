@@ -1,0 +1,61 @@
+"""How the rows of one step are shared among prompts that are being prefilled. Policy only: no tensors.
+
+Oldest first, each takes at most half of what is left while others want rows too, and at least a page: a short prompt
+behind huge ones has its rows at once, the oldest keeps half of the step or more, and prompts of one length still end
+in their order of arrival (equal shares would end them all together, as late as the last). What is left over goes to
+those that were cut, so a step is as full as its prompts can make it.
+
+A prompt that goes on where another was cut, with the same token, follows: it takes no rows, as it would compute what
+the other one does next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mneme.replicas.forest_nodes import Node, Path
+from mneme.replicas.sequence import Chunk
+
+
+class _Cut(NamedTuple):
+    chunk: Chunk
+    num_pages: int  # that the rest of its prompt will take
+
+
+class StepBudget:
+    """Rows that are left for prefill chunks, and the prompts that were cut in this step."""
+
+    def __init__(self, num_rows: int, page_size: int) -> None:
+        self.num_left = max(num_rows, 0)
+        self._page_size = page_size
+        self._cut_by_tail: dict[Node, _Cut] = {}
+
+    def limit(self, *, has_others: bool) -> int:
+        """Rows that the next prompt may have."""
+        if not has_others:
+            return self.num_left
+        return min(self.num_left, max(self.num_left // 2, self._page_size))
+
+    def take(self, chunk: Chunk, num_new_pages: Callable[[Chunk], int]) -> None:
+        """These rows are given; `num_new_pages`: what the rest of a chunk's prompt will take."""
+        self.num_left -= chunk.num_rows
+        path = chunk.sequence.path
+        assert path is not None
+        if not chunk.samples:
+            self._cut_by_tail[path.tail] = _Cut(chunk, num_new_pages(chunk))
+
+    def follows(self, path: Path, ids: list[int]) -> bool:
+        """Whether another prompt was cut where this one is, and goes on alike."""
+        return self._leader(path, ids) is not None
+
+    def num_promised(self, path: Path, ids: list[int]) -> int:
+        """Pages that prompts which were cut will take, but for what this path would share."""
+        leader = self._leader(path, ids)
+        return sum(cut.num_pages for cut in self._cut_by_tail.values() if cut is not leader)
+
+    def _leader(self, path: Path, ids: list[int]) -> _Cut | None:
+        cut, position = self._cut_by_tail.get(path.tail), path.num_tokens
+        if cut is None or cut.chunk.end != position or position >= len(ids):
+            return None
+        return cut if cut.chunk.sequence.ids[position] == ids[position] else None

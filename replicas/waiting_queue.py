@@ -1,0 +1,213 @@
+"""Requests that wait for pages, in the order in which they will run: fair between flows, first come in each.
+
+A flow is a session, or what a tenant asks without one. Each has a counter of the service it was given: the tokens of
+its prompts that are computed, charged when they are admitted, and twice its output tokens, as they come (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024: virtual token counter, weights 1 and 2). The flow with the
+least goes next, ties by arrival. A flow that begins to wait is lifted to the least of those that wait, so that idle
+time earns no credit; and to the *level*: what each active flow would have had if all service had been shared alike.
+The paper's set of clients is fixed; here each session is a new flow, and without the level an endless row of new
+sessions would stay ahead of a flow that had more than they. The level rises with every token, so nobody starves; it
+never falls, so where each flow has one request the order is that of arrival.
+
+The head, once it was asked for, stays the head until it is taken or removed: a large request that does not fit yet is
+overtaken by nobody but suspended sequences, which go before all others by arrival. Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sequence import Sequence
+
+OUTPUT_WEIGHT = 2  # service of an output token, in prompt tokens
+MAX_IDLE_FLOWS = 1024  # whose counters are remembered; the longest idle are forgotten, and come back at the level
+_HEAP_SLACK = 64  # entries of flows that wait no more, before they are swept
+
+FlowKey = tuple[str, str | None]  # (tenant salt, session id or None)
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """A flow with requests that wait or run."""
+
+    counter: float
+    num_active: int = 0  # requests, waiting or running
+    waiting: deque[Sequence] = field(default_factory=deque)  # but for suspended ones
+    is_ranked: bool = False  # has its entry in the heap
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.counter, self.waiting[0].arrival
+
+
+class WaitingQueue:
+    """What the scheduler admits from."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0  # of all that wait, resident or not
+        self.num_taken_tokens = 0  # of all that were ever taken out to run
+        self._length = 0
+        self._suspended: list[Sequence] = []  # by arrival
+        self._flows: dict[FlowKey, _Flow] = {}  # the active ones
+        self._idle: OrderedDict[FlowKey, float] = OrderedDict()  # counters, the longest idle first
+        # One entry for each flow that waits. Counters and arrivals only grow, so an entry may be too small, never
+        # too large: it is set right when it comes to the top.
+        self._heap: list[tuple[float, int, _Flow]] = []
+        self._chosen: _Flow | None = None  # whose first request is the head
+        self._last_taken: _Flow | None = None
+        self._level = 0.0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """As they will run if each computes its whole prompt and nothing else happens; costs what is read of it.
+
+        Nothing may be added or removed meanwhile.
+        """
+        yield from self._suspended
+        chosen = self._chosen
+        if chosen is not None:
+            yield chosen.waiting[0]
+        frontier: list[tuple[float, int, _Flow, int, int | None]] = []  # rank, flow, which request, place in the heap
+        self._unroll(frontier, 0)
+        while frontier:
+            counter, arrival, flow, index, place = heapq.heappop(frontier)
+            if place is not None:
+                self._unroll(frontier, 2 * place + 1)
+                self._unroll(frontier, 2 * place + 2)
+                index, spent = (1, _size(flow.waiting[0])) if flow is chosen else (0, 0)
+                if index >= len(flow.waiting):
+                    continue
+                rank = flow.counter + spent, flow.waiting[index].arrival
+                if rank != (counter, arrival):
+                    heapq.heappush(frontier, (*rank, flow, index, None))
+                    continue
+            sequence = flow.waiting[index]
+            yield sequence
+            if index + 1 < len(flow.waiting):
+                after = counter + _size(sequence), flow.waiting[index + 1].arrival
+                heapq.heappush(frontier, (*after, flow, index + 1, None))
+
+    @property
+    def head(self) -> Sequence:
+        """Who runs next; raises `IndexError` if nobody waits."""
+        if self._suspended:
+            return self._suspended[0]
+        if self._chosen is None:
+            self._chosen = self._least()
+        if self._chosen is None:
+            raise IndexError("nobody waits")
+        return self._chosen.waiting[0]
+
+    def add(self, sequence: Sequence) -> None:
+        """A request has arrived."""
+        key = _flow_key(sequence.request)
+        flow = self._flows.get(key)
+        start = self._start() if flow is None or not flow.waiting else 0.0
+        if flow is None:
+            flow = self._flows[key] = _Flow(self._idle.pop(key, 0.0))
+        flow.counter = max(flow.counter, start)
+        flow.num_active += 1
+        flow.waiting.append(sequence)
+        self._count(sequence, 1)
+        if not flow.is_ranked:
+            flow.is_ranked = True
+            heapq.heappush(self._heap, (*flow.rank, flow))
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A sequence that ran is suspended: before all others, behind earlier arrivals of its kind."""
+        insort(self._suspended, sequence, key=lambda each: each.arrival)
+        self._count(sequence, 1)
+
+    def pop(self, num_computed: int) -> Sequence:
+        """Take the head out to run; its flow is charged the tokens it has to compute, but once only."""
+        sequence = self.head
+        if self._suspended:
+            self._suspended.pop(0)
+        else:
+            flow, self._chosen = self._chosen, None
+            assert flow is not None
+            flow.waiting.popleft()
+            self._last_taken = flow
+            self.charge(sequence, max(num_computed, 1))
+        self._count(sequence, -1)
+        self.num_taken_tokens += len(sequence.ids)
+        return sequence
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Its flow, which is active, was given so much service."""
+        self._flows[_flow_key(sequence.request)].counter += num_tokens
+        self._level += num_tokens / len(self._flows)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that waits has ended."""
+        if sequence in self._suspended:
+            self._suspended.remove(sequence)
+        else:
+            flow = self._flows[_flow_key(sequence.request)]
+            if flow is self._chosen and flow.waiting[0] is sequence:
+                self._chosen = None
+            flow.waiting.remove(sequence)
+        self._count(sequence, -1)
+        self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence that was taken out has ended: its flow may be idle now."""
+        key = _flow_key(sequence.request)
+        flow = self._flows[key]
+        flow.num_active -= 1
+        if flow.num_active == 0:
+            del self._flows[key]
+            self._idle[key] = flow.counter
+            if len(self._idle) > MAX_IDLE_FLOWS:
+                self._idle.popitem(last=False)
+        if not self._flows:  # all is quiet: nobody owes anybody
+            self._idle.clear()
+            self._last_taken, self._level = None, 0.0
+        if len(self._heap) > 2 * len(self._flows) + _HEAP_SLACK or not self._flows:
+            self._sweep()
+
+    def _start(self) -> float:
+        """What a flow that begins to wait has at least."""
+        least = self._least() or self._last_taken
+        return self._level if least is None else max(self._level, least.counter)
+
+    def _least(self) -> _Flow | None:
+        while self._heap:
+            *rank, flow = self._heap[0]
+            if not flow.waiting:
+                heapq.heappop(self._heap)
+                flow.is_ranked = False
+            elif tuple(rank) != flow.rank:
+                heapq.heapreplace(self._heap, (*flow.rank, flow))
+            else:
+                return flow
+        return None
+
+    def _sweep(self) -> None:
+        for _, _, flow in self._heap:
+            flow.is_ranked = bool(flow.waiting)
+        self._heap = [(*flow.rank, flow) for _, _, flow in self._heap if flow.waiting]
+        heapq.heapify(self._heap)
+
+    def _unroll(self, frontier: list[tuple[float, int, _Flow, int, int | None]], place: int) -> None:
+        if place < len(self._heap):
+            heapq.heappush(frontier, (*self._heap[place], 0, place))
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self._length += sign
+        self.num_tokens += sign * len(sequence.ids)
+
+
+def _flow_key(request: GenerationRequest) -> FlowKey:
+    return request.salt, request.session_id
+
+
+def _size(sequence: Sequence) -> int:
+    return max(len(sequence.ids), 1)
