@@ -21,6 +21,8 @@ class EngineConfig:
     page_size: int = 32  # token slots per page
     num_pages: int | None = None  # None: from kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a share of the device's free memory, at most 1 GiB on a CPU
+    host_cache_bytes: int | None = None  # KV that left the device; 0: none; None: load.py: choose_num_host_pages
+    copy_out_below: float = 0.5  # share of free or copied pages under which idle ones are copied to the host
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
     max_running: int = 128  # sequences with pages
@@ -45,6 +47,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_range(f"engine.{name}", value, low, 2**48)
+        if self.host_cache_bytes is not None:
+            check_range("engine.host_cache_bytes", self.host_cache_bytes, 0, 2**48)
+        check_range("engine.copy_out_below", self.copy_out_below, 0, 1)
         check_range("engine.max_batch_tokens", self.max_batch_tokens, 16, 2**20)
         check_range("engine.max_running", self.max_running, 1, self.max_batch_tokens)  # a row for each decode
         check_range("engine.max_waiting", self.max_waiting, 1, 2**20)

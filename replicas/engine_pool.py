@@ -22,4 +22,8 @@ def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]
         first_page=runner.first_page,
         policy=make_policy(config.eviction, clock, runner.num_pages),
         clock=clock,
+        num_host_pages=runner.num_host_pages,
+        host_policy=make_policy(config.eviction, clock, runner.num_host_pages),
+        copy_out_below=config.copy_out_below,
+        window=runner.window,
     )

@@ -34,7 +34,7 @@ class Tier:
             self.num_in_use += 1
         else:
             self._add_below(node)
-            self.cached.offer_if_leaf(node)
+            self.cached.offer_through(node)
 
     def remove(self, node: Node) -> None:
         """The node's page is free again."""

@@ -19,8 +19,18 @@ FREE = 2**30
 
 
 class FakeRunner:
-    def __init__(self, num_pages: int, page_size: int, *, vocab_size: int = 5, max_context: int = 10_000) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        vocab_size: int = 5,
+        max_context: int = 10_000,
+        num_host_pages: int = 0,
+        window: int | None = None,
+    ) -> None:
+        self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
+        self.window = window
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
         self.num_shared_segments = 0
@@ -45,8 +55,7 @@ class FakeRunner:
         rows = []
         for chunk in chunks:
             for position in itertools.chain(*itertools.starmap(range, chunk.spans)):
-                context = self._visible(chunk, position)
-                assert context == chunk.sequence.ids[: position + 1]
+                self._check_context(chunk, position)
             if chunk.samples:
                 rows.append(predict(chunk.sequence.ids, self.vocab_size))
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
@@ -77,20 +86,21 @@ class FakeRunner:
             assert slot not in self._slots, "a slot is written twice"
             self._slots[slot] = (position, chunk.sequence.ids[position])
 
-    def _visible(self, chunk: Chunk, query_position: int) -> list[int]:
+    def _check_context(self, chunk: Chunk, query_position: int) -> None:
+        """The row sees each token of its window once, at its position; what is left of the window may be away."""
         path = chunk.sequence.path
         assert path is not None
-        seen = []
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.nodes)
+        seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
-            for offset in range(self.page_size):
-                position, token = self._slots.get((page_id, offset), (FREE, -1)) if page_id is not None else (FREE, -1)
-                position += delta
-                if mask >> offset & 1 and position <= query_position:
-                    seen.append((position, token))
-        seen.sort()
-        assert [position for position, _ in seen] == list(range(query_position + 1))
-        return [token for _, token in seen]
+            for offset in range(self.page_size if page_id is not None else 0):
+                position, token = self._slots.get((page_id, offset), (FREE, -1))
+                if mask >> offset & 1 and position + delta <= query_position:
+                    seen.append((position + delta, token))
+        assert len({position for position, _ in seen}) == len(seen), "a position is seen twice"
+        first = 0 if self.window is None else max(query_position - self.window + 1, 0)
+        context = [(position, chunk.sequence.ids[position]) for position in range(first, query_position + 1)]
+        assert [each for each in sorted(seen) if each[0] >= first] == context
 
 
 def predict(ids: list[int], vocab_size: int) -> int:
