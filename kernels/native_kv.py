@@ -100,9 +100,7 @@ def scatter_pages(packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: T
     _copy_pages(pages, page_ids, packed, packed_ids, into_pool=True)
 
 
-def _copy_pages(
-    pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, *, into_pool: bool
-) -> None:
+def _copy_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, *, into_pool: bool) -> None:
     _check_pages(pages, page_ids, packed, packed_ids)
     if library() is None:
         _copy_in_numpy(pages, page_ids, packed, packed_ids, into_pool)
@@ -115,9 +113,7 @@ def _copy_pages(
     )  # fmt: skip
 
 
-def _copy_in_numpy(
-    pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, into_pool: bool
-) -> None:
+def _copy_in_numpy(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, into_pool: bool) -> None:
     """Not in torch: its copies take all cores, whichever thread asks, and a tier copies beside a forward pass."""
     pool, rows = (x.view(torch.uint8).numpy() for x in (pages, packed))
     columns = page_ids.numpy()
@@ -149,6 +145,7 @@ def _check_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Te
 
 def _check_ids(name: str, ids: Tensor, end: int) -> None:
     if ids.dtype != torch.int64 or ids.ndim != 1 or not ids.is_contiguous() or not ids.is_cpu:
-        raise ValueError(f"{name}: must be a contiguous int64 vector on the CPU (got {ids.dtype}, {ids.ndim} dimensions)")
+        got = f"{ids.dtype}, {ids.ndim} dimensions, {ids.device}"
+        raise ValueError(f"{name}: must be a contiguous int64 vector on the CPU (got {got})")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < end:
         raise ValueError(f"{name}: must be in [0, {end})")
