@@ -77,13 +77,16 @@ extern "C" int64_t mneme_write_kv(const Write* write) {
   return -1;
 }
 
-// Copies pages of a pool [num_kv_heads, num_pages, page_bytes] to packed [count, num_kv_heads, page_bytes], or back.
-extern "C" void mneme_copy_pages(char* pool, char* packed, const int64_t* page_ids, int64_t count, int64_t num_kv_heads,
-                                 int64_t num_pages, int64_t page_bytes, int32_t into_pool) {
+// Copies pages of a pool [num_kv_heads, num_pages, page_bytes] to rows of packed [rows, num_kv_heads, page_bytes], or back.
+// packed_ids: the row of each page; null: side by side.
+extern "C" void mneme_copy_pages(char* pool, char* packed, const int64_t* page_ids, const int64_t* packed_ids,
+                                 int64_t count, int64_t num_kv_heads, int64_t num_pages, int64_t page_bytes,
+                                 int32_t into_pool) {
   for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = packed_ids ? packed_ids[i] : i;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
       char* page = pool + (head * num_pages + page_ids[i]) * page_bytes;
-      char* copy = packed + (i * num_kv_heads + head) * page_bytes;
+      char* copy = packed + (row * num_kv_heads + head) * page_bytes;
       into_pool ? std::memcpy(page, copy, page_bytes) : std::memcpy(copy, page, page_bytes);
     }
   }

@@ -1,7 +1,7 @@
 """Compiled moves of keys and values on the CPU: new ones into their slots, pages out of a pool and back.
 
-`can_write` says whether the compiled code takes these tensors; `gather_pages` and `scatter_pages` always work, in torch
-where there is no library.
+`can_write` says whether the compiled code takes these tensors; `gather_pages` and `scatter_pages` always work, in numpy
+where there is no library. They give the interpreter lock back while they copy.
 """
 
 from __future__ import annotations
@@ -84,50 +84,68 @@ def write_kv(
         raise ValueError(f"slots, positions: row {row} is out of range (got {int(slots[row])}, {int(positions[row])})")
 
 
-def gather_pages(pages: Tensor, page_ids: Tensor, out: Tensor) -> None:
-    """Copy pages of a layer's pool, side by side.
+def gather_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None = None) -> None:
+    """Copy pages of a layer's pool to rows of another buffer, in the calling thread alone.
 
     pages       [num_kv_heads, num_pages, page_size, head_dim]
     page_ids    int64 [n]
-    out         [n, num_kv_heads, page_size, head_dim]
+    packed      [rows, num_kv_heads, page_size, head_dim]  n rows where there are no packed_ids
+    packed_ids  int64 [n]  the row of each page, none twice; None: side by side
     """
-    _check_pages(pages, page_ids, out)
-    if library() is None:
-        out.copy_(pages[:, page_ids].transpose(0, 1))
-    else:
-        _copy_pages(pages, out, page_ids, into_pool=False)
+    _copy_pages(pages, page_ids, packed, packed_ids, into_pool=False)
 
 
-def scatter_pages(packed: Tensor, page_ids: Tensor, pages: Tensor) -> None:
+def scatter_pages(packed: Tensor, page_ids: Tensor, pages: Tensor, packed_ids: Tensor | None = None) -> None:
     """The inverse of `gather_pages`; no page twice."""
-    _check_pages(pages, page_ids, packed)
+    _copy_pages(pages, page_ids, packed, packed_ids, into_pool=True)
+
+
+def _copy_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, *, into_pool: bool) -> None:
+    _check_pages(pages, page_ids, packed, packed_ids)
     if library() is None:
-        pages[:, page_ids] = packed.transpose(0, 1)
-    else:
-        _copy_pages(pages, packed, page_ids, into_pool=True)
-
-
-def _copy_pages(pages: Tensor, packed: Tensor, page_ids: Tensor, *, into_pool: bool) -> None:
+        _copy_in_numpy(pages, page_ids, packed, packed_ids, into_pool)
+        return
     num_kv_heads, num_pages, page_size, head_dim = pages.shape
     page_bytes = page_size * head_dim * pages.element_size()
     native_function("mneme_copy_pages")(
-        pages.data_ptr(), packed.data_ptr(), page_ids.data_ptr(), len(page_ids), num_kv_heads, num_pages, page_bytes,
-        into_pool,
+        pages.data_ptr(), packed.data_ptr(), page_ids.data_ptr(), None if packed_ids is None else packed_ids.data_ptr(),
+        len(page_ids), num_kv_heads, num_pages, page_bytes, into_pool,
     )  # fmt: skip
 
 
-def _check_pages(pages: Tensor, page_ids: Tensor, packed: Tensor) -> None:
+def _copy_in_numpy(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, into_pool: bool) -> None:
+    """Not in torch: its copies take all cores, whichever thread asks, and a tier copies beside a forward pass."""
+    pool, rows = (x.view(torch.uint8).numpy() for x in (pages, packed))
+    columns = page_ids.numpy()
+    index = slice(None) if packed_ids is None else packed_ids.numpy()
+    if into_pool:
+        pool[:, columns] = rows[index].swapaxes(0, 1)
+    else:
+        rows[index] = pool[:, columns].swapaxes(0, 1)
+
+
+def _check_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None) -> None:
     num_kv_heads, num_pages, *page = pages.shape
-    wanted = (len(page_ids), num_kv_heads, *page)
+    num_rows = len(page_ids) if packed_ids is None else len(packed)
+    wanted = (num_rows, num_kv_heads, *page)
     if packed.shape != wanted or packed.dtype != pages.dtype:
         raise ValueError(
             f"packed pages: must be {pages.dtype} of shape {wanted} (got {packed.dtype}, {tuple(packed.shape)})"
         )
-    if not (pages.is_contiguous() and packed.is_contiguous() and page_ids.is_contiguous()):
+    if not (pages.is_contiguous() and packed.is_contiguous()):
         raise ValueError("pages: all tensors must be contiguous")
     if not (pages.is_cpu and packed.is_cpu and page_ids.is_cpu):
         raise ValueError("pages: all tensors must be on the CPU")
-    if page_ids.dtype != torch.int64 or page_ids.ndim != 1:
-        raise ValueError(f"page_ids: must be an int64 vector (got {page_ids.dtype}, {page_ids.ndim} dimensions)")
-    if len(page_ids) and not 0 <= int(page_ids.min()) <= int(page_ids.max()) < num_pages:
-        raise ValueError(f"page_ids: must be in [0, {num_pages})")
+    _check_ids("page_ids", page_ids, num_pages)
+    if packed_ids is not None:
+        _check_ids("packed_ids", packed_ids, num_rows)
+        if len(packed_ids) != len(page_ids):
+            raise ValueError(f"packed_ids: one for each of {len(page_ids)} pages (got {len(packed_ids)})")
+
+
+def _check_ids(name: str, ids: Tensor, end: int) -> None:
+    if ids.dtype != torch.int64 or ids.ndim != 1 or not ids.is_contiguous() or not ids.is_cpu:
+        got = f"{ids.dtype}, {ids.ndim} dimensions, {ids.device}"
+        raise ValueError(f"{name}: must be a contiguous int64 vector on the CPU (got {got})")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < end:
+        raise ValueError(f"{name}: must be in [0, {end})")

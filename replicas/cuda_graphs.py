@@ -6,7 +6,8 @@ it is captured, from then on replayed. A shape is the bucket and what the attent
 where that changes, as when a buffer had to grow, the step has another shape, so no graph outlives what it points to.
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
-Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell.
+Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell, a
+step that waits for pages on their way (ask for no bucket then: padding would be for nothing).
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class DecodeGraphs:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
-        attention = self._stage(inputs.plan) if self._is_on and inputs is self._inputs else None
+        can_replay = self._is_on and inputs is self._inputs and inputs.load is None  # a replay waits for no load
+        attention = self._stage(inputs.plan) if can_replay else None
         if attention is None:
             return self._run(inputs)
         shape = Shape(len(inputs.token_ids), attention)

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from mneme.cachetier.tier import Load
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
+from mneme.replicas.laps import Laps, laps_of
 from mneme.replicas.model_config import DecoderConfig
+from mneme.replicas.timeline import Timeline
 from mneme.replicas.weights import DecoderWeights, LayerWeights
 
 
@@ -36,6 +39,7 @@ class StepInputs:
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
+    load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
 
 
 class Decoder:
@@ -60,6 +64,11 @@ class Decoder:
             self.max_context,
             attention_factor=config.rope.attention_factor,
         ).to(weights.norm.device)
+        self._laps: Laps | None = None
+
+    def record(self, timeline: Timeline) -> None:
+        """From now on add what each layer takes to a timeline, but for steps that are replayed as CUDA graphs."""
+        self._laps = laps_of(timeline, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -73,20 +82,29 @@ class Decoder:
     def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
         weights, eps = self._weights, self.config.norm_eps
+        laps = None if self._laps is None else self._laps.begin()
         hidden = weights.embed(inputs.token_ids)
         normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
         next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attended = self._attend(layer, index, normed, inputs, pool)
+            attended = self._attend(layer, index, normed, inputs, pool, laps)
             if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
                 hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
             hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
             mlp = layer.down(gated(layer.gate_up(normed), "silu"))
             hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
+            if laps is not None:
+                laps.end("mlp", index)
         return weights.head(normed, torch.float32)
 
     def _attend(
-        self, layer: LayerWeights, index: int, hidden: torch.Tensor, inputs: StepInputs, pool: KvPool
+        self,
+        layer: LayerWeights,
+        index: int,
+        hidden: torch.Tensor,
+        inputs: StepInputs,
+        pool: KvPool,
+        laps: Laps | None,
     ) -> torch.Tensor:
         """hidden [T, H] -> [T, Hq * D]."""
         config = self.config
@@ -95,10 +113,18 @@ class Decoder:
         q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+        if laps is not None:
+            laps.end("project", index)
+        if inputs.load is not None:  # before writing too: a row may fill a page whose first slots are being loaded
+            inputs.load.wait_layer(index)
+            if laps is not None:
+                laps.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
         out, _ = attend(
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],
         )  # fmt: skip
+        if laps is not None:
+            laps.end("attend", index)
         return out.reshape(num_rows, -1)

@@ -14,6 +14,7 @@
     |- TryAgainLater                    carries retry_after_s
     |  |- Overloaded               429  queues are full
     |  `- ReplicaUnavailable       503  no replica can answer
+    |- TransferFailed              500  pages could not be moved between a device pool and the tier under it
     |- ConfigError                 exit status 2: an option is unknown or out of range
     `- CheckpointError             exit status 2: a checkpoint is missing, damaged, hostile or unsupported
 
@@ -157,6 +158,10 @@ class ReplicaUnavailable(TryAgainLater):
 
     http_status = 503
     code = "replica_unavailable"
+
+
+class TransferFailed(MnemeError):
+    """Pages could not be moved between a device pool and the tier under it; nothing the tier held can be trusted."""
 
 
 class ConfigError(MnemeError):

@@ -1,4 +1,4 @@
-"""Pages out of a pool and back, compiled and in torch."""
+"""Pages out of a pool and back, compiled and in numpy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mneme.kernels.native_kv import gather_pages, scatter_pages
 from tests.kernels.cases import needs_native
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)], autouse=True)
+@pytest.fixture(params=["numpy", pytest.param("native", marks=needs_native)], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
+    if request.param == "numpy":
         monkeypatch.setattr(native_kv, "library", lambda: None)
 
 
@@ -32,6 +32,21 @@ def test_pages_come_out_head_by_head_and_go_back_where_they_were(dtype: torch.dt
     assert torch.equal(elsewhere, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pages_go_to_rows_of_their_own(dtype: torch.dtype) -> None:
+    pages, packed = torch.randn(3, 6, 4, 10).to(dtype), torch.zeros(9, 3, 4, 10, dtype=dtype)
+    ids, rows = torch.tensor([5, 0, 2]), torch.tensor([8, 1, 6])
+    gather_pages(pages, ids, packed, rows)
+    for page_id, row in zip(ids.tolist(), rows.tolist(), strict=True):
+        assert torch.equal(packed[row], pages[:, page_id])
+    assert not packed[[0, 2, 3, 4, 5, 7]].any()
+    elsewhere = torch.zeros_like(pages)
+    scatter_pages(packed, ids, elsewhere, rows)
+    wanted = torch.zeros_like(pages)
+    wanted[:, ids] = pages[:, ids]
+    assert torch.equal(elsewhere, wanted)
+
+
 def test_what_does_not_fit_is_refused_before_a_byte_moves() -> None:
     pages, packed, ids = torch.zeros(2, 4, 8, 16), torch.zeros(1, 2, 8, 16), torch.tensor([1])
     for bad_ids in (torch.tensor([4]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32), torch.tensor([[1]])):
@@ -42,3 +57,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves() -> None:
             scatter_pages(bad, ids, pages)
     with pytest.raises(ValueError, match="contiguous"):
         gather_pages(torch.zeros(2, 4, 16, 8).transpose(2, 3), ids, packed)
+    for bad_rows in (torch.tensor([1]), torch.tensor([-1]), torch.tensor([0, 0]), torch.tensor([0], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="packed_ids"):
+            gather_pages(pages, ids, packed, bad_rows)

@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "replicas", "cachetier", "router", "cluster")
-# Who may import whom: cluster -> {router, replicas} -> cachetier, replicas -> kernels; all -> mneme.errors, .config.
+# Who may import whom: cluster -> {router, replicas} -> cachetier -> kernels, replicas -> kernels; all -> mneme.errors,
+# .config.
 ALLOWED = {
     "kernels": set(),
-    "cachetier": set(),
+    "cachetier": {"kernels"},
     "replicas": {"kernels", "cachetier"},
     "router": {"cachetier", "replicas"},
     "cluster": {"router", "replicas", "cachetier"},

@@ -1,0 +1,134 @@
+"""Streams and events of a device, as much as a tier needs; tests play a device behind the same names.
+
+Work of one stream runs in order; work of different streams in any order that the events allow. Nothing here blocks the
+caller but `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mneme.errors import ConfigError
+from mneme.kernels.page_table import IntArray
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether the stream has come past it."""
+
+    def seconds_since(self, start: Event) -> float:
+        """Between two events that are done; only of timed streams."""
+
+
+class Stream(Protocol):
+    """A queue of work."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Append work, which launches copies and kernels and waits for nothing."""
+
+    def wait(self, event: Event) -> None:
+        """What is appended from now on comes after the event."""
+
+    def record(self) -> Event:
+        """The point behind all that was appended so far."""
+
+    def upload(self, ids: IntArray) -> Tensor:
+        """int64 on the device, for work of this stream alone."""
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def new(self) -> Stream: ...
+
+    def current(self) -> Stream:
+        """Where the engine computes."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Device memory."""
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """Let the device copy from and to host memory by itself; the function that is returned ends that."""
+
+    def finish(self) -> None:
+        """Return when all streams have come to their ends."""
+
+
+class CudaEvent:
+    """An event of a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, CudaEvent)
+        return float(start.event.elapsed_time(self.event)) / 1000
+
+
+class CudaStream:
+    """A CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, is_timed: bool) -> None:
+        self._stream = stream
+        self._is_timed = is_timed
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
+        self._stream.record_event(event)
+        return CudaEvent(event)
+
+    def upload(self, ids: IntArray) -> Tensor:
+        # From memory that is not pinned the driver may first wait for the stream.
+        with torch.cuda.stream(self._stream):
+            return torch.from_numpy(ids).pin_memory().to(self._stream.device, non_blocking=True)
+
+
+class CudaStreams:
+    """The streams of a CUDA device."""
+
+    def __init__(self, device: torch.device, *, is_timed: bool = False) -> None:
+        self._device = device
+        self._is_timed = is_timed
+
+    def new(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device), self._is_timed)  # type: ignore[no-untyped-call]
+
+    def current(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._device), self._is_timed)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """Registered as it is: torch's own pinned memory takes the next power of two of bytes."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if status:
+            raise ConfigError(f"host tier: CUDA error {status} while {memory.nbytes} bytes were pinned")
+        return partial(self._unpin, memory.data_ptr())
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _unpin(self, address: int) -> None:
+        self.finish()  # a copy may be under way
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
