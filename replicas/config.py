@@ -34,6 +34,7 @@ class EngineConfig:
     eviction: PolicyName = "lookahead"  # which cached pages go first: replicas/eviction_*.py, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
+    timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id
     num_threads: int | None = None  # torch threads; None: what torch chooses
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session

@@ -91,8 +91,13 @@ class Engine:
         return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
 
     @property
+    def wants_copies(self) -> bool:
+        """Whether pages should be copied to the host ahead of need."""
+        return self.forest.wants_copies
+
+    @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox) or self.forest.wants_copies
+        return self.scheduler.has_work or bool(self._outbox) or (self.wants_copies and self._runner.can_copy)
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -137,7 +142,7 @@ class Engine:
         self._limits.note_step()
         self._expire()
         chunks = self.scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self.forest.drain_moves())
+        inputs = self._runner.prepare(chunks, self.forest.drain_moves(can_copy=self._runner.can_copy))
         logits = self._runner.forward(inputs)
         sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)

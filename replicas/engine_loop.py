@@ -25,6 +25,7 @@ from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
 log = logging.getLogger(__name__)
 
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
+_COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class EngineLoop:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
             while not (self._inbox or self._stopping or self.engine.has_work):
-                if not self._condition.wait(_IDLE_S):
+                if not self._condition.wait(_COPYING_S if self.engine.wants_copies else _IDLE_S):
                     self.engine.sessions.expire()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping

@@ -208,9 +208,12 @@ class PrefixForest(Paths):
         self.clear()
         self._pages.forget_moves()
 
-    def drain_moves(self) -> Moves:
-        """What is to happen to pages before the step's rows are computed, since the last call."""
-        return self._pages.drain()
+    def drain_moves(self, *, can_copy: bool = True) -> Moves:
+        """What is to happen to pages before the step's rows are computed, since the last call.
+
+        `can_copy`: whether copies may be made ahead of need.
+        """
+        return self._pages.drain(can_copy=can_copy)
 
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""

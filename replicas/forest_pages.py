@@ -136,9 +136,9 @@ class TieredPages:
     def forget_moves(self) -> None:
         self._moves.forget()
 
-    def drain(self) -> Moves:
+    def drain(self, *, can_copy: bool) -> Moves:
         """The moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
-        if not self._moves.has_loads:
+        if can_copy and not self._moves.has_loads:
             self._copy_ahead()
         return self._moves.drain()
 

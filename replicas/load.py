@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from mneme.replicas.model import Decoder
 from mneme.replicas.model_config import DecoderConfig, load_model_config
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.runner import Runner
+from mneme.replicas.timeline import Timeline
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.weights import load_weights
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
+_HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU
+_HOST_POOLS = 4  # times the device pool: more is rarely of use
 _GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,7 +63,11 @@ def load_engine(
     max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
     decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
     make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
-    runner = Runner(decoder, num_pages, config.page_size, make_graphs)
+    num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages)
+    timeline = None if config.timeline is None else Timeline()
+    runner = Runner(decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline)
+    if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
+        weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
     check_default_truncation(config, engine.max_context)
@@ -115,12 +123,31 @@ def choose_num_pages(config: EngineConfig, model: DecoderConfig, device: torch.d
     """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
     if config.num_pages is not None:
         return config.num_pages
-    page_bytes = 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
+    page_bytes = _page_bytes(config, model, dtype)
     budget = config.kv_cache_bytes or _free_bytes(device)
     num_pages = int(budget // page_bytes)
     if num_pages < 2:
         raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold {num_pages} pages of {page_bytes}; needs 2")
     return num_pages if config.kv_cache_bytes else min(num_pages, _useful_pages(config, model))
+
+
+def choose_num_host_pages(
+    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, num_pages: int
+) -> int:
+    """Host pages: as configured; else none on a CPU, whose pool is in the same memory, and on a GPU as many as a share
+    of the machine's memory holds, at most some times the pool. None without sharing: nothing is cached then."""
+    if not config.prefix_sharing:
+        return 0
+    page_bytes = _page_bytes(config, model, dtype)
+    if config.host_cache_bytes is not None:
+        return int(config.host_cache_bytes // page_bytes)
+    if device.type == "cpu":
+        return 0
+    return min(int(_available_bytes() * _HOST_SHARE // page_bytes), _HOST_POOLS * num_pages)
+
+
+def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    return 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
 
 
 def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
@@ -132,8 +159,11 @@ def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * _GPU_POOL_SHARE
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(available * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+    return min(_available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -51,6 +51,12 @@ class DecoderConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a row sees on any layer, itself too; None if a layer sees all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
     """Read `config.json`; raises `CheckpointError` that names the file or the field."""

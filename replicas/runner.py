@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mneme.cachetier.tiers import make_tier
 from mneme.kernels.attention import (
     PageTable,
     Plan,
     QueryRows,
     build_plan,
-    mark_free,
     mark_written,
     new_slot_position,
     share_cost_of,
@@ -29,7 +29,9 @@ from mneme.replicas.cuda_graphs import MakeGraphs
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import Path
 from mneme.replicas.model import Decoder, KvPool, StepInputs
+from mneme.replicas.page_mover import PageMover
 from mneme.replicas.sequence import Chunk
+from mneme.replicas.timeline import Timeline
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
@@ -57,6 +59,9 @@ class Runner:
         num_pages: int,
         page_size: int,
         make_graphs: MakeGraphs | None = None,
+        *,
+        num_host_pages: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         """`make_graphs` gets the forward pass that decode graphs are to capture, and the pool."""
         config = decoder.config
@@ -74,13 +79,24 @@ class Runner:
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
+        self.window = config.window
+        self.num_host_pages = num_host_pages
+        self._tier = make_tier(self.pool, num_host_pages, timeline)
+        self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
+        if timeline is not None:
+            decoder.record(timeline)
         self._graphs = None if make_graphs is None else make_graphs(self._run, self.pool)
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
+    @property
+    def can_copy(self) -> bool:
+        """Whether the tier has time for copies ahead of need."""
+        return self._tier.is_idle
+
     def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
-        self._hide(moves.fresh)
+        load = self._mover.move(moves)
         if not chunks:
             return None
         ordered = self._in_plan_order(chunks)
@@ -89,8 +105,9 @@ class Runner:
         slots = self._slots(ordered)
         token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.ids[start:end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
-        bucket = self._bucket(ordered)
+        bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
+        inputs.load = load
         written = slots != _SPARE_SLOT
         if written.all():
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
@@ -128,13 +145,6 @@ class Runner:
             num_sampled=len(sampled_rows),
             plan=plan,
         )
-
-    def _hide(self, page_ids: list[int]) -> None:
-        """Nothing of what the pages held may be seen by their next owner."""
-        if not page_ids:
-            return
-        slots = np.array(page_ids, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
-        mark_free(self.pool.slot_position, self._tensor(slots.ravel()))
 
     def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
         """The kept plan's order if it holds the same sequences, else depth-first through the forest."""

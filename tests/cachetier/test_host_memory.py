@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -184,4 +185,4 @@ def test_spans_say_what_the_thread_did() -> None:
     ]
     assert {span.track for span in spans} == {"transfers"}
     assert [span.args["pages"] for span in spans] == [2, 2, 2, 1, 1, 1]
-    assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))

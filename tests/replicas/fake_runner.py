@@ -31,6 +31,7 @@ class FakeRunner:
     ) -> None:
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
         self.window = window
+        self.can_copy = True
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
         self.num_shared_segments = 0
