@@ -45,7 +45,7 @@ test-all: test
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels.
 test-torch: $(DEV_READY)
-	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" tests/kernels tests/replicas $(PYTEST_ARGS)
+	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" tests/kernels tests/replicas tests/cachetier $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton_compile
@@ -61,7 +61,7 @@ format: $(DEV_READY)
 
 # Each step has its own time limit and runs whatever became of the one before; the first failure is the exit status.
 GPU_OUT ?= benchmarks/results/gpu-$(shell date +%Y-%m-%d)
-GPU_TESTS ?= tests/kernels tests/replicas tests/benchmarks
+GPU_TESTS ?= tests/kernels tests/replicas tests/cachetier tests/benchmarks
 GPU := PYTHONPATH=src HF_HUB_OFFLINE=1 timeout --kill-after=10
 
 gpu:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -185,4 +185,4 @@ def test_spans_say_what_the_thread_did() -> None:
     ]
     assert {span.track for span in spans} == {"transfers"}
     assert [span.args["pages"] for span in spans] == [2, 2, 2, 1, 1, 1]
-    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+    assert all(a.end_s <= b.start_s for a, b in pairwise(spans))

@@ -84,6 +84,22 @@ def test_inputs_of_others_run_as_they_are() -> None:
     assert graphs.num_replays == 2
 
 
+def test_a_step_that_waits_for_pages_is_not_replayed() -> None:
+    class Unread:
+        def wait_layer(self, layer: int) -> None:
+            raise AssertionError("an echo has no layers")
+
+    device = EchoDevice()
+    graphs = make_graphs(device)
+    for _ in range(3):
+        step(graphs, 2)
+    for first in (7, 8):
+        inputs = graphs.inputs([np.arange(first, first + 2)] * 4, plan=None, num_sampled=2)  # type: ignore[arg-type]
+        inputs.load = Unread()
+        assert graphs.forward(inputs)[:, 0].tolist() == [first, first + 1]
+    assert (device.num_eager, graphs.num_replays) == (3, 2)
+
+
 def test_the_least_recently_used_graph_goes_first() -> None:
     device = EchoDevice()
     graphs = make_graphs(device, max_graphs=2)
