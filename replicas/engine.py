@@ -72,6 +72,7 @@ class Engine:
             max_tokens=config.max_session_tokens,
             end_token_ids=known_eos,
             on_drop=self.forest.disown,
+            on_delete=self.forest.drop_owned,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self._sequence_by_id: dict[str, Sequence] = {}
