@@ -27,6 +27,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,8 +49,10 @@ NUM_DECODING = 8
 MAX_BYTES, MAX_GROWTH = 1024, 0.05
 BATCH = 64  # turns at once while sessions are stored
 SMALL_POOL = 96  # pages: fewer than sessions that each have one
-_PER_PAGE = ("forest", "forest_nodes", "forest_pages", "forest_paths", "forest_tier", "forest_cached", "forest_moves")
-_NOT_COUNTED = (*_PER_PAGE, "forest_gaps", "eviction*", "bench_idle_sessions")
+_COUNTED = ("*/replicas/*", "*/bench_idle_sessions.py")  # the latter makes the sessions' names
+# What there is once per page (tokens that are keys of children were made where prompts are), and the runner's arrays.
+_NOT_COUNTED = ("forest", "forest_nodes", "forest_pages", "forest_paths", "forest_tier", "forest_cached",
+                "forest_moves", "forest_gaps", "eviction*", "runner", "tokenizer", "session_prompts")  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -74,24 +77,17 @@ class Talker:
         )  # fmt: skip
         self.engine = load_engine(MODEL, config, tokenizer=self._tokenizer)
         self._num_turns = 0
-        self._text_by_turn: dict[str, str] = {}
 
     def ask(self, session: int | None, text: str, max_tokens: int = 1) -> str:
         """Submit a turn; returns its name."""
         name = f"{self._num_turns:032x}.0"
         self._num_turns += 1
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=1)
-        self.engine.submit(
-            GenerationRequest(
-                request_id=name,
-                prompt_token_ids=tuple(self._tokenizer.encode_rendered(text)),
-                sampling=params,
-                prompt_text=text,
-                salt="t" * 32,
-                session_id=None if session is None else f"{session:065d}",
-                session_ttl_s=None if session is None else 1e7,
-            )  # fmt: skip
-        )
+        ids = tuple(self._tokenizer.encode_rendered(text))
+        request = GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params, prompt_text=text)
+        if session is not None:
+            request = replace(request, salt="t" * 32, session_id=f"{session:065d}", session_ttl_s=1e7)
+        self.engine.submit(request)
         return name
 
     def answers(self) -> dict[str, str]:
@@ -127,10 +123,10 @@ def session_bytes(case: Case) -> float:
     pages = (case.num_sessions + 2 * num_warm) * (case.num_tokens // PAGE_SIZE + 3)
     talker = Talker(pages if case.is_cached else 2 * BATCH * (case.num_tokens // PAGE_SIZE + 3), 10**6)
     tracemalloc.start()
-    for _ in range(MAX_EXPLANATIONS):
-        talker.ask(None, "the")
-        talker.answers()
     text = " fox" * (case.num_tokens - 2 * num_turns)
+    for _ in range(MAX_EXPLANATIONS):  # what is remembered of prompts is bounded, and full from here on
+        talker.ask(None, text)
+        talker.answers()
     talker.store(range(num_warm), num_turns, text)
     num_tokens, before = talker.engine.sessions._num_tokens, _traced_bytes()
     talker.store(range(num_warm, num_warm + case.num_sessions), num_turns, text)
@@ -142,7 +138,8 @@ def session_bytes(case: Case) -> float:
 
 def _traced_bytes() -> int:
     gc.collect()
-    filters = [tracemalloc.Filter(False, f"*/{name}.py") for name in _NOT_COUNTED]
+    filters = [tracemalloc.Filter(True, pattern) for pattern in _COUNTED]
+    filters += [tracemalloc.Filter(False, f"*/replicas/{name}.py") for name in _NOT_COUNTED]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(filters).traces)
 
 
@@ -160,12 +157,10 @@ class Stored:
 
     def __init__(self, num_sessions: int, num_turns: int) -> None:
         self.talker = Talker(SMALL_POOL, num_sessions)
-        self._num_sessions = num_sessions
         gc.collect()
         gc.freeze()  # as a replica does at its start
         self.talker.store(range(num_turns))
         self._next_new = num_turns
-        self._order = iter(range(num_turns - num_sessions, 2 * num_turns))
 
     def collection_ms(self) -> float:
         started = time.perf_counter()
@@ -177,7 +172,7 @@ class Stored:
         return self.talker.turn_us(self._next_new, f"{self._next_new:x} fox")
 
     def stored_us(self) -> float:
-        (salt, name) = next(iter(self.talker.engine.sessions._log_by_key))
+        _, name = next(iter(self.talker.engine.sessions._log_by_key))
         return self.talker.turn_us(int(name), f"{int(name):x} fox")
 
     def begin_decoding(self, num_steps: int) -> None:

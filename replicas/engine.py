@@ -71,6 +71,7 @@ class Engine:
             max_sessions=config.max_sessions,
             max_tokens=config.max_session_tokens,
             end_token_ids=known_eos,
+            decode=None if tokenizer is None else self._decoding.decode,
             on_drop=self.forest.disown,
             on_delete=self.forest.drop_owned,
         )

@@ -36,10 +36,11 @@ class Sessions:
         max_sessions: int,
         max_tokens: int,
         end_token_ids: Collection[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
         on_delete: Callable[[TokenLog], None] = lambda log: None,
     ) -> None:
-        self._prompts = SessionPrompts(encode, end_token_ids)
+        self._prompts = SessionPrompts(encode, end_token_ids, decode)
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
