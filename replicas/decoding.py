@@ -28,6 +28,11 @@ class Decoding:
         assert self._tokenizer is not None, "only requests with text match by text"
         return self._tokenizer.encode_continuation(text)
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        assert self._tokenizer is not None, "only requests with text match by text"
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     def begin(
         self, request: GenerationRequest, ids: list[int], owner: Owner | None, *, capacity: int, arrival: int
     ) -> Sequence:

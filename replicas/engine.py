@@ -71,7 +71,9 @@ class Engine:
             max_sessions=config.max_sessions,
             max_tokens=config.max_session_tokens,
             end_token_ids=known_eos,
+            decode=None if tokenizer is None else self._decoding.decode,
             on_drop=self.forest.disown,
+            on_delete=self.forest.drop_owned,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self._sequence_by_id: dict[str, Sequence] = {}

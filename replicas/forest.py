@@ -160,6 +160,20 @@ class PrefixForest(Paths):
         """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
         self._offer_through(self.owners.drop(owner))
 
+    def drop_owned(self, owner: Owner) -> None:
+        """The session is deleted: from the end of its last path up, what nothing else is on is gone from every tier."""
+        path, tail = [], self.owners.tail_of(owner)
+        while tail is not None and tail.parent is not None:
+            path.append(tail)
+            tail = tail.parent
+        self.disown(owner)
+        for node in path:
+            if node.refs or node.children or node.claim is not None:
+                return
+            for tier in (self.device, self.host):
+                if tier.has(node):
+                    self._pages.drop(node, tier.index)
+
     def abandon(self, root: Root) -> None:
         """A truncated session is gone: nobody else can find what it computed since."""
         for node in reversed(list(root.below_it())):

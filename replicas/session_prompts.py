@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.token_log import TokenLog
+from mneme.replicas.token_log import Mark, TokenLog
 
 _MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
 
@@ -16,8 +16,15 @@ _MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behin
 class SessionPrompts:
     """Matches text with token logs; changes none."""
 
-    def __init__(self, encode: Callable[[str], list[int]], end_token_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        end_token_ids: Collection[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """`decode` gives the text of ids, special tokens included; without it nothing is known behind the last mark."""
         self._encode = encode
+        self._decode = decode
         self._end_token_ids = frozenset(end_token_ids)
 
     def ids(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int]:
@@ -36,14 +43,24 @@ class SessionPrompts:
         if text is None:
             return own, 0
         marks = log.matching_marks(text)
+        num_known = len(marks)
+        marks += self._end(log, text, marks)
         for num_marks in range(len(marks), max(len(marks) - _MAX_SEAMS, 0), -1):
             num_chars, num_ids = marks[num_marks - 1]
             rest = self._encode(text[num_chars:]) if num_chars < len(text) else []
             # Behind the whole log the stored ids always stand. Elsewhere the text goes on otherwise than it did, maybe
             # in the middle of a word: then only where its own tokens have a seam too.
             if num_ids == len(log.ids) or own[len(own) - len(rest) :] == rest:
-                return [*log.ids[:num_ids], *rest], num_marks
+                return [*log.ids[:num_ids], *rest], min(num_marks, num_known)
         return own, 0
+
+    def _end(self, log: TokenLog, text: str, marks: list[Mark]) -> list[Mark]:
+        """The end of the log, if the text agrees up to there with what was appended behind the last mark."""
+        num_chars, num_ids = marks[-1] if marks else Mark(0, 0)
+        if self._decode is None or num_ids == len(log.ids) or len(marks) < log.num_marks:
+            return []
+        appended = self._decode(log.ids[num_ids:].tolist())
+        return [Mark(num_chars + len(appended), len(log.ids))] if text.startswith(appended, num_chars) else []
 
     def _continuation(self, log: TokenLog, request: GenerationRequest, own: list[int], num_base: int) -> list[int]:
         """Ids of what is appended: without what it begins with to close an answer and the log has already."""

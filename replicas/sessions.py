@@ -36,14 +36,17 @@ class Sessions:
         max_sessions: int,
         max_tokens: int,
         end_token_ids: Collection[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
+        on_delete: Callable[[TokenLog], None] = lambda log: None,
     ) -> None:
-        self._prompts = SessionPrompts(encode, end_token_ids)
+        self._prompts = SessionPrompts(encode, end_token_ids, decode)
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._on_drop = on_drop  # told of every session that is forgotten
+        self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
@@ -118,6 +121,7 @@ class Sessions:
         if log is None:
             return False
         self._forget_ids(log)
+        self._on_delete(log)
         if log.running is None:
             self._drop(key, log)
         else:
@@ -179,6 +183,8 @@ class Sessions:
 
     def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
         log.running = None
+        if ended.is_deleted:
+            self._on_delete(log)
         if not ended.queue:
             if not log.ids:
                 self._drop(key, log)

@@ -76,6 +76,10 @@ class TokenLog(Owner):
         """Whether there is a conversation: one that failed before its first token, or was deleted, is none."""
         return bool(self.ids) or (self.running is not None and not self.running.is_deleted)
 
+    @property
+    def num_marks(self) -> int:
+        return len(self.marks) // _MARK.size
+
     def matching_marks(self, text: str) -> list[Mark]:
         """The marks whose text `text` begins with, shortest first."""
         hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)

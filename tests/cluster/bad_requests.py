@@ -290,6 +290,13 @@ _SESSIONS = [
     _case("ttl 10**30", "session.ttl_s", session={"id": "s", "ttl_s": 10**30}),
     _case("ttl text", "session.ttl_s", session={"id": "s", "ttl_s": "60"}),
     _case("ttl true", "session.ttl_s", session={"id": "s", "ttl_s": True}),
+    _case("ttl under a second", "session.ttl_s", session={"id": "s", "ttl_s": 0.999}),
+    _case("ttl a list", "session.ttl_s", session={"id": "s", "ttl_s": [60]}),
+    _case("ttl the text NaN", "session.ttl_s", session={"id": "s", "ttl_s": "NaN"}),
+    BadRequest(name="ttl NaN", body=_chat_json('"session": {"id": "s", "ttl_s": NaN}'), param=None),
+    BadRequest(name="ttl Infinity", body=_chat_json('"session": {"id": "s", "ttl_s": Infinity}'), param=None),
+    BadRequest(name="ttl -Infinity", body=_chat_json('"session": {"id": "s", "ttl_s": -Infinity}'), param=None),
+    BadRequest(name="ttl 1e999", body=_chat_json('"session": {"id": "s", "ttl_s": 1e999}'), param=None),
     BadRequest(name="append to nothing", body=chat(session=_APPEND), status=404, param="session_id"),
     BadRequest(
         name="stream of an append to nothing", body=chat(session=_APPEND, stream=True), status=404, param="session_id"

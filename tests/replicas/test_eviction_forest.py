@@ -203,7 +203,11 @@ def test_pins_over_each_other_count_a_page_once() -> None:
 
 
 def idle_leaves(forest: PrefixForest) -> list[Node]:
-    return [node for root in forest._roots.values() for node in root.below_it() if not node.refs and not node.children]
+    return [node for node in nodes_of(forest) if not node.refs and not node.children]
+
+
+def nodes_of(forest: PrefixForest) -> set[Node]:
+    return {node for root in forest._roots.values() for node in root.below_it()}
 
 
 class ForestMachine(RuleBasedStateMachine):
@@ -321,6 +325,23 @@ class ForestMachine(RuleBasedStateMachine):
         self.sessions.pop((salt, session), None)
         self.forest.disown(self.forest.owner[salt, session])
 
+    @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
+    def drop_owned(self, session: str, salt: str) -> None:
+        """From the end of the path up: what nobody holds, no other session ends at and nothing goes on from."""
+        tail = self.tail_of((salt, session))
+        self.sessions.pop((salt, session), None)
+        before, others, expected = nodes_of(self.forest), self.tails(), set[Node]()
+        while tail is not None and tail.parent is not None and not tail.refs and tail not in others:
+            if not set(tail.children.values()) <= expected:
+                break
+            expected.add(tail)
+            tail = tail.parent
+        num_free = self.forest.num_free
+        self.forest.drop_owned(self.forest.owner[salt, session])
+        assert before - nodes_of(self.forest) == expected
+        assert self.forest.num_free == num_free + len(expected)
+        self.num_evicted += bool(expected)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_kept=st.integers(0, 10))
     def pin(self, data: st.DataObject, num_kept: int) -> None:
@@ -384,7 +405,7 @@ class ForestMachine(RuleBasedStateMachine):
         while tail is not None and tail.parent is not None:
             count = min(tail.end, end) - tail.start
             assert count > 0
-            assert tail.tokens[:count] == ids[tail.start : tail.start + count]
+            assert tail.tokens[:count].tolist() == ids[tail.start : tail.start + count]
             end, tail = tail.start, tail.parent
 
     def visible(self, path: Path) -> list[int]:

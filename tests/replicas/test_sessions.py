@@ -288,6 +288,43 @@ def test_appended_turns_leave_older_marks_good() -> None:
     )
 
 
+def decode(ids: list[int]) -> str:
+    return "".join({3000: "<unseen>"}.get(i, chr(i)) for i in ids)
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 5])
+def test_a_client_that_appended_and_then_sends_all_of_it_is_known(num_whole: int) -> None:
+    """The ids behind the last mark say what was appended, as they would have to be for the same text."""
+    sessions, _ = make()
+    sessions._prompts._decode = decode
+    answer(sessions, turn("0", "s", None), encode("c"), "c")  # ids only: no mark
+    text = conversation(sessions, num_whole) if num_whole else "abc"
+    for name in ("first", "second"):
+        answer(sessions, appended(name), [3000], "<unseen>")
+        text += "new<unseen>"
+    stored = log_of(sessions)
+    again = turn("again", "s", text + "more")
+    answer(sessions, again, [3000], "<unseen>")
+    assert log_of(sessions) == [*stored, *encode("more"), 3000]
+    assert sessions.begin(turn("last", "s", text + "more<unseen>!")) == [*log_of(sessions), ord("!")]
+
+
+@pytest.mark.parametrize("change", [("new", "old"), ("<unseen>", "<un"), ("answer 0", "answer 1")])
+def test_what_was_appended_and_is_told_otherwise_is_not_taken(change: tuple[str, str]) -> None:
+    sessions, _ = make()
+    sessions._prompts._decode = decode
+    text = conversation(sessions, 1)
+    num_marked = len(log_of(sessions))
+    answer(sessions, appended("2"), [3000], "<unseen>")
+    told = (text + "new<unseen>").replace(*change) + "more"
+    ids = sessions.begin(turn("3", "s", told))
+    assert ids is not None
+    if told.startswith(text):
+        assert ids == log_of(sessions)[:num_marked] + encode(told.removeprefix(text))
+    else:
+        assert ids == log_of(sessions)[: len("<question 0>")] + encode(told.removeprefix("<question 0>"))
+
+
 def test_nothing_to_append_to_is_an_error_and_leaves_nothing() -> None:
     sessions, _ = make()
     with pytest.raises(SessionNotFound):
