@@ -20,7 +20,7 @@ from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.protocol import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.append_template import render_appended
-from mneme.replicas.prompt_prefix import num_system_tokens
+from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
 
@@ -110,6 +110,21 @@ class ApiState:
             text, num_closing_chars = render_appended(render, said)
             prompt = self.encode("messages", text, model, add_special_tokens=False, truncation=truncation)
             return prompt._replace(num_closing_chars=num_closing_chars)
+
+        return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def render_prefix(
+        self, messages: list[Message], template_variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Ids that every conversation begins with that begins with these messages."""
+
+        def render(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            )
+
+        def work() -> tuple[int, ...]:
+            return tuple(conversation_prefix(render, self.tokenizer.encode_rendered, conversation(messages)))
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 

@@ -47,6 +47,10 @@ class EngineClient(Protocol):
         """A new session begins on this replica: its first turn belongs there."""
         ...
 
+    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        """This replica holds the KV of a prompt now: requests that begin with it belong there."""
+        ...
+
     def is_ready(self) -> bool:
         """Whether every configured model has a replica that answered lately."""
         ...

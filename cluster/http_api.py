@@ -24,6 +24,7 @@ from mneme.cluster.guard import Guard, Send
 from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.latency import Clock
 from mneme.cluster.metrics_page import MetricsPage
+from mneme.cluster.pin_routes import delete_pin, list_pins, warm
 from mneme.cluster.prometheus import CONTENT_TYPE
 from mneme.cluster.request_body import Receive
 from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
@@ -82,6 +83,9 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         ("DELETE", "/v1/sessions/{session_id:path}", delete_session),
         ("POST", "/v1/sessions/{session_id:path}/fork", fork_session),
         ("GET", "/v1/kv/explain/{request_id:path}", explain),
+        ("POST", "/v1/kv/warm", warm),
+        ("GET", "/v1/kv/pins", list_pins),
+        ("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin),
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
         ("GET", "/metrics", _metrics),

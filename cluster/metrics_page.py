@@ -18,6 +18,8 @@ KNOWN_PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/kv/warm",
+        "/v1/kv/pins",
         "/tokenize",
         "/detokenize",
         "/health",
@@ -36,8 +38,9 @@ class _Family(NamedTuple):
     label: str = ""  # that tells the parts apart; without one there is one part
 
 
+_STATES = ("free", "cached", "in_use", "pinned", "total")
 _SUMS = (
-    _Family("mneme_pages", "gauge", "KV pages.", "pages", ("free", "cached", "in_use", "total"), "state"),
+    _Family("mneme_pages", "gauge", "KV pages; pinned ones are in use too.", "pages", _STATES, "state"),
     _Family("mneme_requests", "gauge", "Requests in engines.", "requests", ("running", "waiting"), "state"),
     _Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", "waiting_tokens"),
     _Family(

@@ -23,12 +23,12 @@ from mneme.errors import InvalidRequest
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
 from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Keep, Strategy
+from mneme.replicas.warm_prompts import MAX_TTL_S, MIN_TTL_S
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
 MAX_TEMPLATE_KWARGS = 16
-MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
@@ -56,9 +56,7 @@ class SessionOptions(Body):
     @field_validator("ttl_s")
     @classmethod
     def _in_range(cls, ttl_s: float | None) -> float | None:
-        if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-            raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
-        return ttl_s
+        return _checked_ttl(ttl_s)
 
 
 class TruncationOptions(Body):
@@ -185,8 +183,7 @@ class ChatRequest(SamplingBody):
             return self.sampling(logprobs=logprobs, max_tokens=limit, seed=seed)
 
     def template_variables(self) -> Mapping[str, Any]:
-        given = self.chat_template_kwargs or {}
-        return {name: value for name, value in given.items() if name not in _RESERVED_VARIABLES}
+        return template_variables(self.chat_template_kwargs)
 
 
 class CompletionRequest(SamplingBody):
@@ -230,10 +227,41 @@ class ForkRequest(Body):
     session_id: str | None = None  # of the new session; None: one is drawn
 
 
+class WarmRequest(Body):
+    """One of `prompt`, `prompt_token_ids` and `messages` says what is computed."""
+
+    model: str
+    prompt: str | None = None
+    prompt_token_ids: Any = None  # list[int]: see `check_prompt`
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: TemplateKwargs | None = None
+    ttl_s: float | None = None  # None: until it is deleted
+    pin: bool = True
+    replicas: Literal["all"] | int = "all"
+    cache_salt: str | None = None
+
+    @field_validator("ttl_s")
+    @classmethod
+    def _in_range(cls, ttl_s: float | None) -> float | None:
+        return _checked_ttl(ttl_s)
+
+
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool = False
+
+
+def _checked_ttl(ttl_s: float | None) -> float | None:
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
+    return ttl_s
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A client's own variables for the chat template."""
+    return {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
 
 
 def conversation(messages: list[Message]) -> list[dict[str, str]]:

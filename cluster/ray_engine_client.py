@@ -129,6 +129,10 @@ class RayEngineClient:
         """See `EngineClient.place_fork`."""
         self._homes.note_fork(key, replica_id)
 
+    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        """See `EngineClient.note_prefix`."""
+        self._chooser.record(token_ids, replica_id, salt=salt)
+
     def is_ready(self) -> bool:
         """See `EngineClient.is_ready`: a stream is open, and Ray breaks it when its replica dies."""
         return self._opened.is_set()

@@ -14,6 +14,7 @@ from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_private import keep_to_loopback, own_replica_id, report_progress
 from mneme.cluster.replica_server import Engine, ReplicaServer
+from mneme.cluster.tenancy import tenants
 from mneme.config import parse
 
 LoadEngine = Callable[..., Engine]  # called like `mneme.replicas.load.load_engine_loop`
@@ -31,6 +32,7 @@ class EngineReplica(ReplicaServer):
             cluster.model,
             cluster.engine,
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
+            tenants=tenants(cluster.http.api_keys),
         )
         engine.start()
         super().__init__(replica_id, engine)

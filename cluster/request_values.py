@@ -19,15 +19,27 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
     Done by hand because a union of four list types would collect an error for each of a million elements.
     """
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_int(prompt[0])):
-        _check_prompt("prompt", prompt)
+        check_prompt("prompt", prompt)
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest("prompt", brief(prompt), "must be a non-empty string, list of token ids, or list of these")
     for i, item in enumerate(prompt):
-        _check_prompt(f"prompt[{i}]", item)
+        check_prompt(f"prompt[{i}]", item)
         if type(item) is not type(prompt[0]):
             raise InvalidRequest(f"prompt[{i}]", brief(item), "prompts are all strings or all token ids")
     return prompt
+
+
+def check_prompt(path: str, prompt: Any) -> None:
+    """Raise `InvalidRequest` for what is neither text nor token ids, or empty."""
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest(path, brief(prompt), "must be a string or a list of token ids")
+    if not prompt:
+        raise InvalidRequest(path, brief(prompt), "must not be empty")
+    if isinstance(prompt, list):
+        for i, token_id in enumerate(prompt):
+            if not _is_int(token_id):
+                raise InvalidRequest(f"{path}[{i}]", brief(token_id), "must be a token id")
 
 
 def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
@@ -73,17 +85,6 @@ def first_breach(error: ValidationError) -> InvalidRequest:
 def brief(value: Any) -> Any:
     """`value`, or only its size where it is a collection."""
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else value
-
-
-def _check_prompt(path: str, prompt: Any) -> None:
-    if not isinstance(prompt, str | list):
-        raise InvalidRequest(path, brief(prompt), "must be a string or a list of token ids")
-    if not prompt:
-        raise InvalidRequest(path, brief(prompt), "must not be empty")
-    if isinstance(prompt, list):
-        for i, token_id in enumerate(prompt):
-            if not _is_int(token_id):
-                raise InvalidRequest(f"{path}[{i}]", brief(token_id), "must be a token id")
 
 
 def _is_int(value: Any) -> bool:

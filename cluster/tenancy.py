@@ -11,8 +11,8 @@ import hmac
 from collections.abc import Sequence
 
 from mneme.errors import InvalidRequest, Unauthorized
+from mneme.replicas.warm_prompts import PUBLIC, Tenant
 
-PUBLIC = "public"
 MAX_SESSION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 
@@ -20,7 +20,7 @@ MAX_CACHE_SALT_CHARS = 256
 def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
     """The tenant of an Authorization header, in the same time for every wrong key; raises `Unauthorized`."""
     if not api_keys:
-        return PUBLIC
+        return PUBLIC.name
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
@@ -31,10 +31,16 @@ def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
     return _digest("tenant", given)
 
 
+def tenants(api_keys: Sequence[str]) -> list[Tenant]:
+    """Everyone who can be authenticated, with the salt of requests that name none."""
+    names = [_digest("tenant", key) for key in api_keys] or [PUBLIC.name]
+    return [Tenant(name, kv_salt(name, None)) for name in dict.fromkeys(names)]
+
+
 def kv_salt(tenant: str, cache_salt: str | None) -> str:
     """The root of the prefix forest that a request may share with."""
     if cache_salt is None:
-        return "" if tenant == PUBLIC else tenant
+        return PUBLIC.salt if tenant == PUBLIC.name else tenant
     _check_label("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
     return _digest("salt", tenant, cache_salt)
 

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
 
 
-def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Raise `InvalidRequest` for an empty prompt and for any id outside the vocabulary."""
+def check_request(request: GenerationRequest, vocab_size: int, window: int) -> None:
+    """Raise `InvalidRequest` for what no engine of this vocabulary and context window could run."""
+    _check_token_ids(request, vocab_size)
+    _check_truncation(request, window)
+    _check_timeout(request)
+
+
+def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
     params = request.sampling
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt", "", "must have at least one token")
@@ -29,8 +35,7 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise InvalidRequest(name, worst, f"token ids are from 0 to {vocab_size - 1}")
 
 
-def check_truncation(request: GenerationRequest, window: int) -> None:
-    """Raise `InvalidRequest` for a truncation that could not work in a window of so many tokens."""
+def _check_truncation(request: GenerationRequest, window: int) -> None:
     if request.truncation is None:
         return
     if request.truncation.strategy == "reuse_kv" and request.session_id is None:
@@ -38,8 +43,7 @@ def check_truncation(request: GenerationRequest, window: int) -> None:
     request.truncation.check_window(window)
 
 
-def check_timeout(request: GenerationRequest) -> None:
-    """Raise `InvalidRequest` unless the time it is given, if any, is over 0 and at most a day."""
+def _check_timeout(request: GenerationRequest) -> None:
     timeout_s = request.timeout_s
     if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequest("timeout_s", timeout_s, f"must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")

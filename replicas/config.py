@@ -10,6 +10,7 @@ from mneme.errors import ConfigError
 from mneme.replicas.eviction_policies import PolicyName
 from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Truncation
+from mneme.replicas.warm_prompts import WarmPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class EngineConfig:
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session
     max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
+    warm_prompts: tuple[WarmPrompt, ...] = ()  # computed and pinned before there is traffic, for each API key
+    max_pins: int = 16  # of one API key, besides those
+    max_pinned_share: float = 0.5  # of the pages, in all pins together
     truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 
     def __post_init__(self) -> None:
@@ -60,4 +64,6 @@ class EngineConfig:
             check_range("engine.request_timeout_s", self.request_timeout_s, 0.001, MAX_TIMEOUT_S)
         check_range("engine.session_ttl_s", self.session_ttl_s, 0, 10**9)
         check_range("engine.max_sessions", self.max_sessions, 0, 10**9)
+        check_range("engine.max_pins", self.max_pins, 0, 10**6)
+        check_range("engine.max_pinned_share", self.max_pinned_share, 0, 1)
         check_range("engine.max_session_tokens", self.max_session_tokens, 0, 10**12)

@@ -23,11 +23,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded
-from mneme.replicas.admission import check_timeout, check_token_ids, check_truncation
+from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
-from mneme.replicas.engine_pool import make_forest
+from mneme.replicas.engine_pool import make_forest, page_counts
 from mneme.replicas.outbox import Outbox
+from mneme.replicas.pins import Pins
 from mneme.replicas.queue_limits import QueueLimits
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.request_deadlines import RequestDeadlines
@@ -59,7 +60,7 @@ class Engine:
         self._runner = runner
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._decoding = Decoding(tokenizer, known_eos)
-        self._clock = clock
+        self.clock = clock
         self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
             self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
@@ -76,6 +77,7 @@ class Engine:
             on_delete=self.forest.drop_owned,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
+        self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self._limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
@@ -115,9 +117,7 @@ class Engine:
         self._limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
-        check_token_ids(request, self._runner.vocab_size)
-        check_truncation(request, self.max_context)
-        check_timeout(request)
+        check_request(request, self._runner.vocab_size, self.max_context)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
         try:
             ids = self.sessions.begin(request)
@@ -151,14 +151,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, for metrics and routing."""
-        forest, scheduler = self.forest, self.scheduler
+        scheduler = self.scheduler
         return {
-            "pages": {
-                "free": forest.num_free,
-                "cached": forest.num_cached,
-                "in_use": forest.num_in_use,
-                "total": forest.num_pages,
-            },
+            "pages": page_counts(self.forest),
             "requests": {
                 "running": len(scheduler.running),
                 "waiting": self._limits.num_requests,
@@ -242,6 +237,7 @@ class Engine:
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
         self._outbox.report(sequence, reason, error)
+        self.pins.finished(request.request_id, reason, error)
         self._begin_next(self.sessions.end(request, kept))
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:

@@ -136,6 +136,7 @@ class EngineLoop:
                     self.engine.sessions.expire()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
+        self.engine.pins.expire()
         for command in commands:
             try:
                 command()
@@ -149,7 +150,9 @@ class EngineLoop:
             return self.engine.step()
         except Exception:  # the edge of the engine: no request may be left without an answer
             log.exception("step failed requests=%s", list(self._subscriber_by_request))
-            return self.engine.fail_all("the engine failed; the request was not completed")
+            events = self.engine.fail_all("the engine failed; the request was not completed")
+            self.engine.pins.renew()
+            return events
         finally:
             self._step_s = time.perf_counter() - started_s
 

@@ -27,3 +27,14 @@ def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]
         copy_out_below=config.copy_out_below,
         window=runner.window,
     )
+
+
+def page_counts(forest: PrefixForest) -> dict[str, int]:
+    """Pages by state; pinned ones are in use too."""
+    return {
+        "free": forest.num_free,
+        "cached": forest.num_cached,
+        "in_use": forest.num_in_use,
+        "pinned": forest.num_pages - forest.num_unpinned,
+        "total": forest.num_pages,
+    }

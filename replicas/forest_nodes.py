@@ -154,6 +154,11 @@ class Pin:
         self.path = path
         self.num_tokens = path.num_tokens
 
+    @property
+    def is_held(self) -> bool:
+        """False once it was let go, also by a failed step."""
+        return bool(self.path.nodes)
+
 
 def resident(root: Root, ids: Sequence[int]) -> Resident:
     """What the tiers have of `ids` under a root, holes left out; changes nothing."""

@@ -16,10 +16,12 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
-from mneme.replicas.prompt_prefix import num_system_tokens
+from mneme.replicas.pins import PinKey
+from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
+from mneme.replicas.warm_prompts import PUBLIC
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
 DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
@@ -135,6 +137,35 @@ class LLM:
         self._run([job])
         return job.output()
 
+    def warm(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], ttl_s: float | None = None) -> str:
+        """Compute a prompt (text, token ids, or the first messages of a chat) and keep its KV; returns the pin's name.
+
+        Raises `PinRefused` or another `MnemeError`.
+        """
+        key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
+        self._engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
+        while self._engine.has_work:
+            self._engine.step()
+        described = self._engine.pins.describe(key)
+        error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
+        if error is not None:
+            self._engine.pins.drop(key)
+            raise error
+        return key.pin_id
+
+    def unpin(self, name: str) -> bool:
+        """Let go of what `warm` keeps; returns whether it was kept."""
+        return self._engine.pins.drop(PinKey(PUBLIC.name, name))
+
+    def _prefix_ids(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        messages = [each for each in prompt if isinstance(each, Mapping)]
+        if messages and len(messages) == len(prompt):
+            return conversation_prefix(self.tokenizer.render_chat, self.tokenizer.encode_rendered, messages)
+        _check_prompts([prompt])
+        return [each for each in prompt if isinstance(each, int)]
+
     def _truncation(self, given: Mapping[str, Any] | None, session_id: str | None) -> Truncation | None:
         return resolved(given, self._default_truncation, has_session=session_id is not None)
 
@@ -167,6 +198,7 @@ class LLM:
         ]
 
     def _run(self, jobs: list[_Job]) -> None:
+        self._engine.pins.expire()
         job_by_id = {request.request_id: job for job in jobs for request in job.requests}
         unsent = deque(request for job in jobs for request in job.requests)
         try:

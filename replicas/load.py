@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from mneme.replicas.model_directory import model_directory
 from mneme.replicas.runner import Runner
 from mneme.replicas.timeline import Timeline
 from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.warm_prompts import PUBLIC, Tenant, warm_before_traffic
 from mneme.replicas.weights import load_weights
 
 _CPU_POOL_BYTES = 1 << 30
@@ -43,8 +44,12 @@ def load_engine(
     *,
     on_progress: Progress | None = None,
     tokenizer: Tokenizer | None = None,
+    tenants: Sequence[Tenant] = (PUBLIC,),
 ) -> Engine:
-    """Load weights and tokenizer and build an engine; raises `CheckpointError` or `ConfigError`."""
+    """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
+
+    Raises `CheckpointError` or `ConfigError`.
+    """
     report = on_progress or _silent
     model_dir = model_directory(model)
     model_config = load_model_config(model_dir)
@@ -71,6 +76,9 @@ def load_engine(
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
     check_default_truncation(config, engine.max_context)
+    if config.warm_prompts:
+        warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)
+        report("prompts", 1.0)
     return engine
 
 
@@ -88,9 +96,11 @@ def compiled_kernels() -> str | None:
     return None if found is None else found._name
 
 
-def load_engine_loop(model: str, config: EngineConfig, *, on_progress: Progress | None = None) -> EngineLoop:
+def load_engine_loop(
+    model: str, config: EngineConfig, *, on_progress: Progress | None = None, tenants: Sequence[Tenant] = (PUBLIC,)
+) -> EngineLoop:
     """`load_engine` with a thread of its own, not yet started."""
-    return EngineLoop(load_engine(model, config, on_progress=on_progress))
+    return EngineLoop(load_engine(model, config, on_progress=on_progress, tenants=tenants))
 
 
 def choose_device(name: str) -> torch.device:

@@ -4,6 +4,10 @@
     DeleteSession   -> whether there was one
     ForkSession     -> what is known of the new one
     ExplainPrompt   -> a list of explanations, empty if the request is not remembered
+    WarmPrompt      -> what `GetPin` answers; the prompt is being computed
+    GetPin          -> how far it is, or None
+    ListPins        -> a tenant's
+    DropPin         -> whether there was one
 
 Policy only: no tensors.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mneme.replicas.forest_nodes import Resident
+from mneme.replicas.pins import PinKey
 from mneme.replicas.sessions import SessionKey
 from mneme.replicas.token_log import TokenLog
 
@@ -38,11 +43,31 @@ class ExplainPrompt(NamedTuple):
     http_id: str
 
 
-Query = GetSession | DeleteSession | ForkSession | ExplainPrompt
+class WarmPrompt(NamedTuple):
+    key: PinKey
+    salt: str
+    token_ids: tuple[int, ...]
+    ttl_s: float | None
+    pin: bool  # False: computed only
+
+
+class GetPin(NamedTuple):
+    key: PinKey
+
+
+class ListPins(NamedTuple):
+    tenant: str
+
+
+class DropPin(NamedTuple):
+    key: PinKey
+
+
+Query = GetSession | DeleteSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
 
 
 def answer(engine: Engine, query: Query) -> Any:
-    """Called on the engine's thread; raises `SessionNotFound` or `InvalidRequest`."""
+    """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest` or `Overloaded`."""
     match query:
         case GetSession(key):
             return _describe(engine, key)
@@ -54,6 +79,15 @@ def answer(engine: Engine, query: Query) -> Any:
             return _describe(engine, new_key)
         case ExplainPrompt(salt, http_id):
             return engine.explanations.of(salt, http_id)
+        case WarmPrompt(key=pin_key, salt=salt):
+            engine.pins.warm(pin_key, salt, query.token_ids, ttl_s=query.ttl_s, keeps=query.pin)
+            return engine.pins.describe(pin_key)
+        case GetPin(pin_key):
+            return engine.pins.describe(pin_key)
+        case ListPins(tenant):
+            return engine.pins.of_tenant(tenant)
+        case DropPin(pin_key):
+            return engine.pins.drop(pin_key)
 
 
 def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:

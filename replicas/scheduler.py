@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Path, Pin
 from mneme.replicas.forest_pages import OutOfPages
-from mneme.replicas.page_needs import limit_output, num_needed_tokens
+from mneme.replicas.page_needs import limit_output
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.step_budget import StepBudget
 from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
@@ -64,20 +64,19 @@ class Scheduler:
             self._give_back(sequence)
             self.waiting.end(sequence)
 
-    def pin(self, salt: str, ids: list[int], *, num_queued: int = 0) -> Pin:
-        """Keep what is resident of a prefix until `unpin`; `num_queued` tokens are needed by a turn that is not here.
+    def pin(self, salt: str, ids: list[int], *, num_kept_tokens: int) -> Pin:
+        """Keep what is resident of a prefix until `unpin`.
 
-        Raises `PinRefused` if nothing is, and if then a request that was taken might never fit, or no reserve be left.
+        `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
+        nothing is resident, and if then that, or the reserve, would not be left.
         """
-        taken = [*self.waiting, *self.running]
-        num_tokens = max([num_queued, *map(num_needed_tokens, taken)])
         path = self._forest.open_path(salt)
         self._forest.extend(path, ids, len(ids))
         try:
-            pin = self._forest.pin(path, num_kept=-(-num_tokens // self._forest.page_size))
+            pin = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
         finally:
             self._forest.release(path)
-        limit_output(taken, self._forest.num_unpinned * self._forest.page_size)
+        limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
         return pin
 
     def unpin(self, pin: Pin) -> None:

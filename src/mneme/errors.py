@@ -6,6 +6,7 @@
     |  |- SessionNotFound          404  there is no such session, or no more
     |  |- ExplanationNotFound      404  the request is not remembered, or is another key's
     |  |- PinRefused              400  pinning would leave too few pages for requests
+    |  |- PinNotFound             404  there is no such pin, or no more
     |  |- RequestTooLarge          413  the body is over its cap
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
@@ -94,6 +95,20 @@ class PinRefused(InvalidRequest):
     def __init__(self, num_pages: int, num_left: int, num_needed: int) -> None:
         rule = f"pinning {num_pages} pages more would leave {num_left} unpinned; at least {num_needed} must be"
         super().__init__("pin", num_pages, rule if num_pages else "nothing of this prefix can be pinned")
+        self._figures = (num_pages, num_left, num_needed)
+
+    def __reduce__(self) -> tuple[type[PinRefused], tuple[int, int, int]]:
+        return PinRefused, self._figures  # it goes from an engine to an ingress
+
+
+class PinNotFound(InvalidRequest):
+    """No pin of this name: never made, let go, expired, or another tenant's."""
+
+    http_status = 404
+    code = "pin_not_found"
+
+    def __init__(self, field: str | None, value: object, rule: str = "no such pin; it may have expired") -> None:
+        super().__init__(field, value, rule)
 
 
 class RequestTooLarge(InvalidRequest):

@@ -335,6 +335,32 @@ _SESSIONS = [
     BadRequest(name="explain a pattern", path="/v1/kv/explain/.*", method="GET", status=404, param="request_id"),
 ]
 
+_PINS = [
+    BadRequest(name="warm nothing", path="/v1/kv/warm", body={"model": "$MODEL"}, param="prompt"),
+    BadRequest(name="warm without a body", path="/v1/kv/warm", param=None),
+    BadRequest(
+        name="warm another model", path="/v1/kv/warm", body={"model": "x", "prompt": "a"}, status=404, param="model"
+    ),
+    BadRequest(
+        name="warm more than the context",
+        path="/v1/kv/warm",
+        body=lambda t: {"model": t.model, "prompt_token_ids": [5] * t.max_context},
+        param="prompt_token_ids",
+    ),
+    BadRequest(
+        name="warm on a million replicas",
+        path="/v1/kv/warm",
+        body={"model": "$MODEL", "prompt": "a", "replicas": 10**6},
+        param="replicas",
+    ),
+    BadRequest(
+        name="warm for ever", path="/v1/kv/warm", body={"model": "$MODEL", "prompt": "a", "ttl_s": 1e300}, param="ttl_s"
+    ),
+    BadRequest(name="delete unknown pin", path="/v1/kv/pins/nobody", method="DELETE", status=404, param="pin_id"),
+    BadRequest(name="delete no pin", path="/v1/kv/pins/", method="DELETE", status=404, param="pin_id"),
+    BadRequest(name="post to the pins", path="/v1/kv/pins", body={}, status=405, param=None),
+]
+
 _PROMPTS = [
     BadRequest(name="no prompt", path="/v1/completions", body={"model": "$MODEL"}, param="prompt"),
     _completion("prompt empty", "prompt", prompt=""),
@@ -390,7 +416,7 @@ _PROMPTS = [
     BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
 ]
 
-BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_TRUNCATION, *_SESSIONS, *_PROMPTS]
+BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_TRUNCATION, *_SESSIONS, *_PINS, *_PROMPTS]
 
 
 def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:

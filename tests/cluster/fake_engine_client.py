@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mneme.cluster.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.admission import max_output_tokens
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.explanations import Explanations
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.queries import DeleteSession, GetSession, Query, answer
+from mneme.replicas.pins import Pins
+from mneme.replicas.queries import DeleteSession, DropPin, GetSession, Query, answer
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions import SessionKey, Sessions
@@ -44,15 +46,18 @@ class FakeEngineClient:
     busy: asyncio.Event = field(default_factory=asyncio.Event)
     query_failure: MnemeError | None = None
     forks: dict[SessionKey, str] = field(default_factory=dict)
+    noted: list[tuple[tuple[int, ...], str, str]] = field(default_factory=list)
     explanations: Explanations = field(default_factory=Explanations)
     forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
+    clock: Callable[[], float] = time.monotonic
     _running: set[_Speaker] = field(default_factory=set)
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(
-            self.tokenizer.encode_continuation, time.monotonic, ttl_s=3600, max_sessions=100, max_tokens=10**6
+            self.tokenizer.encode_continuation, self.clock, ttl_s=3600, max_sessions=100, max_tokens=10**6
         )
+        self.pins = Pins(self, EngineConfig())  # type: ignore[arg-type]  # it has what questions need
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[TokenEvent]:
         self.requests.extend(requests)
@@ -109,11 +114,14 @@ class FakeEngineClient:
         if self.query_failure is not None:
             raise self.query_failure
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
-        nothing = {GetSession: None, DeleteSession: False}.get(type(query), [])
+        nothing = {GetSession: None, DeleteSession: False, DropPin: False}.get(type(query), [])
         return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
 
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         self.forks[key] = replica_id
+
+    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        self.noted.append((tuple(token_ids), replica_id, salt))
 
     def cached_tokens(self, salt: str, ids: tuple[int, ...]) -> int:
         shared = [_common(ids, other) for other_salt, other in self._seen if other_salt == salt]
@@ -123,7 +131,7 @@ class FakeEngineClient:
     async def stats(self) -> list[ReplicaStats]:
         in_use = len(self.running)
         metrics: dict[str, Any] = {
-            "pages": {"free": TOTAL_PAGES - in_use, "cached": 0, "in_use": in_use, "total": TOTAL_PAGES},
+            "pages": {"free": TOTAL_PAGES - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": TOTAL_PAGES},
             "requests": {"running": in_use, "waiting": 0},
             "tokens": {"prompt": 10, "cached": 4, "generated": 7},
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},

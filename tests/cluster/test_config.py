@@ -34,6 +34,11 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
         ("replicas=two", "replicas: must be of type int"),
         ("replicas=0", "replicas: must be from 1"),
         ("port=70000", "port: must be from 1 to 65535"),
+        ("engine.truncation.ratio=1", "engine.truncation.ratio: must be a number over 0 and under 1"),
+        ("engine.truncation.keep=best", "engine.truncation.keep: must be one of system, important"),
+        ("engine.warm_prompts=[{}]", "warm_prompts: each has either a system prompt or a text"),
+        ("engine.warm_prompts=hello", "engine.warm_prompts: must be a list"),
+        ("engine.max_pinned_share=2", "engine.max_pinned_share: must be from 0 to 1"),
         ("router.load_factor=0.5", "router.load_factor: must be from 1"),
         ("ray.object_store_bytes=1", "ray.object_store_bytes: must be from"),
         ("model=", "model: must be of type str"),
@@ -70,7 +75,13 @@ def test_a_bad_assignment_is_one_line_and_status_2(capsys: pytest.CaptureFixture
 
 
 def test_the_mapping_parses_back_to_an_equal_configuration() -> None:
-    config = load_config(None, ["engine.page_size=16", "http.api_keys=[a, b]", "router.move_tokens=128"])
+    assignments = ["engine.page_size=16", "http.api_keys=[a, b]", "router.move_tokens=128"]
+    assignments += [
+        "engine.warm_prompts=[{system: be brief}, {text: a b, ttl_s: 60}]",
+        "engine.truncation.keep_first=4",
+    ]
+    config = load_config(None, assignments)
+    assert (len(config.engine.warm_prompts), config.engine.truncation.keep_first) == (2, 4)
     assert parse(ClusterConfig, config.as_mapping()) == config
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mneme.cluster.json_body import MAX_DEPTH, parse_json_object
 from mneme.cluster.protocol import ChatRequest, CompletionRequest, TokenizeRequest, conversation, validate
 from mneme.cluster.request_values import parse_logit_bias, parse_prompts
-from mneme.cluster.tenancy import PUBLIC, authenticate, kv_salt, session_key
+from mneme.cluster.tenancy import PUBLIC, Tenant, authenticate, kv_salt, session_key, tenants
 from mneme.errors import InvalidRequest, MnemeError, Unauthorized
 
 JSON = st.recursive(
@@ -131,15 +131,22 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
 
 
 def test_tenants_sessions_and_salts() -> None:
-    assert authenticate(None, ()) == PUBLIC
+    assert authenticate(None, ()) == PUBLIC.name
     tenant = authenticate("Bearer k1", ("k0", "k1"))
     assert tenant == authenticate("bearer  k1 ", ("k1",))
     assert tenant != authenticate("Bearer k0", ("k0", "k1"))
-    assert kv_salt(PUBLIC, None) == ""
-    assert len({kv_salt(t, s) for t in (PUBLIC, tenant) for s in (None, "a", "b")}) == 6
-    assert kv_salt(PUBLIC, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
+    assert kv_salt(PUBLIC.name, None) == ""
+    assert len({kv_salt(t, s) for t in (PUBLIC.name, tenant) for s in (None, "a", "b")}) == 6
+    assert kv_salt(PUBLIC.name, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
     assert session_key(tenant, "s") == f"{tenant}:s"
     assert session_key(tenant, None) is None
+
+
+def test_those_whom_configured_prompts_are_warmed_for_are_those_who_call() -> None:
+    assert tenants(()) == [Tenant("public", "")]
+    keys = ("k0", "k1", "k0")
+    known = [authenticate(f"Bearer {key}", keys) for key in ("k0", "k1")]
+    assert tenants(keys) == [Tenant(name, kv_salt(name, None)) for name in known]
 
 
 @pytest.mark.parametrize("authorization", ["Bearer é", "Bearer", "", "Bearer \udcff"])

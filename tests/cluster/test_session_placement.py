@@ -108,6 +108,18 @@ def test_a_session_that_moves_leaves_nothing_behind() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("holder", ["a", "b"])
+def test_a_request_goes_where_its_prefix_was_warmed(holder: str) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        ids = tuple(range(200))
+        client.note_prefix(ids, holder, salt="x")
+        await tokens(client, replace(request("one.0"), prompt_token_ids=(*ids, 7), salt="x"))
+        assert admitted(calls)[holder] == ["one.0"]
+
+    run(scenario)
+
+
 def test_homes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_homes, "MAX_HOMES", 3)
     homes = session_homes.SessionHomes()

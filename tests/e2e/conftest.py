@@ -10,7 +10,12 @@ from tests.e2e.server_process import SERVE, STOP_LIMIT_S, ServerProcess, free_po
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out whatever the batch, so answers can be compared.
-SETTINGS = ("--set", f"engine.kv_cache_bytes={16 * 2**20}", "--set", "engine.dtype=float32")
+WARM_SYSTEM = "You are the librarian of the end-to-end tests"
+SETTINGS = (
+    *("--set", f"engine.kv_cache_bytes={16 * 2**20}"),
+    *("--set", "engine.dtype=float32"),
+    *("--set", f"engine.warm_prompts=[{{system: {WARM_SYSTEM}}}]"),
+)
 
 
 @pytest.fixture(scope="session")

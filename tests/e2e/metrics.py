@@ -19,6 +19,12 @@ class Metrics(NamedTuple):
         name, _, labels = key.partition("{")
         return self.values[name, labels.rstrip("}")]
 
+    @property
+    def busy(self) -> float:
+        """Requests that run, and pages that are held but not pinned."""
+        held = self['mneme_pages{state="in_use"}'] - self['mneme_pages{state="pinned"}']
+        return held + self['mneme_requests{state="running"}']
+
 
 def read_metrics(server: str) -> Metrics:
     page = httpx.get(f"{server}/metrics", timeout=10).raise_for_status().text
@@ -27,12 +33,11 @@ def read_metrics(server: str) -> Metrics:
 
 
 def await_idle(server: str) -> Metrics:
-    """The metrics once no request holds a page."""
+    """The metrics once no request holds a page; pins do."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while True:
         metrics = read_metrics(server)
-        busy = metrics['mneme_pages{state="in_use"}'] + metrics['mneme_requests{state="running"}']
-        if not busy and metrics["mneme_replicas"] == 2:
+        if not metrics.busy and metrics["mneme_replicas"] == 2:
             return metrics
         assert time.monotonic() < deadline, metrics
         time.sleep(0.1)

@@ -36,7 +36,8 @@ class ServerProcess:
         self.marker = f"MNEME_TEST_RUN={self.temp_dir.name}"
         name, value = self.marker.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp_dir), "RAY_AUTH_MODE": "token"}
-        environment["PYTHONPATH"] = str(REPOSITORY)  # the fakes, by name, in every process
+        paths = (REPOSITORY / "src", REPOSITORY)  # this tree, and the fakes by name, in every process
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

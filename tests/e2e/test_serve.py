@@ -129,7 +129,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_request(server: str, i
     deadline = time.monotonic() + FREED_LIMIT_S
     time.sleep(METRICS_AGE_S)  # an older page would show what was before
     metrics = read_metrics(server)
-    while metrics['mneme_pages{state="in_use"}'] or metrics['mneme_requests{state="running"}']:
+    while metrics.busy:
         assert time.monotonic() < deadline, metrics
         metrics = read_metrics(server)
     assert metrics[finished] == before

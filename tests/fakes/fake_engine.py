@@ -84,7 +84,7 @@ class FakeEngineLoop:
         with self._lock:
             in_use = len(self._running)
             return {
-                "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "total": 1000},
+                "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": 1000},
                 "requests": {"running": in_use, "waiting": 0},
                 "tokens": {},
                 "finished": self._num_finished,
@@ -155,7 +155,9 @@ class FakeEngineLoop:
         return TokenEvent(request_id, (token,), "length" if is_done else None, None, usage)
 
 
-def load_fake_engine(model: str, config: object, *, on_progress: Callable[[str, float], None]) -> FakeEngineLoop:
+def load_fake_engine(
+    model: str, config: object, *, on_progress: Callable[[str, float], None], tenants: object
+) -> FakeEngineLoop:
     """In the place of `load_engine_loop`."""
     on_progress("weights", 1.0)
     return FakeEngineLoop()

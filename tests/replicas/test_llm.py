@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mneme import LLM, SamplingParams
-from mneme.errors import CheckpointError, ConfigError, InvalidRequest
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest, PinRefused
 from mneme.replicas.request import GenerationRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -184,3 +184,38 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a"}], documents=["d"])
     assert llm.stats["pages"]["in_use"] == 0
     assert llm.stats["requests"] == {"running": 0, "waiting": 0, "suspended_total": 0}
+
+
+def test_a_warm_prompt_is_cached_until_it_is_let_go() -> None:
+    system = [{"role": "system", "content": "You answer in one short sentence, and you never mention tea."}]
+    document = "The server keeps a table of its sessions in memory."
+    config = {"warm_prompts": [{"text": document}], "num_pages": 64}
+    llm = LLM("mneme-tiny", dtype="float32", config=config)
+    cold = LLM("mneme-tiny", dtype="float32").chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
+    name = llm.warm(system)
+    llm.warm([5, 6, 7], ttl_s=60)
+    llm.generate([[3 + index, *[9] * 600] for index in range(6)], GREEDY)  # more than the pool holds
+    answer = llm.chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
+    text = llm.tokenizer.render_chat(system, add_generation_prompt=False)
+    assert answer.metrics.cached_tokens >= len(llm.tokenizer.encode_rendered(text))
+    assert answer.outputs == cold.outputs
+    (configured,) = llm.generate([f"{document} And"], GREEDY)
+    assert configured.metrics.cached_tokens == len(llm.tokenizer.encode(document, add_special_tokens=True))
+    assert llm.unpin(name)
+    assert not llm.unpin(name)
+    with pytest.raises(InvalidRequest, match="part of the configuration"):
+        llm.unpin("configured-0")
+    for wrong in ([], [5, "a"], [{"role": "user", "content": "a"}, 5]):
+        with pytest.raises(InvalidRequest):
+            llm.warm(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PinRefused, match="would leave"):
+        llm.warm([5] * 1500)
+
+
+def test_a_truncation_that_breaks_a_rule_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"truncation\.ratio"):
+        llm.generate(["a"], truncation={"ratio": 1}, session_ids=["s"])
+    with pytest.raises(InvalidRequest, match=r"truncation\.strategy: needs a session"):
+        llm.chat([{"role": "user", "content": "a"}], truncation={"strategy": "reuse_kv"})
+    with pytest.raises(ConfigError, match=r"engine\.truncation\.keep_first"):
+        LLM("mneme-tiny", config={"max_context": 64, "truncation": {"keep_first": 33}})

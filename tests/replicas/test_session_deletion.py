@@ -7,6 +7,7 @@ from typing import Any
 from mneme.replicas.engine import Engine
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Owner
+from mneme.replicas.pins import pin_prefix
 from mneme.replicas.queries import DeleteSession, answer
 from mneme.replicas.request import SamplingParams
 from tests.replicas.test_engine_policy import make_engine, make_request, run
@@ -105,7 +106,7 @@ def test_a_pinned_page_outlives_the_session() -> None:
     engine = make_engine()
     say(engine, "1", "s", MINE)
     run(engine)
-    pin = engine.scheduler.pin("", SHARED)
+    pin = pin_prefix(engine, "", SHARED)
     assert delete(engine, "s")
     assert engine.forest.resident("", MINE).device == len(SHARED)
     engine.scheduler.unpin(pin)
