@@ -107,8 +107,9 @@ def press(model: Model, chunk: int, grid: Grid) -> Pressure:
     engine = model.engine(chunk)
     for index in range(NUM_DECODES):
         model.submit(engine, str(index), CONTEXT, NUM_NEW)
-    while engine.num_tokens["generated"] < NUM_DECODES * 4:
-        engine.step()
+    decoding: set[str] = set()
+    while len(decoding) < NUM_DECODES:
+        decoding.update(event.request_id for event in engine.step() if event.token_ids)
     quiet = [timed_step(engine) for _ in range(grid.quiet_steps)]
     pressed, ended = [], set[str]()
     model.submit(engine, "prompt", grid.prompt, 1)
