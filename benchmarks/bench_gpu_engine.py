@@ -85,8 +85,9 @@ class Model:
         shared = self._draw(prompts.shared)
         for index in range(batch):
             self._submit(engine, str(index), shared + self._draw(prompts.private), max_tokens=1024)
-        while engine.num_tokens["generated"] < batch or engine.scheduler.waiting:
-            engine.step()
+        decoding: set[str] = set()
+        while len(decoding) < batch:
+            decoding.update(event.request_id for event in engine.step() if event.token_ids)
         for _ in range(_WARM_STEPS):
             engine.step()
         times = []

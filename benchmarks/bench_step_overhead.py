@@ -44,8 +44,9 @@ def step_times_ms(batch: int, num_steps: int) -> np.ndarray:
     params = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
     for index, ids in enumerate(make_prompts(workload)):
         engine.submit(GenerationRequest(request_id=str(index), prompt_token_ids=tuple(ids), sampling=params))
-    while engine.num_tokens["generated"] < batch * 4:  # all prompts are through
-        engine.step()
+    decoding: set[str] = set()
+    while len(decoding) < batch:
+        decoding.update(event.request_id for event in engine.step() if event.token_ids)
     times = []
     for _ in range(num_steps):
         started = time.perf_counter()

@@ -35,6 +35,7 @@ class FakeEngineClient:
     is_endless: bool = False  # say the sentence again and again, up to max_tokens
     refusal: MnemeError | None = None  # raised before the first event
     fail_after: int | None = None  # steps until choice 0 ends with an "error" event
+    failure: MnemeError | None = None  # what that event says is the reason
     end_after: int | None = None  # steps until the events just end
     gate: asyncio.Semaphore | None = None  # each step takes one
     ready: bool = True
@@ -88,7 +89,7 @@ class FakeEngineClient:
                 return
             if step == self.fail_after:
                 request_id = speakers[0].request.request_id
-                yield TokenEvent(request_id, (), "error", None, None, "the engine failed on purpose")
+                yield TokenEvent(request_id, (), "error", None, None, "the engine failed on purpose", self.failure)
                 return
             for speaker in speakers:
                 if not speaker.is_finished:
@@ -133,6 +134,9 @@ class FakeEngineClient:
         metrics: dict[str, Any] = {
             "pages": {"free": TOTAL_PAGES - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": TOTAL_PAGES},
             "requests": {"running": in_use, "waiting": 0},
+            "waiting_tokens": 77,
+            "refused": {"requests": 3, "tokens": 2, "session": 1},
+            "missed_deadlines": 6,
             "tokens": {"prompt": 10, "cached": 4, "generated": 7},
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
             "steps": self.num_steps,
