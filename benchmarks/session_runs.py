@@ -109,7 +109,7 @@ def _per_turn(load: Load, window: Window) -> dict[str, float]:
         "turns": len(turns),
         "prompt": sum(turn.num_prompt for turn in turns) / len(turns),
         "out": sum(turn.num_out for turn in turns) / len(turns),
-        "rows": kv.get("recomputed", 0.0),
+        "rows": kv.get("recomputed", 0.0) + kv.get("dropped", 0.0),
         "device": kv.get("device", 0.0),
         "host": kv.get("host", 0.0),
     }

@@ -114,12 +114,12 @@ class Arm:
 
 def is_from(arm: str, kv: dict[str, int], num_history: int) -> bool:
     """Whether the tokens of a turn's prompt were computed and found as the arm means it."""
+    num_rows = kv["recomputed"] + kv["dropped"]
     if arm == RECOMPUTE:
-        return kv["recomputed"] == num_history + NUM_NEW
-    if arm == DEVICE:
-        return kv["device"] == num_history and kv["recomputed"] == NUM_NEW
-    found = kv["host"] + kv["device"]
-    return found == num_history and kv["recomputed"] == NUM_NEW and kv["device"] <= _MAX_LEFT * num_history
+        return num_rows == num_history + NUM_NEW
+    if num_rows != NUM_NEW or kv["device"] + kv["host"] != num_history:
+        return False
+    return kv["host"] == 0 if arm == DEVICE else kv["device"] <= _MAX_LEFT * num_history
 
 
 def interleaved(arms: list[Arm], count: int, num_rounds: int) -> dict[str, list[Took]]:

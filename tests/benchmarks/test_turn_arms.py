@@ -37,7 +37,7 @@ def test_a_turn_of_each_arm(name: str, decoder: Decoder) -> None:
 def test_an_arm_whose_kv_is_elsewhere_fails(decoder: Decoder) -> None:
     device = arm(DEVICE, decoder)
     device._engine.forest.clear()
-    with pytest.raises(MnemeError, match=r"arm device.*'recomputed': 160"):
+    with pytest.raises(MnemeError, match="arm device, 96 tokens of history: kv_details say"):
         device.turns(1)
 
 
@@ -54,8 +54,8 @@ def test_a_turn_from_host_memory(decoder: Decoder) -> None:
 
 
 def test_where_kv_came_from_is_held_against_the_arm() -> None:
-    def kv(device: int, host: int, recomputed: int) -> dict[str, int]:
-        return {"device": device, "host": host, "recomputed": recomputed}
+    def kv(device: int, host: int, recomputed: int, dropped: int = 0) -> dict[str, int]:
+        return {"device": device, "host": host, "recomputed": recomputed, "dropped": dropped}
 
     whole = 1000 + NUM_NEW
     assert is_from(RECOMPUTE, kv(0, 0, whole), 1000)
@@ -67,6 +67,7 @@ def test_where_kv_came_from_is_held_against_the_arm() -> None:
     assert is_from(HOST, kv(20, 980, NUM_NEW), 1000)
     assert not is_from(HOST, kv(21, 979, NUM_NEW), 1000)
     assert not is_from(HOST, kv(0, 999, NUM_NEW + 1), 1000)
+    assert not is_from(HOST, kv(0, 999, NUM_NEW, 1), 1000)
 
 
 def test_reductions_are_medians_of_rounds() -> None:
