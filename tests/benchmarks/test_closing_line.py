@@ -94,3 +94,25 @@ def test_make_gpu_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
     lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ***")]
     assert lines == [f"make gpu: not run: {sys.executable} finds no CUDA device"]
     assert not (tmp_path / "out").exists()
+
+
+def test_bench_ttft(tmp_path: Path) -> None:
+    found = closing_line(["benchmarks/bench_ttft.py", "--quick", "--history", "128", "--out", str(tmp_path)])
+    rows = {row["arm"]: row for row in found["results"]}
+    assert {rows[arm]["rounds"] for arm in ("recompute", "device")} == {3}
+    assert rows["recompute"]["lower by"] == 0
+    # promised at 4k, which was not run
+    assert {check["value"] for check in found["checks"]} == {"not measured"}
+    assert json.loads((tmp_path / "ttft.json").read_text()) == found
+    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
+    found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
+    part = found["results"]["sharegpt"]
+    assert not part["is_complete"]
+    assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
+    assert [(check["name"], check["value"]) for check in found["checks"]] == [
+        ("sharegpt_two_tier_over_stateless", "not measured")
+    ]
+    assert (tmp_path / "sharegpt.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,152 @@
+"""Time to the first token of a turn whose history is recomputed, in host memory, or on the device.
+
+    python benchmarks/bench_ttft.py [--quick] [--history N]... [--seed 0] [--out FOLDER] [--timeline FILE]
+
+AttentionStore 4 (Fig. 14, 18, 25, 26): a turn of 64 new tokens on a history of 1k, 4k, 16k and 32k. `recompute` keeps
+nothing; `device` has the history in its pool; for `host`, other prompts pass through the whole pool before each turn,
+so that the history is in host memory only. Each turn's `kv_details` must say so, or the benchmark fails.
+
+*One turn*: from submission to the first token; arms take turns in rounds; medians, also of the rounds' ratios.
+*A batch* of turns at once, each with an answer (Fig. 26): time in engine steps per turn, output tokens per second.
+Batches have 32k tokens of history together, and 8 turns at most.
+
+What bounds it, one thread: to recompute, 2 x 26M flops per token, and attention that grows with the square of the
+history; for a hit, the same for 64 rows, which read 8 KB of KV per token of history (bfloat16), on the way from host
+memory once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention.report import Check, PartResult, at_least, print_part, rounded
+from session_engines import DTYPE, HAS_HOST_TIER, NO_HOST_TIER, make_decoder
+from session_plots import plot_bars
+from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
+from workloads import MODEL_SHAPE, cpu_name, load_average
+
+from mneme.errors import ConfigError
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.model import Decoder
+
+HISTORIES = (1024, 4096, 16384, 32768)
+QUICK_HISTORIES = (1024, 4096)
+ARMS = (RECOMPUTE, HOST, DEVICE)
+NUM_OUT = 32
+TARGETS = {DEVICE: 0.95, HOST: 0.90}  # lower than recompute, at 4k
+TARGET_HISTORY = 4096
+BATCH_TOKENS, MAX_BATCH = 32768, 8
+QUICK_BATCH = 2
+
+
+def measure(decoder: Decoder, num_history: int, num_rounds: int, max_batch: int, seed: int) -> list[dict[str, Any]]:
+    """A row per arm."""
+    batch = max(min(max_batch, BATCH_TOKENS // num_history), 1)
+    arms = [
+        Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed)
+        for name in ARMS
+        if name != HOST or HAS_HOST_TIER
+    ]
+    alone = interleaved(arms, 1, num_rounds)
+    together = interleaved(arms, batch, max(num_rounds // 3, 1)) if batch > 1 else alone
+    return [_row(name, num_history, batch, alone, together) for name in ARMS]
+
+
+def _row(
+    name: str, num_history: int, batch: int, alone: dict[str, list[Took]], together: dict[str, list[Took]]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"history": num_history, "arm": name}
+    if name not in alone:
+        return row | {"status": f"not run: {NO_HOST_TIER}"}
+    return row | {
+        "rounds": len(alone[name]),
+        "ttft ms": statistics.median(took.ttft_s for took in alone[name]) * 1e3,
+        "lower by": lower_by([took.ttft_s for took in alone[name]], [took.ttft_s for took in alone[RECOMPUTE]]),
+        "batch": batch,
+        "busy s/turn": statistics.median(took.busy_s for took in together[name]) / batch,
+        "out tokens/s": statistics.median(took.num_out / took.total_s for took in together[name]),
+    }
+
+
+def lower_by(times: Sequence[float], base: Sequence[float]) -> float:
+    """The median over the rounds of the share by which a time is below the base's."""
+    return statistics.median(1 - time / of for time, of in zip(times, base, strict=True))
+
+
+def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    found = {row["arm"]: row.get("lower by") for row in rows if row["history"] == TARGET_HISTORY}
+    return [
+        at_least(f"{arm}_ttft_lower_at_{TARGET_HISTORY}", found.get(arm), target, "of recompute")
+        for arm, target in TARGETS.items()
+    ]
+
+
+def write_timeline(decoder: Decoder, path: Path, seed: int) -> None:
+    """The trace events of an engine that does little but one turn on a history of 4k in host memory."""
+    if "timeline" not in {field.name for field in fields(EngineConfig)}:
+        raise ConfigError("--timeline: this engine writes none: EngineConfig.timeline is unknown")
+    arm = Arm(
+        HOST, decoder, num_history=TARGET_HISTORY, batch=1, num_out=NUM_OUT, seed=seed, timeline=str(path.absolute())
+    )
+    arm.turns(1)
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    load_before, started = load_average(), time.perf_counter()
+    histories = args.history or (QUICK_HISTORIES if args.quick else HISTORIES)
+    max_context = max(*histories, TARGET_HISTORY) + NUM_NEW + NUM_OUT
+    decoder = make_decoder(max_context, args.seed)
+    rows = []
+    for num_history in histories:
+        num_rounds = 3 if args.quick or num_history > TARGET_HISTORY else 15
+        rows += measure(decoder, num_history, num_rounds, QUICK_BATCH if args.quick else MAX_BATCH, args.seed)
+    result = PartResult(name="ttft", title=f"a turn of {NUM_NEW} tokens", rows=rows, checks=checks_of(rows))
+    print_part(result)
+    if args.timeline is not None:
+        write_timeline(decoder, args.timeline, args.seed)
+    closing = {
+        "benchmark": "ttft", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed, "threads": 1,
+        "torch": torch.__version__, "load_average": [load_before, load_average()],
+        "elapsed_s": round(time.perf_counter() - started, 1), "dtype": str(DTYPE),
+        "model": MODEL_SHAPE | {"max_position_embeddings": max_context},
+        "new_tokens": NUM_NEW, "output_tokens": NUM_OUT, "results": rounded(rows),
+        "checks": [check.as_json() for check in result.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        _write(args.out, closing, rows)
+    print(json.dumps(closing))
+
+
+def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ttft.json").write_text(json.dumps(closing) + "\n")
+    ran = [row for row in rows if "status" not in row]
+    groups = [str(history) for history in dict.fromkeys(row["history"] for row in ran)]
+    for column, file in (("ttft ms", "ttft"), ("busy s/turn", "compute_time"), ("out tokens/s", "output_rate")):
+        bars = {name: [row[column] for row in ran if row["arm"] == name] for name in ARMS}
+        drawn = {name: values for name, values in bars.items() if values}
+        plot_bars(folder / f"{file}.png", f"31M Llama, {DTYPE}, {cpu_name()}, one thread", column, groups, drawn)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1k and 4k, three rounds; at most 90 s on 2 cores")
+    parser.add_argument("--history", type=int, action="append", help="tokens; default: 1k, 4k, 16k, 32k")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    parser.add_argument("--timeline", type=Path, help="write trace events of one turn from host memory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

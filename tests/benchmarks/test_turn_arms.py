@@ -1,0 +1,74 @@
+"""Arms of bench_ttft.py are what they say, or fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bench_ttft import lower_by
+from session_engines import HAS_HOST_TIER, TWO_TIER, make_decoder, make_engine
+from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, is_from
+
+from mneme.errors import ConfigError, MnemeError
+from mneme.replicas.model import Decoder
+
+HISTORY = 96
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.set_num_threads(1)
+    return make_decoder(2048, 0)
+
+
+def arm(name: str, decoder: Decoder) -> Arm:
+    return Arm(name, decoder, num_history=HISTORY, batch=2, num_out=2, seed=0)
+
+
+@pytest.mark.parametrize("name", [RECOMPUTE, DEVICE])
+def test_a_turn_of_each_arm(name: str, decoder: Decoder) -> None:
+    turns = arm(name, decoder)
+    for count in (1, 2, 2):
+        took = turns.turns(count)
+        assert 0 < took.ttft_s < took.total_s
+        assert took.busy_s <= took.total_s
+        assert took.num_out == 2 * count
+
+
+def test_an_arm_whose_kv_is_elsewhere_fails(decoder: Decoder) -> None:
+    device = arm(DEVICE, decoder)
+    device._engine.forest.clear()
+    with pytest.raises(MnemeError, match="arm device, 96 tokens of history: kv_details say"):
+        device.turns(1)
+
+
+@pytest.mark.skipif(HAS_HOST_TIER, reason="there is a host tier")
+def test_a_host_tier_that_is_not_there_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(ConfigError, match="no host tier"):
+        make_engine(decoder, TWO_TIER, num_pages=64, host_pages=64)
+
+
+@pytest.mark.skipif(not HAS_HOST_TIER, reason="there is no host tier")
+def test_a_turn_from_host_memory(decoder: Decoder) -> None:
+    took = arm(HOST, decoder).turns(2)
+    assert 0 < took.ttft_s < took.total_s
+
+
+def test_where_kv_came_from_is_held_against_the_arm() -> None:
+    def kv(device: int, host: int, recomputed: int, dropped: int = 0) -> dict[str, int]:
+        return {"device": device, "host": host, "recomputed": recomputed, "dropped": dropped}
+
+    whole = 1000 + NUM_NEW
+    assert is_from(RECOMPUTE, kv(0, 0, whole), 1000)
+    assert not is_from(RECOMPUTE, kv(1, 0, whole - 1), 1000)
+    assert is_from(DEVICE, kv(1000, 0, NUM_NEW), 1000)
+    assert not is_from(DEVICE, kv(900, 100, NUM_NEW), 1000)
+    assert not is_from(DEVICE, kv(999, 0, NUM_NEW + 1), 1000)
+    assert is_from(HOST, kv(0, 1000, NUM_NEW), 1000)
+    assert is_from(HOST, kv(20, 980, NUM_NEW), 1000)
+    assert not is_from(HOST, kv(21, 979, NUM_NEW), 1000)
+    assert not is_from(HOST, kv(0, 999, NUM_NEW + 1), 1000)
+    assert not is_from(HOST, kv(0, 999, NUM_NEW, 1), 1000)
+
+
+def test_reductions_are_medians_of_rounds() -> None:
+    assert lower_by([1.0, 5.0, 1.0], [10.0, 10.0, 5.0]) == pytest.approx(0.8)
