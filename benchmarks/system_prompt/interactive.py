@@ -15,19 +15,21 @@ from workloads import Workload, make_prompts
 
 LIMIT_MS = 20.0  # mean latency per output token; set before it was measured, at several times that of a request alone
 _USER, _NEW = 64, 128
+_START = 4.0  # requests/s
 
 
 def run_interactive(bench: Bench) -> PartResult:
     """Arrivals of so many seconds, served to the end; the system prompt was seen once before, in every arm."""
     duration_s = bench.pick(full=30.0, quick=3.0)
+    tolerance = bench.pick(full=1.06, quick=2.0)
     part = PartResult(
         name="interactive",
         title=f"highest requests/s at {LIMIT_MS:g} ms per output token on average; ({_USER}, {_NEW}), "
-        f"Poisson arrivals of {duration_s:g} s, at most {bench.batch_limit} at once",
+        f"Poisson arrivals of {duration_s:g} s, batch limit {bench.batch_limit}, found to {tolerance - 1:.0%}",
     )
     for system in bench.pick(full=(64, 512, 2048), quick=(2048,)):
         shape = Shape(system, _USER, _NEW)
-        searches = {arm: _search(bench) for arm in ARMS}
+        searches = {arm: RateSearch(_START, step=bench.pick(full=1.5, quick=2.0), tolerance=tolerance) for arm in ARMS}
         while any(not search.is_done for search in searches.values()):
             for arm, search in searches.items():
                 if not search.is_done:
@@ -40,10 +42,6 @@ def run_interactive(bench: Bench) -> PartResult:
         row["trials"] = sum(len(search.tried) for search in searches.values())
         part.rows.append(row)
     return part
-
-
-def _search(bench: Bench) -> RateSearch:
-    return RateSearch(start=4.0, step=bench.pick(full=1.5, quick=2.0), tolerance=bench.pick(full=1.06, quick=1.5))
 
 
 def _is_met(bench: Bench, arm: Arm, shape: Shape, rate: float, duration_s: float) -> bool:

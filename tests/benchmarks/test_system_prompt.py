@@ -46,10 +46,15 @@ class FakeEngine:
 
 
 def served_by(
-    engine: FakeEngine, num_new: int, arrivals_s: list[float], limit_s: float | None = None, **more: bool
+    engine: FakeEngine,
+    num_new: int,
+    arrivals_s: list[float],
+    limit_s: float | None = None,
+    *,
+    until_first: bool = False,
 ) -> list[Served]:
     made = requests([[16, 17] for _ in arrivals_s], num_new)
-    return serve(engine, made, arrivals_s, now_s=lambda: engine.now, limit_s=limit_s, **more)
+    return serve(engine, made, arrivals_s, now_s=lambda: engine.now, limit_s=limit_s, until_first=until_first)
 
 
 def test_time_is_that_of_steps_and_idle_time_is_passed_over() -> None:
