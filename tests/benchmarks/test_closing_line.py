@@ -83,6 +83,16 @@ def test_bench_gpu_engine_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "engine.png").exists()
 
 
+def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
+    found = closing_line(["benchmarks/bench_system_prompt.py", "--quick", "--only", "capacity", "--out", str(tmp_path)])
+    assert {check["name"]: check["ok"] for check in found["checks"]} == {
+        f"running_growth_r_{r}": True for r in (0.5, 0.75, 0.9)
+    }
+    assert all(row["suspended"] == 0 < row["apart"] for row in found["results"]["capacity"]["rows"])
+    assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
+    assert (tmp_path / "capacity.png").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_make_gpu_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'out'}"]
