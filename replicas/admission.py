@@ -55,6 +55,8 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
     `capacity` is in tokens: of the context window or the whole page pool, whichever is smaller.
     """
     wanted, room = request.sampling.max_tokens, capacity - num_prompt
+    if request.truncation is not None:  # makes room when it is needed
+        return wanted or max(room, int(request.truncation.ratio * capacity), 1)
     if room >= 1 and (wanted or 1) <= room:
         return wanted or room
     asked = f"{num_prompt} prompt tokens" + (f" and {wanted} more" if wanted else "")

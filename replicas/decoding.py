@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from mneme.replicas.admission import max_output_tokens, stop_stream
@@ -10,7 +11,7 @@ from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sampler import SampleRow
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.token_counts import TokenCounts
-from mneme.replicas.token_log import FinishedTurn
+from mneme.replicas.token_log import FinishedTurn, Seen, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
@@ -34,16 +35,21 @@ class Decoding:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def begin(
-        self, request: GenerationRequest, ids: list[int], owner: Owner | None, *, capacity: int, arrival: int
+        self, request: GenerationRequest, prompt: TurnPrompt, owner: Owner | None, *, capacity: int, arrival: int
     ) -> Sequence:
-        """The sequence of a request whose prompt is `ids`; raises as `max_output_tokens` and `stop_stream` do."""
+        """The sequence of a request; raises as `max_output_tokens` and `stop_stream` do."""
+        ids = prompt.ids
         sequence = Sequence(
             request=request,
             owner=owner,
             ids=ids,
             num_prompt=len(ids),
-            max_tokens=max_output_tokens(request, len(ids), capacity),
+            max_tokens=max_output_tokens(request, len(prompt.context), capacity),
             arrival=arrival,
+            context=prompt.context,
+            root=prompt.root if request.truncation is not None and request.truncation.strategy == "reuse_kv" else None,
+            window=None if request.truncation is None else capacity,
+            num_history=prompt.num_history,
             stop_text=stop_stream(request, self._tokenizer),
         )
         if request.sampling.repetition_penalty != 1.0:
@@ -81,7 +87,8 @@ class Decoding:
         text = None
         if self._tokenizer is not None and sequence.request.prompt_text is not None:
             text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
-        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text)
+        seen = None if sequence.context is sequence.ids else Seen(array("i", sequence.context), sequence.root)
+        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text, seen)
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
         params = sequence.request.sampling

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded
@@ -35,8 +36,9 @@ from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.session_pages import delete_pages, let_go
 from mneme.replicas.sessions import SessionKey, Sessions
-from mneme.replicas.token_log import FinishedTurn
+from mneme.replicas.token_log import FinishedTurn, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -73,8 +75,8 @@ class Engine:
             max_tokens=config.max_session_tokens,
             end_token_ids=known_eos,
             decode=None if tokenizer is None else self._decoding.decode,
-            on_drop=self.forest.disown,
-            on_delete=self.forest.drop_owned,
+            on_drop=partial(let_go, self.forest),
+            on_delete=partial(delete_pages, self.forest),
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
@@ -120,12 +122,12 @@ class Engine:
         check_request(request, self._runner.vocab_size, self.max_context)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
         try:
-            ids = self.sessions.begin(request)
+            prompt = self.sessions.begin(request)
         except Overloaded as error:  # too many turns of its session
             raise self._limits.refusal("session", str(error)) from error
-        if ids is not None:
+        if prompt is not None:
             try:
-                self._start(request, ids)
+                self._start(request, prompt)
             except Exception:
                 self._begin_next(self.sessions.end(request, None))
                 raise
@@ -186,9 +188,9 @@ class Engine:
         self.forest.forget_all()
         return self.take_events()
 
-    def _start(self, request: GenerationRequest, ids: list[int]) -> None:
+    def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
         owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
-        sequence = self._decoding.begin(request, ids, owner, capacity=self.capacity, arrival=arrival)
+        sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
         self._sequence_by_id[request.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -246,9 +248,9 @@ class Engine:
         while unstarted:
             request = unstarted.popleft()
             try:
-                ids = self.sessions.begin(request)
-                assert ids is not None, "the turn is this request's"
-                self._start(request, ids)
+                prompt = self.sessions.begin(request)
+                assert prompt is not None, "the turn is this request's"
+                self._start(request, prompt)
             except Exception as error:
                 refusal = error if isinstance(error, MnemeError) else None
                 if refusal is None:

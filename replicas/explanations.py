@@ -28,7 +28,7 @@ class Explanations:
     def note(self, sequence: Sequence, usage: PromptUsage) -> None:
         """A prompt has been computed."""
         request = sequence.request
-        ranges = [origin._asdict() for origin in sequence.origins.ranges(sequence.num_prompt)]
+        ranges = [origin._asdict() for origin in sequence.origins.ranges(usage.prompt_tokens)]
         explanation = {
             "request_id": request.request_id,
             "choice": request.choice_index,

@@ -30,7 +30,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lru import LruPolicy
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps
-from mneme.replicas.forest_kept import kept_by, mask_of
+from mneme.replicas.forest_kept import kept_by, kept_resident, mask_of
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
 from mneme.replicas.forest_owners import Owners
@@ -103,6 +103,12 @@ class PrefixForest(Paths):
         root = self._roots.get(salt)
         return Resident(0, 0) if root is None else resident(root, ids)
 
+    def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
+        """The same for what a truncated session sees; `ids` begin with what it kept."""
+        kept = [kept_resident(each) for each in root.kept]
+        own = resident(root, ids)
+        return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
+
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Where eviction reads which sessions wait, in order; None for a request without a session."""
         self.device.cached.look_ahead(queue)
@@ -129,15 +135,15 @@ class PrefixForest(Paths):
         self.release(path)
         return None
 
-    def truncate(self, path: Path, ranges: Spans) -> Path:
+    def truncate(self, path: Path, ranges: Spans) -> Path | None:
         """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
 
-        No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4).
+        No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
+        happened, where some of it has no KV.
         """
-        root = Root(path.root.salt, kept_by(path, ranges))
-        truncated = self.open_kept(root)
-        assert truncated is not None, "the path has the KV of what it keeps"
-        self.release(path)
+        truncated = self.open_kept(Root(path.root.salt, kept_by(path, ranges)))
+        if truncated is not None:
+            self.release(path)
         return truncated
 
     def release(self, path: Path, owner: Owner | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mneme.replicas.forest_gaps import Spans, needed_tokens
-from mneme.replicas.forest_nodes import Kept, Path
+from mneme.replicas.forest_nodes import Kept, Path, Resident
 
 _WORD_BITS = 64
 
@@ -24,6 +24,13 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
                 kept.append(Kept(node, low - delta, high - delta, delta + shift))
         num_kept += end - start
     return tuple(kept)
+
+
+def kept_resident(kept: Kept) -> Resident:
+    """Of the tokens that were kept, those with KV."""
+    ends = [min(kept.node.start + filled, kept.end) for filled in kept.node.filled]
+    device, host = (max(end - kept.start, 0) for end in ends)
+    return Resident(device, max(host - device, 0))
 
 
 def mask_of(kept: Kept, page_size: int) -> int:

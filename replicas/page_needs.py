@@ -21,9 +21,11 @@ from mneme.replicas.token_log import TokenLog, turn_name
 def num_needed_tokens(sequence: Sequence) -> int:
     """Tokens that a started request must be able to have."""
     params = sequence.request.sampling
-    if params.max_tokens is not None:
-        return sequence.num_prompt + sequence.max_tokens
-    return sequence.num_prompt + max(sequence.num_output + 1, min(params.min_tokens, sequence.max_tokens))
+    num_output = sequence.max_tokens
+    if params.max_tokens is None:
+        num_output = max(sequence.num_output + 1, min(params.min_tokens, sequence.max_tokens))
+    num_tokens = sequence.num_prompt - sequence.num_unseen + num_output
+    return num_tokens if sequence.window is None else min(num_tokens, sequence.window)
 
 
 def limit_output(sequences: Iterable[Sequence], capacity: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mneme.replicas.forest_nodes import Resident
 from mneme.replicas.pins import PinKey
+from mneme.replicas.session_pages import resident_of
 from mneme.replicas.sessions import SessionKey
 from mneme.replicas.token_log import TokenLog
 
@@ -96,15 +97,17 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     if log is None:
         return None
     running = engine.turn_so_far(key)
-    ids = log.ids.tolist() if running is None else running[0].ids
+    ids, seen = (log.ids, log.seen) if running is None else (running[0].ids, running[0].seen)
+    num_seen = len(ids) if seen is None else len(seen.ids)
     return {
         "tokens": len(ids),
+        "truncated": len(ids) - num_seen,
         "turns": log.num_turns,
         "answering": log.running is not None,
         "queued": 0 if log.running is None else len(log.running.queue),
         "idle_s": sessions.idle_s(log),
         "expires_in_s": sessions.expires_in_s(log),
-        "kv": _tiers(engine.forest.resident(key[0], ids), len(ids)),
+        "kv": _tiers(resident_of(engine.forest, key[0], ids, seen), num_seen),
         "hit_history": _hits(log),
     }
 

@@ -103,7 +103,7 @@ class Runner:
         starts, ends = np.array([span for chunk in ordered for span in chunk.spans]).T
         positions = ranges(starts, ends - starts)
         slots = self._slots(ordered)
-        token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.ids[start:end]]
+        token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.context[start:end]]
         arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)

@@ -25,6 +25,7 @@ from mneme.replicas.forest_pages import OutOfPages
 from mneme.replicas.page_needs import limit_output
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.step_budget import StepBudget
+from mneme.replicas.truncating import AttentionMass, PathOpener
 from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -34,8 +35,16 @@ _REMATCH_STEPS = 64
 class Scheduler:
     """Owns the queue and the running set; the forest owns the pages."""
 
-    def __init__(self, forest: PrefixForest, *, max_batch_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        forest: PrefixForest,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        attention_mass: AttentionMass | None = None,
+    ) -> None:
         self._forest = forest
+        self._opener = PathOpener(forest, attention_mass)
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self.waiting = WaitingQueue()
@@ -93,6 +102,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
+            if sequence.is_over:
+                sequence.path = self._opener.shorten(sequence, sequence.path, sequence.path.num_tokens)
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
             limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
@@ -127,7 +138,7 @@ class Scheduler:
     def _widen(self, chunks: list[Chunk], budget: StepBudget) -> None:
         """Give the rows that are left to prompts that were cut, the oldest first."""
         for index, chunk in enumerate(chunks):
-            path, ids = chunk.sequence.path, chunk.sequence.ids
+            path, ids = chunk.sequence.path, chunk.sequence.context
             assert path is not None
             if budget.num_left == 0 or chunk.samples or self._forest.extend(path, ids, len(ids)):
                 continue
@@ -138,21 +149,20 @@ class Scheduler:
                 budget.num_left -= wider.num_rows - chunk.num_rows
 
     def _num_missing_pages(self, chunk: Chunk) -> int:
-        path, ids = chunk.sequence.path, chunk.sequence.ids
+        path, ids = chunk.sequence.path, chunk.sequence.context
         assert path is not None
         return self._forest.num_new_pages(path, ids, len(ids))
 
     def _open(self, sequence: Sequence) -> bool:
         """Give the sequence a path with what is resident, if the rest of its tokens fits too."""
-        path = self._forest.open_path(sequence.request.salt)
-        self._forest.extend(path, sequence.ids, len(sequence.ids))
+        path = self._opener.open(sequence)
         if not self._fits(path, sequence):
             self._forest.release(path)
             if self.running:
                 return False
             # Alone and still short: its prefix is scattered over forks, several pages a block. Start clean.
             self._forest.clear()
-            path = self._forest.open_path(sequence.request.salt)
+            path = self._opener.open(sequence)
         sequence.path, sequence.was_admitted = path, True
         return True
 
@@ -161,9 +171,9 @@ class Scheduler:
 
         Prompts that were cut in this step count as if they were whole.
         """
-        needed = self._forest.num_new_pages(path, sequence.ids, len(sequence.ids))
+        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
         kept = max(self._forest.num_reserved, len(self.running)) if self.running else 0
-        kept += self._budget.num_promised(path, sequence.ids)
+        kept += self._budget.num_promised(path, sequence.context)
         return needed + kept <= self._forest.num_available
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
@@ -182,7 +192,7 @@ class Scheduler:
 
     def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """At most so many rows; None if another prompt, which goes the same way, has them in this step."""
-        path, ids = sequence.path, sequence.ids
+        path, ids = sequence.path, sequence.context
         assert path is not None
         self._forest.extend(path, ids, len(ids))
         if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
@@ -194,7 +204,7 @@ class Scheduler:
     def _num_pending(self, sequence: Sequence) -> int:
         """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
         assert sequence.path is not None
-        return self._forest.num_pending(sequence.path, sequence.ids)
+        return self._forest.num_pending(sequence.path, sequence.context)
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)

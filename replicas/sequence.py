@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mneme.replicas.forest_nodes import Owner, Path
+from mneme.replicas.forest_nodes import Owner, Path, Root
 from mneme.replicas.forest_paths import Rows
 from mneme.replicas.origins import Origins
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """State of one `GenerationRequest`. `ids[:path.num_tokens]` have KV; the rest is to be computed."""
+    """State of one `GenerationRequest`. `context[:path.num_tokens]` have KV; the rest is to be computed."""
 
     request: GenerationRequest
     ids: list[int]  # prompt, then output
@@ -25,6 +25,11 @@ class Sequence:
     max_tokens: int  # output tokens, resolved against context and pool
     arrival: int  # FCFS order, kept through suspensions
     owner: Owner | None = None  # its session
+    context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
+    root: Root | None = None  # where `context` goes on behind what a truncation kept
+    window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
+    num_history: int = 0  # tokens of `context` that the session had before this turn
+    num_unseen: int = 0  # of the prompt, when its first token is drawn
     path: Path | None = None  # None while it waits
     was_admitted: bool = False
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
@@ -33,6 +38,21 @@ class Sequence:
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
     drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
+
+    def __post_init__(self) -> None:
+        self.context = self.context or self.ids
+        self.num_unseen = self.num_prompt - len(self.context)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its last token is outside its window."""
+        return self.window is not None and len(self.context) > self.window
+
+    def see(self, context: list[int]) -> None:
+        """This is all that it sees from now on."""
+        if self.num_output == 0:
+            self.num_unseen += len(self.context) - len(context)
+        self.context = context
 
     @property
     def num_output(self) -> int:
@@ -46,6 +66,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """One more output token."""
         self.ids.append(token_id)
+        if self.context is not self.ids:
+            self.context.append(token_id)
         for counts in (self.seen, self.drawn):
             if counts is not None:
                 counts.add(token_id)
@@ -70,10 +92,9 @@ class Sequence:
     @property
     def usage(self) -> PromptUsage:
         """As far as the prompt has been computed; what was not begun counts as computed."""
-        device, host, dropped = (
-            self.origins.num_tokens(self.num_prompt, source) for source in ("device", "host", "dropped")
-        )
-        return PromptUsage(self.num_prompt, device + host, host, dropped)
+        num_seen = self.num_prompt - self.num_unseen
+        device, host, dropped = (self.origins.num_tokens(num_seen, source) for source in ("device", "host", "dropped"))
+        return PromptUsage(num_seen, device + host, host, dropped, self.num_unseen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +124,7 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether its last row is the sequence's last known token, so that the next one is sampled."""
-        return self.end == len(self.sequence.ids)
+        return self.end == len(self.sequence.context)
 
     def with_rows(self, rows: Rows) -> Chunk:
         """The same with more rows behind its last."""

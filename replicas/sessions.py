@@ -19,7 +19,7 @@ from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_deadlines import Deadlines
 from mneme.replicas.session_prompts import SessionPrompts
 from mneme.replicas.session_queue import TurnQueue
-from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog, root_turn, turn_name
+from mneme.replicas.token_log import FinishedTurn, RunningTurn, Seen, TokenLog, TurnPrompt, root_turn, turn_name
 
 SessionKey = tuple[str, str]  # (tenant salt, session id)
 
@@ -66,14 +66,14 @@ class Sessions:
         key = _key(request)
         return None if key is None else self._log_by_key.get(key)
 
-    def begin(self, request: GenerationRequest) -> list[int] | None:
-        """The prompt ids to run, or None: an earlier turn is answering and this one is queued behind it.
+    def begin(self, request: GenerationRequest) -> TurnPrompt | None:
+        """What to run, or None: an earlier turn is answering and this one is queued behind it.
 
         Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
         """
         key = _key(request)
         if key is None or self._max_sessions == 0:
-            return _ids_without_session(request)
+            return _without_session(request)
         self.expire()
         log = self._log_by_key.get(key) or TokenLog()
         running, turn = log.running, turn_name(request)
@@ -91,7 +91,7 @@ class Sessions:
         running.answering.add(request.request_id)
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
-        return ids
+        return log.prompt(ids)
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
         """The request is over; `turn` is None if nothing of it is to be kept.
@@ -120,8 +120,8 @@ class Sessions:
         log = self.get(key)
         if log is None:
             return False
-        self._forget_ids(log)
         self._on_delete(log)
+        self._forget_ids(log)
         if log.running is None:
             self._drop(key, log)
         else:
@@ -140,7 +140,9 @@ class Sessions:
             raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
         forked = log.forked()
         if so_far is not None and log.running is not None:
-            forked.keep(*so_far, log.running.num_marks)
+            turn, asked = so_far
+            seen = None if turn.seen is None else Seen(turn.seen.ids, None)
+            forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
         if not forked.ids:
             raise _not_found(key)  # nothing was said yet
         self._log_by_key[new_key] = forked
@@ -211,7 +213,7 @@ class Sessions:
 
     def _forget_ids(self, log: TokenLog) -> None:
         self._num_tokens -= len(log.ids)
-        log.ids, log.marks, log.hits = array("i"), b"", b""
+        log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
 
@@ -228,7 +230,8 @@ def _not_found(key: SessionKey) -> SessionNotFound:
     return SessionNotFound("session_id", _name(key))
 
 
-def _ids_without_session(request: GenerationRequest) -> list[int]:
+def _without_session(request: GenerationRequest) -> TurnPrompt:
     if request.append:
         raise SessionNotFound("session_id", None)
-    return list(request.prompt_token_ids)
+    ids = list(request.prompt_token_ids)
+    return TurnPrompt(ids, ids, None, 0)

@@ -58,4 +58,4 @@ class StepBudget:
         cut, position = self._cut_by_tail.get(path.tail), path.num_tokens
         if cut is None or cut.chunk.end != position or position >= len(ids):
             return None
-        return cut if cut.chunk.sequence.ids[position] == ids[position] else None
+        return cut if cut.chunk.sequence.context[position] == ids[position] else None

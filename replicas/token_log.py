@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mneme.replicas.forest_nodes import Owner
+from mneme.replicas.forest_nodes import Owner, Root
 from mneme.replicas.request import GenerationRequest
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
@@ -36,6 +36,22 @@ class Mark(NamedTuple):
     num_ids: int
 
 
+class Seen(NamedTuple):
+    """What a truncated conversation goes on from, in the place of all its ids."""
+
+    ids: array[int]
+    root: Root | None  # None: its KV is that of these ids, as anybody's
+
+
+class TurnPrompt(NamedTuple):
+    """What a turn runs."""
+
+    ids: list[int]  # all that was said
+    context: list[int]  # what is seen of it
+    root: Root | None  # as in `Seen`
+    num_history: int  # of `context`, what was there before the turn
+
+
 class FinishedTurn(NamedTuple):
     """What a turn's first choice leaves behind, or has so far where it is forked while it answers."""
 
@@ -43,6 +59,7 @@ class FinishedTurn(NamedTuple):
     num_prompt: int
     num_cached: int  # prompt tokens that it did not compute
     output_text: str | None  # None: its text is not known
+    seen: Seen | None = None  # what is seen of `ids`; None: all
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +87,7 @@ class TokenLog(Owner):
     last_used_s: float = 0.0
     ttl_s: float | None = None  # its own, where it has one
     running: RunningTurn | None = None
+    seen: Seen | None = None  # None: all ids
 
     @property
     def is_known(self) -> bool:
@@ -109,8 +127,16 @@ class TokenLog(Owner):
             ]
             marks += _packed(request.prompt_text + turn.output_text, ends)
         self.marks = _thinned(marks)
-        self.ids = array("i", turn.ids)
+        self.ids, self.seen = array("i", turn.ids), turn.seen
         self.num_turns += 1
+
+    def prompt(self, ids: list[int]) -> TurnPrompt:
+        """What a turn of these ids sees: if they go on from all of the log, what that saw."""
+        num_known = len(self.ids)
+        if self.seen is None or array("i", ids[:num_known]) != self.ids:
+            return TurnPrompt(ids, ids, None, min(num_known, len(ids)))
+        context = [*self.seen.ids, *ids[num_known:]]
+        return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids))
 
     def note_hit(self, num_prompt: int, num_cached: int) -> None:
         self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]
@@ -121,7 +147,10 @@ class TokenLog(Owner):
 
     def forked(self) -> TokenLog:
         """A session of its own with the same past."""
-        return TokenLog(ids=self.ids[:], marks=self.marks, hits=self.hits, num_turns=self.num_turns, ttl_s=self.ttl_s)
+        seen = None if self.seen is None else Seen(self.seen.ids[:], None)  # approximate KV stays in its session
+        return TokenLog(
+            ids=self.ids[:], marks=self.marks, hits=self.hits, num_turns=self.num_turns, ttl_s=self.ttl_s, seen=seen
+        )
 
 
 def turn_name(request: GenerationRequest) -> str:

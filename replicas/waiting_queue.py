@@ -137,7 +137,7 @@ class WaitingQueue:
             self._last_taken = flow
             self.charge(sequence, max(num_computed, 1))
         self._count(sequence, -1)
-        self.num_taken_tokens += len(sequence.ids)
+        self.num_taken_tokens += len(sequence.context)
         return sequence
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
@@ -202,7 +202,7 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self._length += sign
-        self.num_tokens += sign * len(sequence.ids)
+        self.num_tokens += sign * len(sequence.context)
 
 
 def _flow_key(request: GenerationRequest) -> FlowKey:
@@ -210,4 +210,4 @@ def _flow_key(request: GenerationRequest) -> FlowKey:
 
 
 def _size(sequence: Sequence) -> int:
-    return max(len(sequence.ids), 1)
+    return max(len(sequence.context), 1)

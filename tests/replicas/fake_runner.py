@@ -58,7 +58,7 @@ class FakeRunner:
             for position in itertools.chain(*itertools.starmap(range, chunk.spans)):
                 self._check_context(chunk, position)
             if chunk.samples:
-                rows.append(predict(chunk.sequence.ids, self.vocab_size))
+                rows.append(predict(chunk.sequence.context, self.vocab_size))
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
 
@@ -85,7 +85,7 @@ class FakeRunner:
         for position, slot in zip(positions, slots, strict=False):
             assert position % self.page_size == slot[1]
             assert slot not in self._slots, "a slot is written twice"
-            self._slots[slot] = (position, chunk.sequence.ids[position])
+            self._slots[slot] = (position, chunk.sequence.context[position])
 
     def _check_context(self, chunk: Chunk, query_position: int) -> None:
         """The row sees each token of its window once, at its position; what is left of the window may be away."""
@@ -100,7 +100,7 @@ class FakeRunner:
                     seen.append((position + delta, token))
         assert len({position for position, _ in seen}) == len(seen), "a position is seen twice"
         first = 0 if self.window is None else max(query_position - self.window + 1, 0)
-        context = [(position, chunk.sequence.ids[position]) for position in range(first, query_position + 1)]
+        context = [(position, chunk.sequence.context[position]) for position in range(first, query_position + 1)]
         assert [each for each in sorted(seen) if each[0] >= first] == context
 
 

@@ -23,6 +23,11 @@ class Clock:
         return self.now
 
 
+def begin(sessions: Sessions, request: GenerationRequest) -> list[int] | None:
+    prompt = sessions.begin(request)
+    return None if prompt is None else prompt.ids
+
+
 def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
@@ -40,7 +45,7 @@ def turn(name: str, session: str | None, text: str | None = "ab", index: int = 0
 
 
 def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int], text: str) -> None:
-    ids = sessions.begin(request)
+    ids = begin(sessions, request)
     assert ids is not None
     assert end(sessions, request, ids, output_ids, text) == []
 
@@ -54,14 +59,14 @@ def end(
 def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
     sessions, _ = make()
     answer(sessions, turn("1", "s"), [1000, 1001], "cd")  # ids that encoding "cd" would not give
-    assert sessions.begin(turn("2", "s", "abcdef")) == [97, 98, 1000, 1001, *encode("ef")]
+    assert begin(sessions, turn("2", "s", "abcdef")) == [97, 98, 1000, 1001, *encode("ef")]
 
 
 def test_other_text_falls_back_to_the_requests_own_ids() -> None:
     sessions, _ = make()
     answer(sessions, turn("1", "s"), [1000], "c")
-    assert sessions.begin(turn("2", "s", "abX")) == encode("abX")
-    assert sessions.begin(turn("3", None, "abc")) == encode("abc")
+    assert begin(sessions, turn("2", "s", "abX")) == encode("abX")
+    assert begin(sessions, turn("3", None, "abc")) == encode("abc")
 
 
 def test_a_moved_request_keeps_the_output_it_brought() -> None:
@@ -72,24 +77,24 @@ def test_a_moved_request_keeps_the_output_it_brought() -> None:
         request_id="2.0", prompt_token_ids=(*moved.prompt_token_ids, 7, 8), sampling=SamplingParams(),
         session_id="s", prompt_text="abcd", output_offset=2,
     )  # fmt: skip
-    assert sessions.begin(moved) == [97, 98, 1000, ord("d"), 7, 8]
+    assert begin(sessions, moved) == [97, 98, 1000, ord("d"), 7, 8]
 
 
 def test_tenants_have_their_own_sessions() -> None:
     sessions, _ = make()
     answer(sessions, turn("1", "s", salt="one"), [1000], "c")
-    assert sessions.begin(turn("2", "s", "abc", salt="two")) == encode("abc")
+    assert begin(sessions, turn("2", "s", "abc", salt="two")) == encode("abc")
 
 
 def test_turns_wait_in_order_and_choices_go_together() -> None:
     sessions, _ = make()
     first = turn("1", "s")
-    assert sessions.begin(first) is not None
+    assert begin(sessions, first) is not None
     later = [turn("2", "s", index=0), turn("2", "s", index=1), turn("3", "s")]
-    assert [sessions.begin(request) for request in later] == [None, None, None]
+    assert [begin(sessions, request) for request in later] == [None, None, None]
     assert len(sessions.queued) == 3
     assert sessions.end(first, None) == later[:2]
-    assert [sessions.begin(request) is not None for request in later[:2]] == [True, True]
+    assert [begin(sessions, request) is not None for request in later[:2]] == [True, True]
     assert sessions.end(later[0], None) == []
     assert sessions.end(later[1], None) == [later[2]]
 
@@ -98,22 +103,22 @@ def test_the_first_choice_is_the_one_that_is_kept() -> None:
     sessions, _ = make()
     choices = [turn("1", "s", index=i) for i in range(2)]
     for choice in choices:
-        sessions.begin(choice)
+        begin(sessions, choice)
     end(sessions, choices[1], [97, 98], [1], "Z")
     end(sessions, choices[0], [97, 98], [2], "Y")
-    assert sessions.begin(turn("2", "s", "abY")) == [97, 98, 2]
+    assert begin(sessions, turn("2", "s", "abY")) == [97, 98, 2]
 
 
 def test_surplus_sessions_go_but_never_one_that_is_answering() -> None:
     sessions, _ = make(max_sessions=3)
     busy = turn("busy", "busy")
-    sessions.begin(busy)
+    begin(sessions, busy)
     for name in "abc":
         answer(sessions, turn(name, name), [1], "c")
     sessions.expire()
     assert len(sessions) == 3
-    assert sessions.begin(turn("a2", "a", "abc")) == encode("abc")  # the oldest went
-    assert sessions.begin(turn("c2", "c", "abc")) == [97, 98, 1]
+    assert begin(sessions, turn("a2", "a", "abc")) == encode("abc")  # the oldest went
+    assert begin(sessions, turn("c2", "c", "abc")) == [97, 98, 1]
     sessions.expire()
     assert end(sessions, busy, [97, 98], [1], "c") == []
 
@@ -123,10 +128,10 @@ def test_old_sessions_go_also_when_they_are_asked_for() -> None:
     answer(sessions, turn("1", "s"), [1000], "c")
     clock.now = 10
     second = turn("2", "s", "abc")
-    assert sessions.begin(second) == [97, 98, 1000]
+    assert begin(sessions, second) == [97, 98, 1000]
     end(sessions, second, [97, 98, 1000], [], "")
     clock.now = 21
-    assert sessions.begin(turn("3", "s", "abc")) == encode("abc")
+    assert begin(sessions, turn("3", "s", "abc")) == encode("abc")
 
 
 def test_token_logs_are_bounded_together() -> None:
@@ -142,25 +147,25 @@ def test_a_session_that_cannot_be_encoded_is_not_locked() -> None:
     answer(sessions, turn("1", "s"), [1], "c")
     sessions._prompts._encode = lambda text: 1 // 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
-        sessions.begin(turn("2", "s", "abcd"))
-    assert sessions.begin(turn("3", "s", "abc")) == [97, 98, 1]
+        begin(sessions, turn("2", "s", "abcd"))
+    assert begin(sessions, turn("3", "s", "abc")) == [97, 98, 1]
 
 
 def test_one_session_cannot_queue_without_bound() -> None:
     sessions, _ = make()
-    sessions.begin(turn("0", "s"))
+    begin(sessions, turn("0", "s"))
     for index in range(MAX_QUEUED_PER_SESSION):
-        assert sessions.begin(turn(f"{index + 1}", "s")) is None
+        assert begin(sessions, turn(f"{index + 1}", "s")) is None
     with pytest.raises(Overloaded):
-        sessions.begin(turn("late", "s"))
+        begin(sessions, turn("late", "s"))
     assert len(sessions.queued) == MAX_QUEUED_PER_SESSION
 
 
 def test_a_queued_turn_can_be_taken_out() -> None:
     sessions, _ = make()
     first, second = turn("1", "s"), turn("2", "s")
-    sessions.begin(first)
-    sessions.begin(second)
+    begin(sessions, first)
+    begin(sessions, second)
     assert sessions.queued.cancel("2.0") is second
     assert sessions.queued.cancel("2.0") is None
     assert sessions.end(first, None) == []
@@ -188,7 +193,7 @@ def test_an_edited_message_keeps_all_before_it() -> None:
     stored = log_of(sessions)
     edited = text.replace("<question 2>", "<question 2, but another>")
     kept = stored[: stored.index(1001) + 1]  # to the end of the second answer, exact
-    assert sessions.begin(turn("next", "s", edited + "more")) == kept + encode(
+    assert begin(sessions, turn("next", "s", edited + "more")) == kept + encode(
         edited.partition("<answer 1>")[2] + "more"
     )
 
@@ -198,7 +203,7 @@ def test_a_stripped_answer_keeps_all_before_it() -> None:
     text = conversation(sessions, 3)
     kept = log_of(sessions)[:-1]  # to the end of the third question
     stripped = text.removesuffix("<answer 2>") + "stripped"
-    assert sessions.begin(turn("next", "s", stripped)) == kept + encode("stripped")
+    assert begin(sessions, turn("next", "s", stripped)) == kept + encode("stripped")
 
 
 def test_after_an_edit_the_log_is_what_was_said_last() -> None:
@@ -209,10 +214,10 @@ def test_after_an_edit_the_log_is_what_was_said_last() -> None:
     assert log_of(sessions)[-1] == 2000
     assert 1001 not in log_of(sessions)
     next_turn = turn("next", "s", f"{edited.prompt_text}!?")
-    assert sessions.begin(next_turn) == [*log_of(sessions), ord("?")]
+    assert begin(sessions, next_turn) == [*log_of(sessions), ord("?")]
     sessions.end(next_turn, None)
     old = turn("old", "s", text)  # what the first client still has: matched up to where both agree
-    assert sessions.begin(old) == log_of(sessions)[: log_of(sessions).index(1000) + 1] + encode(
+    assert begin(sessions, old) == log_of(sessions)[: log_of(sessions).index(1000) + 1] + encode(
         text.partition("<answer 0>")[2]
     )
 
@@ -225,9 +230,9 @@ def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
     first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
     answer(sessions, first, [7], "own")
     broom = replace(turn("2", "s", "broom"), prompt_token_ids=(3,))
-    assert sessions.begin(broom) == [3]
+    assert begin(sessions, broom) == [3]
     sessions.end(broom, None)
-    assert sessions.begin(replace(turn("3", "s", "browner"), prompt_token_ids=(5,))) == [1, 7, 4]  # an answer stands
+    assert begin(sessions, replace(turn("3", "s", "browner"), prompt_token_ids=(5,))) == [1, 7, 4]  # an answer stands
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=8), st.text("ab", max_size=12))
@@ -243,7 +248,7 @@ def test_whatever_a_client_sends_its_own_text_is_what_runs(said: list[str], sent
         text += text_by_id[1000 + index]
     for asked in (sent, text, text + sent, text[: len(sent)] + sent, text[:-1] + sent):
         request = turn("next", "s", asked or "a")
-        ids = sessions.begin(request)
+        ids = begin(sessions, request)
         assert ids is not None
         assert "".join(text_by_id.get(i, chr(i)) for i in ids) == (asked or "a")
         sessions.end(request, None)
@@ -257,17 +262,17 @@ def test_what_is_appended_follows_the_log() -> None:
     sessions, _ = make()
     conversation(sessions, 2)
     stored = log_of(sessions)
-    assert sessions.begin(appended("next")) == stored + encode("new")
+    assert begin(sessions, appended("next")) == stored + encode("new")
 
 
 def test_an_answer_is_closed_once() -> None:
     sessions, _ = make()
     answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
     closed = appended("2", ";\nnew", num_closing=2)
-    assert sessions.begin(closed) == encode("abc;\nnew")
+    assert begin(sessions, closed) == encode("abc;\nnew")
     sessions.end(closed, None)
     answer(sessions, turn("3", "s", "ab"), encode("c"), "c")
-    assert sessions.begin(appended("4", ";\nnew", num_closing=2)) == encode("abc;\nnew")
+    assert begin(sessions, appended("4", ";\nnew", num_closing=2)) == encode("abc;\nnew")
 
 
 def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
@@ -275,7 +280,7 @@ def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
     sessions, _ = make()
     sessions._prompts._end_token_ids = frozenset({ord(";")})
     answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
-    assert sessions.begin(appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
+    assert begin(sessions, appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
 
 
 def test_appended_turns_leave_older_marks_good() -> None:
@@ -283,7 +288,7 @@ def test_appended_turns_leave_older_marks_good() -> None:
     text = conversation(sessions, 1)
     answer(sessions, appended("2"), [3000], "unseen")
     stored = log_of(sessions)
-    assert sessions.begin(turn("3", "s", text + "and now all of it")) == stored[: stored.index(1000) + 1] + encode(
+    assert begin(sessions, turn("3", "s", text + "and now all of it")) == stored[: stored.index(1000) + 1] + encode(
         "and now all of it"
     )
 
@@ -306,7 +311,7 @@ def test_a_client_that_appended_and_then_sends_all_of_it_is_known(num_whole: int
     again = turn("again", "s", text + "more")
     answer(sessions, again, [3000], "<unseen>")
     assert log_of(sessions) == [*stored, *encode("more"), 3000]
-    assert sessions.begin(turn("last", "s", text + "more<unseen>!")) == [*log_of(sessions), ord("!")]
+    assert begin(sessions, turn("last", "s", text + "more<unseen>!")) == [*log_of(sessions), ord("!")]
 
 
 @pytest.mark.parametrize("change", [("new", "old"), ("<unseen>", "<un"), ("answer 0", "answer 1")])
@@ -317,7 +322,7 @@ def test_what_was_appended_and_is_told_otherwise_is_not_taken(change: tuple[str,
     num_marked = len(log_of(sessions))
     answer(sessions, appended("2"), [3000], "<unseen>")
     told = (text + "new<unseen>").replace(*change) + "more"
-    ids = sessions.begin(turn("3", "s", told))
+    ids = begin(sessions, turn("3", "s", told))
     assert ids is not None
     if told.startswith(text):
         assert ids == log_of(sessions)[:num_marked] + encode(told.removeprefix(text))
@@ -328,9 +333,9 @@ def test_what_was_appended_and_is_told_otherwise_is_not_taken(change: tuple[str,
 def test_nothing_to_append_to_is_an_error_and_leaves_nothing() -> None:
     sessions, _ = make()
     with pytest.raises(SessionNotFound):
-        sessions.begin(appended("1"))
+        begin(sessions, appended("1"))
     with pytest.raises(SessionNotFound):
-        sessions.begin(replace(appended("1"), session_id=None))
+        begin(sessions, replace(appended("1"), session_id=None))
     assert len(sessions) == 0
 
 
@@ -339,29 +344,29 @@ def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
     conversation(sessions, 1)
     stored = log_of(sessions)
     first = appended("2")
-    ids = sessions.begin(first)
+    ids = begin(sessions, first)
     assert ids is not None
     end(sessions, first, ids, [3000, 3001], "xy")  # its replica's stream broke; two tokens had come
     again = replace(appended("2~1"), prompt_token_ids=(*first.prompt_token_ids, 3000, 3001), output_offset=2)
-    assert sessions.begin(again) == [*stored, *encode("new"), 3000, 3001]
+    assert begin(sessions, again) == [*stored, *encode("new"), 3000, 3001]
     sessions.end(again, None)
     with pytest.raises(SessionNotFound):  # a log that has not seen the turn begin is an older one
-        sessions.begin(replace(again, request_id="9~1.0"))
+        begin(sessions, replace(again, request_id="9~1.0"))
 
 
 def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> None:
     sessions, _ = make()
     conversation(sessions, 1)
     running, queued = turn("2", "s", "ab"), appended("3")
-    ids = sessions.begin(running)
+    ids = begin(sessions, running)
     assert ids is not None
-    assert sessions.begin(queued) is None
+    assert begin(sessions, queued) is None
     assert sessions.delete(("", "s"))
     assert sessions.get(("", "s")) is None
     assert not sessions.delete(("", "s"))
     assert end(sessions, running, ids, [5], "x") == [queued]
     with pytest.raises(SessionNotFound):
-        sessions.begin(queued)
+        begin(sessions, queued)
     assert sessions.end(queued, None) == []
     assert (len(sessions), sessions._num_tokens) == (0, 0)
 
@@ -371,8 +376,8 @@ def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
     text = conversation(sessions, 2)
     stored = log_of(sessions)
     sessions.fork(("", "s"), ("", "f"), None)
-    assert sessions.begin(turn("1f", "f", text + "one")) == stored + encode("one")
-    assert sessions.begin(turn("1s", "s", text + "two")) == stored + encode("two")
+    assert begin(sessions, turn("1f", "f", text + "one")) == stored + encode("one")
+    assert begin(sessions, turn("1s", "s", text + "two")) == stored + encode("two")
     with pytest.raises(InvalidRequest):
         sessions.fork(("", "s"), ("", "f"), None)
     with pytest.raises(SessionNotFound):
@@ -382,10 +387,10 @@ def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
 def test_a_fork_in_the_middle_of_an_answer_has_what_was_said() -> None:
     sessions, _ = make()
     request = turn("1", "s", "ab")
-    ids = sessions.begin(request)
+    ids = begin(sessions, request)
     assert ids is not None
     sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, "c"), request))
-    assert sessions.begin(turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
+    assert begin(sessions, turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
     assert end(sessions, request, ids, [1000, 1001], "cd") == []
     assert log_of(sessions) == [97, 98, 1000, 1001]
 
@@ -437,7 +442,7 @@ def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
 
 def test_where_nothing_was_said_yet_there_is_nothing_to_fork() -> None:
     sessions, _ = make()
-    sessions.begin(turn("1", "s"))
+    begin(sessions, turn("1", "s"))
     with pytest.raises(SessionNotFound):
         sessions.fork(("", "s"), ("", "f"), None)
     assert len(sessions) == 1
