@@ -23,7 +23,7 @@ from mneme.kernels.native_kv import gather_pages, scatter_pages
 from mneme.kernels.page_table import IntArray
 
 TRACK = "transfers"  # of the spans
-_PIECE_BYTES = 1 << 20  # of one layer of a save: what a load waits for; a copy's fixed cost is small beside it
+_PIECE_BYTES = 4 << 20  # of one layer of a save: what a load waits for; a copy's fixed cost is small beside it
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # pages, page_ids, packed, packed_ids
 Scatter = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # packed, page_ids, pages, packed_ids
@@ -73,11 +73,11 @@ class HostMemory:
         device, host = self._checked(device_pages, host_pages)
         for start in range(0, len(device), self._pages_per_piece):
             part = slice(start, start + self._pages_per_piece)
-            self._transfers.save(device[part], host[part], partial(self._save_layer, device[part], host[part]))
+            self._transfers.save(device[part], host[part], partial(self._save_layer, *_ids(device[part], host[part])))
 
     def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
         device, host = self._checked(device_pages, host_pages)
-        return self._transfers.load(host, device, partial(self._load_layer, device, host))
+        return self._transfers.load(host, device, partial(self._load_layer, *_ids(device, host)))
 
     def before_reuse(self, device_pages: IntArray) -> None:
         self._transfers.before_reuse(device_pages)
@@ -89,23 +89,26 @@ class HostMemory:
         device = checked_pages(device_pages, self._num_device_pages, host_pages)
         return device, checked_pages(host_pages, self.num_pages)
 
-    def _save_layer(self, device: IntArray, host: IntArray, layer: int) -> None:
+    def _save_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
         start_s = self._spans.clock() if self._spans else 0.0
-        page_ids, rows, memory = torch.from_numpy(device), torch.from_numpy(2 * host), self._memory[layer]
-        self._gather(self._pool.k_pages[layer], page_ids, memory, rows)
-        self._gather(self._pool.v_pages[layer], page_ids, memory, rows + 1)
-        self._record(f"save layer {layer}", start_s, len(device))
+        self._gather(self._pool.k_pages[layer], page_ids, self._memory[layer], k_rows)
+        self._gather(self._pool.v_pages[layer], page_ids, self._memory[layer], v_rows)
+        self._record(f"save layer {layer}", start_s, len(page_ids))
 
-    def _load_layer(self, device: IntArray, host: IntArray, layer: int) -> None:
+    def _load_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
         start_s = self._spans.clock() if self._spans else 0.0
-        page_ids, rows, memory = torch.from_numpy(device), torch.from_numpy(2 * host), self._memory[layer]
-        self._scatter(memory, page_ids, self._pool.k_pages[layer], rows)
-        self._scatter(memory, page_ids, self._pool.v_pages[layer], rows + 1)
-        self._record(f"load layer {layer}", start_s, len(device))
+        self._scatter(self._memory[layer], page_ids, self._pool.k_pages[layer], k_rows)
+        self._scatter(self._memory[layer], page_ids, self._pool.v_pages[layer], v_rows)
+        self._record(f"load layer {layer}", start_s, len(page_ids))
 
     def _record(self, name: str, start_s: float, num_pages: int) -> None:
         if self._spans is not None:
             self._spans.span(name, start_s, self._spans.clock(), TRACK, pages=num_pages)
+
+
+def _ids(device: IntArray, host: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+    """Of pages in the pool, and of the rows of their keys and of their values in a layer's host memory."""
+    return torch.from_numpy(device), torch.from_numpy(2 * host), torch.from_numpy(2 * host + 1)
 
 
 def host_shape(pool: DevicePool, num_pages: int) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class Transfers:
         self._urgent = 0  # somebody waits for saves up to this number: they overtake loads
         self._error: TransferFailed | None = None  # nobody has been told yet
         self._is_closed = False
+        self._wanted: list[Callable[[], bool]] = []  # what callers wait for: they are woken for nothing less
         self._reading_save = np.zeros(num_device_pages, np.int64)  # the last save that reads a device page
         self._writing_load = np.zeros(num_device_pages, np.int64)  # the last load that writes it
         self._writing_save = np.zeros(num_host_pages, np.int64)  # the last save that writes a host page
@@ -96,13 +97,13 @@ class Transfers:
             return
         with self._condition:
             self._urgent = max(self._urgent, save)
-            self._condition.wait_for(lambda: self._saved >= save and self._loaded >= load)
+            self._wait(lambda: self._saved >= save and self._loaded >= load)
             self._raise_error()
 
     def wait_for(self, transfer: Transfer, num_layers: int) -> None:
         """Return when so many layers of it have been copied; raise if they never will be."""
         with self._condition:
-            self._condition.wait_for(lambda: transfer.num_done >= num_layers or transfer.error is not None)
+            self._wait(lambda: transfer.num_done >= num_layers or transfer.error is not None)
             if transfer.num_done < num_layers and transfer.error is not None:
                 if self._error is transfer.error:
                     self._error = None
@@ -115,6 +116,11 @@ class Transfers:
             self._drop_all(TransferFailed("the tier is closed"))
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        self._wanted.append(is_there)
+        self._condition.wait_for(is_there)
+        self._wanted.remove(is_there)
 
     def _issue(self, copy: CopyLayer, after: int = 0) -> Transfer:
         self._raise_error()
@@ -164,7 +170,8 @@ class Transfers:
                 else:
                     self._saves.popleft()
                     self._saved = transfer.number
-            self._condition.notify_all()
+            if any(is_there() for is_there in self._wanted):
+                self._condition.notify_all()
 
     def _fail(self, cause: BaseException) -> None:
         error = TransferFailed(f"KV pages could not be moved: {type(cause).__name__}: {cause}")

@@ -137,13 +137,19 @@ def test_a_save_that_is_waited_for_overtakes_earlier_work_only_of_loads_behind_i
     assert {name[0] for name in played.begun[:4]} == {"a", "L"}
 
 
-def test_reuse_goes_before_loads_that_came_later(transfers: Transfers, played: PlayedCopies) -> None:
+def test_a_save_that_is_waited_for_goes_before_loads_that_came_later(
+    transfers: Transfers, played: PlayedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfers.save(pages(0), pages(0), played.copy("a"))
     transfers.save(pages(1), pages(1), played.copy("b"))
     played.wait_begun(1)
-    transfers._urgent = 2  # as `before_reuse` of page 1 says while it waits
     load = transfers.load(pages(5), pages(5), played.copy("L"))
-    played.let_go()
+    waits, wait = threading.Event(), transfers._wait
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "_wait", lambda is_there: (waits.set(), wait(is_there)))
+        with running(lambda: transfers.before_reuse(pages(1))):
+            assert waits.wait(TIMEOUT_S)
+            played.let_go()
     finish(load)
     assert played.begun == ["a0", "a1", "b0", "b1", "L0", "L1"]
 
