@@ -57,7 +57,7 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "use_beam_search": (_is_off, "beam search is not supported"),
     "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
     "prompt_logprobs": (_is_off, "log-probabilities of the prompt are not supported"),
-    "truncate_prompt_tokens": (_is_off, "truncation is not supported"),
+    "truncate_prompt_tokens": (_is_off, "not supported; `truncation` says what happens to a prompt that is too long"),
     "include_stop_str_in_output": (_is_off, "stop strings are never part of the output"),
     "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),

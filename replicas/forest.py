@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lru import LruPolicy
-from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps
+from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps, visible_gaps
 from mneme.replicas.forest_kept import kept_by, kept_resident, mask_of
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
@@ -191,11 +191,12 @@ class PrefixForest(Paths):
         """Keep the path's pages until `unpin`, whatever becomes of the path.
 
         Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
-        lacks some of them.
+        lacks what a row behind them sees.
         """
+        lacks = visible_gaps(path, path.num_tokens + 1, self._window) if path.gaps else []
         num_new = sum(not node.pins for node in path.nodes)
         left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
-        if left < needed or not path.nodes or path.gaps or not self._sharing:
+        if left < needed or not path.nodes or lacks or not self._sharing:
             raise PinRefused(num_new, max(left, 0), needed)
         pin = Pin(path.copy())
         for node in path.nodes:

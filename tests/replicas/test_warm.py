@@ -277,3 +277,46 @@ def test_a_template_that_puts_the_user_first_has_no_common_beginning() -> None:
     turned = tiny_tokenizer(template)
     with pytest.raises(InvalidRequest, match="puts what follows before them"):
         conversation_prefix(turned.render_chat, turned.encode_rendered, [{"role": "system", "content": "s"}])
+
+
+@pytest.mark.parametrize("lost", [[], [0, 2]])
+def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lost: list[int]) -> None:
+    ids = [1, 2] * 10
+    engine = push_out(ids, FakeRunner(16, 4, num_host_pages=40), lost)
+    assert warm(engine, "p", ids)["pinned"]
+    assert engine.forest.resident("", ids).device == len(ids)
+    fill(engine)
+    assert engine.forest.resident("", ids).device == len(ids)
+    engine.pins.drop(PinKey("t", "p"))
+    assert engine.forest.num_in_use == 0
+
+
+def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees() -> None:
+    ids = [1, 2] * 10
+    runner = FakeRunner(16, 4, num_host_pages=40, window=3)
+    engine = push_out(ids, runner, [0, 2])
+    assert warm(engine, "p", ids)["pinned"]
+    fill(engine)
+    num_rows, num_loaded = runner.num_rows, runner.num_loaded
+    engine.submit(make_request("behind", [*ids, 3], SamplingParams(temperature=0, max_tokens=1)))
+    assert tokens_of(run(engine), "behind") == continuation([*ids, 3], 1, 5)
+    assert (runner.num_rows - num_rows, runner.num_loaded - num_loaded) == (1, 0)
+    engine.submit(make_request("in the middle", [*ids[:9], 3], SamplingParams(temperature=0, max_tokens=1)))
+    assert tokens_of(run(engine), "in the middle") == continuation([*ids[:9], 3], 1, 5)
+    engine.pins.drop(PinKey("t", "p"))
+    assert engine.forest.num_in_use == 0
+
+
+def push_out(ids: list[int], runner: FakeRunner, lost: list[int]) -> Engine:
+    """An engine that has computed a prompt, has it on the host alone, and there not these of its pages."""
+    engine = make_engine(runner=runner)
+    engine.submit(make_request("before", ids, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    engine.submit(make_request("all", [0] * 60))
+    run(engine)
+    (root,) = engine.forest._roots.values()
+    nodes = sorted((node for node in root.below_it() if node.tokens[0] == 1), key=lambda node: node.start)
+    assert (len(nodes), engine.forest.resident("", ids)) == (5, (0, len(ids)))
+    for index in lost:
+        engine.forest._pages.drop(nodes[index], engine.forest.host.index)
+    return engine
