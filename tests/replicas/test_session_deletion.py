@@ -134,7 +134,9 @@ def test_both_tiers_forget_it() -> None:
     forest.extend(path, MINE, 17)
     forest.take_rows(path, MINE[:17], 8)
     forest.release(path)
+    forest.check()
     forest.drop_owned(owner)
+    forest.check()
     assert forest.resident("", MINE) == (0, 0)
     assert forest.resident("", [4] * 24).device + forest.resident("", [4] * 24).host == 24
     forest.drop_owned(other)
