@@ -30,7 +30,7 @@ from mneme.errors import PinRefused
 from mneme.replicas.eviction import EvictionPolicy
 from mneme.replicas.eviction_lru import LruPolicy
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps, visible_gaps
-from mneme.replicas.forest_kept import kept_by, kept_resident, mask_of
+from mneme.replicas.forest_kept import kept_by, kept_resident, kept_roots, mask_of
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
 from mneme.replicas.forest_owners import Owners
@@ -176,16 +176,19 @@ class PrefixForest(Paths):
         for node in path:
             if node.refs or node.children or node.claim is not None:
                 return
-            for tier in (self.device, self.host):
-                if tier.has(node):
-                    self._pages.drop(node, tier.index)
+            self._drop_everywhere(node)
 
-    def abandon(self, root: Root) -> None:
-        """A truncated session is gone: nobody else can find what it computed since."""
-        for node in reversed(list(root.below_it())):
-            for tier in (self.device, self.host):
-                if tier.has(node) and not node.refs:
-                    self._pages.drop(node, tier.index)
+    def abandon(self, root: Root, heir: Root | None = None) -> None:
+        """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
+
+        What the `heir` kept of it stays, and so do the roots from which the heir kept something.
+        """
+        spared = set() if heir is None else kept_roots(heir)
+        if root not in spared:
+            for node in reversed(list(root.below_it())):
+                self._drop_everywhere(node)
+        for earlier in kept_roots(root) - spared:
+            self.abandon(earlier, heir)
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.
@@ -260,6 +263,11 @@ class PrefixForest(Paths):
         for node in nodes:
             for tier in (self.device, self.host):
                 tier.cached.offer_through(node)
+
+    def _drop_everywhere(self, node: Node) -> None:
+        for tier in (self.device, self.host):
+            if tier.has(node) and not node.refs:
+                self._pages.drop(node, tier.index)
 
     def _drop_root(self, root: Root) -> None:
         """Forget a root that nothing hangs on."""

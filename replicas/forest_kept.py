@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mneme.replicas.forest_gaps import Spans, needed_tokens
-from mneme.replicas.forest_nodes import Kept, Path, Resident
+from mneme.replicas.forest_nodes import Kept, Node, Path, Resident, Root
 
 _WORD_BITS = 64
 
@@ -26,6 +26,12 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
+def kept_roots(root: Root) -> set[Root]:
+    """The roots of earlier truncations under which what this one keeps was computed."""
+    tops = {_top(kept.node) for kept in root.kept}
+    return {top for top in tops if isinstance(top, Root) and top.kept}
+
+
 def kept_resident(kept: Kept) -> Resident:
     """Of the tokens that were kept, those with KV."""
     ends = [min(kept.node.start + filled, kept.end) for filled in kept.node.filled]
@@ -37,6 +43,12 @@ def mask_of(kept: Kept, page_size: int) -> int:
     """The slots of a page that are seen, and no others: somebody else may go on behind them."""
     mask = ((1 << (kept.end - kept.start)) - 1) << (kept.start % page_size)
     return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
+
+
+def _top(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def _references(path: Path) -> list[Kept]:

@@ -98,6 +98,7 @@ class Runner:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
         load = self._mover.move(moves)
         if not chunks:
+            assert load is None, "pages come back for rows of their step"
             return None
         ordered = self._in_plan_order(chunks)
         starts, ends = np.array([span for chunk in ordered for span in chunk.spans]).T

@@ -53,7 +53,10 @@ class PathOpener:
         if shorter is None:
             self._forest.release(path)
             shorter = self._forest.open_path(sequence.request.salt)
-        sequence.root = shorter.root if shorter.root.kept else None
+        heir = shorter.root if shorter.root.kept else None
+        if sequence.root is not None:
+            self._forest.abandon(sequence.root, heir)
+        sequence.root = heir
         self._forest.extend(shorter, sequence.context, len(sequence.context))
         return shorter
 

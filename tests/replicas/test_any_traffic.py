@@ -10,24 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.errors import PinRefused
-from mneme.replicas.engine import Engine
 from mneme.replicas.forest_nodes import Pin
 from mneme.replicas.pins import pin_prefix
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.losses import lose
 from tests.replicas.test_engine_policy import POLICIES, make_engine, make_request, tokens_of
-
-
-def lose(engine: Engine, index: int) -> None:
-    """Let one of the pages that nobody holds, on the device or on the host, be lost."""
-    forest = engine.forest
-    nodes = [node for root in forest._roots.values() for node in root.below_it() if not node.refs]
-    pages = [(node, tier) for node in nodes for tier in (forest.device, forest.host) if tier.has(node)]
-    if pages:
-        node, tier = pages[index % len(pages)]
-        forest._pages.drop(node, tier.index)
-        forest.check()
-
 
 requests = st.lists(
     st.tuples(
