@@ -38,9 +38,25 @@ class _Family(NamedTuple):
     label: str = ""  # that tells the parts apart; without one there is one part
 
 
-_STATES = ("free", "cached", "in_use", "pinned", "total")
+_STATES = ("free", "cached", "in_use", "total")
 _SUMS = (
-    _Family("mneme_pages", "gauge", "KV pages; pinned ones are in use too.", "pages", _STATES, "state"),
+    _Family(
+        "mneme_pages",
+        "gauge",
+        "KV pages; pinned ones are in use too, reclaimable ones cached.",
+        "pages",
+        (*_STATES, "pinned", "reclaimable"),
+        "state",
+    ),
+    _Family("mneme_host_pages", "gauge", "Pages of the host tier.", "host_pages", _STATES, "state"),
+    _Family(
+        "mneme_moved_pages_total",
+        "counter",
+        "KV pages saved to the host, loaded from it, dropped from the last tier.",
+        "moved_pages",
+        ("saved", "loaded", "dropped"),
+        "move",
+    ),
     _Family("mneme_requests", "gauge", "Requests in engines.", "requests", ("running", "waiting"), "state"),
     _Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", "waiting_tokens"),
     _Family(
@@ -54,6 +70,9 @@ _SUMS = (
     _Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", "missed_deadlines"),
     _Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", "tokens", ("prompt",)),
     _Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", "tokens", ("cached",)),
+    _Family("mneme_host_tokens_total", "counter", "Cached tokens that came from the host.", "tokens", ("host",)),
+    _Family("mneme_dropped_tokens_total", "counter", "Tokens computed again.", "tokens", ("dropped",)),
+    _Family("mneme_truncated_tokens_total", "counter", "Prompt tokens dropped to fit.", "tokens", ("truncated",)),
     _Family("mneme_generated_tokens_total", "counter", "Output tokens.", "tokens", ("generated",)),
     _Family(
         "mneme_finished_requests_total",

@@ -27,7 +27,7 @@ from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloade
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
-from mneme.replicas.engine_pool import make_forest, page_counts
+from mneme.replicas.engine_pool import host_page_counts, make_forest, page_counts
 from mneme.replicas.outbox import Outbox
 from mneme.replicas.pins import Pins
 from mneme.replicas.queue_limits import QueueLimits
@@ -156,6 +156,8 @@ class Engine:
         scheduler = self.scheduler
         return {
             "pages": page_counts(self.forest),
+            "host_pages": host_page_counts(self.forest),
+            "moved_pages": self.forest.num_moved,
             "requests": {
                 "running": len(scheduler.running),
                 "waiting": self._limits.num_requests,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.eviction_policies import make_policy
 from mneme.replicas.forest import PrefixForest
+from mneme.replicas.forest_tier import Tier
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -30,11 +31,20 @@ def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]
 
 
 def page_counts(forest: PrefixForest) -> dict[str, int]:
-    """Pages by state; pinned ones are in use too."""
+    """Pages by state; pinned ones are in use too, reclaimable ones are cached, with a copy on the host."""
+    pinned = {"pinned": forest.num_pages - forest.num_unpinned, "reclaimable": forest.num_reclaimable}
+    return {**_by_state(forest.device), **pinned}
+
+
+def host_page_counts(forest: PrefixForest) -> dict[str, int]:
+    """Host pages by state; those in use have a copy on the device that sequences hold."""
+    return _by_state(forest.host)
+
+
+def _by_state(tier: Tier) -> dict[str, int]:
     return {
-        "free": forest.num_free,
-        "cached": forest.num_cached,
-        "in_use": forest.num_in_use,
-        "pinned": forest.num_pages - forest.num_unpinned,
-        "total": forest.num_pages,
+        "free": len(tier.free),
+        "cached": tier.num_cached,
+        "in_use": tier.num_in_use,
+        "total": tier.num_pages,
     }

@@ -94,6 +94,16 @@ class PrefixForest(Paths):
         return self.num_pages - self._num_pinned
 
     @property
+    def num_reclaimable(self) -> int:
+        """Cached pages whose KV the host has too."""
+        return self._pages.num_reclaimable
+
+    @property
+    def num_moved(self) -> dict[str, int]:
+        """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
+        return dict(self._pages.num_moved)
+
+    @property
     def wants_copies(self) -> bool:
         """Whether a step without rows would still have pages to copy to the host."""
         return self._pages.wants_copies

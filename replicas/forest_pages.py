@@ -46,6 +46,7 @@ class TieredPages:
         self._uncopied: dict[Node, None] = {}  # where given-back paths end, oldest first
         self._copying: Node | None = None  # how far up its path the present one is
         self.num_reclaimable = 0
+        self.num_moved = {"saved": 0, "loaded": 0, "dropped": 0}  # pages
 
     @property
     def wants_copies(self) -> bool:
@@ -114,6 +115,7 @@ class TieredPages:
         if index == HOST and host_page is not None:
             self._moves.forget_save(host_page)
             self.host.remove(node)
+        self.num_moved["dropped"] += not any(node.filled)
         self._note(node)
         self.settle(node)
 
@@ -140,7 +142,10 @@ class TieredPages:
         """The moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
         if can_copy and not self._moves.has_loads:
             self._copy_ahead()
-        return self._moves.drain()
+        moves = self._moves.drain()
+        self.num_moved["saved"] += len(moves.saves)
+        self.num_moved["loaded"] += len(moves.loads)
+        return moves
 
     def check(self, nodes: list[Node]) -> None:
         """Assert every invariant; `nodes` is the whole forest."""

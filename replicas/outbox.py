@@ -35,7 +35,13 @@ class Outbox:
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
         if usage is not None and sequence.was_admitted:
-            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens)
+            self.num_tokens.update(
+                prompt=usage.prompt_tokens,
+                cached=usage.cached_tokens,
+                host=usage.host_tokens,
+                dropped=usage.dropped_tokens,
+                truncated=usage.truncated_tokens,
+            )
             self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()
