@@ -101,8 +101,9 @@ class FakeEngineClient:
         """Sessions are those of a real engine, but turns at once do not wait for each other."""
         speakers = []
         for request in requests:
-            ids = self.sessions.begin(request)
-            speakers.append(_Speaker(self, request, list(request.prompt_token_ids) if ids is None else ids))
+            prompt = self.sessions.begin(request)
+            ids = list(request.prompt_token_ids) if prompt is None else prompt.ids
+            speakers.append(_Speaker(self, request, ids))
         self._running.update(speakers)
         return speakers
 
