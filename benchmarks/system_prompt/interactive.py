@@ -20,7 +20,7 @@ _START = 4.0  # requests/s
 
 def run_interactive(bench: Bench) -> PartResult:
     """Arrivals of so many seconds, served to the end; the system prompt was seen once before, in every arm."""
-    duration_s = bench.pick(full=30.0, quick=3.0)
+    duration_s = bench.pick(full=30.0, quick=1.5)
     tolerance = bench.pick(full=1.06, quick=2.0)
     part = PartResult(
         name="interactive",
