@@ -21,8 +21,8 @@ What bounds it: `none` by its prefills (2 x 26M flops for each token, and a syst
 attention's passes over the same keys, one for each sequence; `relay` by the projections of a decode step.
 
 One thread, random weights, greedy, end-of-text ignored. Arms take turns, forwards and backwards; medians, and ratios of
-one round's pairs. Seed, load average and machine are stated; the run ends in one line of JSON with all figures and the
-promised ones as `checks`.
+one round's pairs. Seed, load average and machine are stated; the run, of about an hour, ends in one line of JSON with
+all figures and the promised ones as `checks`.
 """
 
 from __future__ import annotations

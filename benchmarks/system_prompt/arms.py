@@ -75,6 +75,7 @@ class Replica:
             max_running=limits.max_running,
             max_batch_tokens=limits.max_batch_tokens,
             max_waiting=limits.max_waiting,
+            max_waiting_tokens=None,
         )
         return Engine(self._runner, None, config)
 
