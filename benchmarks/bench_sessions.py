@@ -33,7 +33,7 @@ import torch
 from attention.report import Check, PartResult, at_least, print_part, rounded
 from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
 from rate_search import Point, Reading, throughput_at
-from session_engines import DTYPE, HAS_HOST_TIER, NO_HOST_TIER, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
+from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
 from session_load import Window
 from session_plots import plot_latency
 from session_runs import Runs, Scale
@@ -82,9 +82,8 @@ def run_part(name: str, scale: Scale, seed: int, ends_s: float) -> Found:
         print(f"  {system:12} {offered_per_s:6.2f} offered/s: {shown}", flush=True)
         return point
 
-    systems = [system for system in SYSTEMS if system != TWO_TIER or HAS_HOST_TIER]
     steps = Steps(2 * unloaded.served_per_s, scale.growth, scale.closeness)
-    sweep = Sweep(measure, systems, bound_s, steps, lambda: time.perf_counter() > ends_s)
+    sweep = Sweep(measure, SYSTEMS, bound_s, steps, lambda: time.perf_counter() > ends_s)
     sweep.search(seed)
     sweep.repeat(range(seed + 1, seed + scale.num_rounds))
     readings = {system: throughput_at(points, bound_s) for system, points in sweep.points.items()}
@@ -102,7 +101,7 @@ def _title(part: Part, scale: Scale) -> str:
     turns, tokens_in, tokens_out = SHAPES[part.shape].table
     return (
         f"{turns} turns, {tokens_in} in, {tokens_out} out at a context of {CONTEXT}, cut at {part.context}; "
-        f"pool {scale.num_pages * PAGE_SIZE} tokens, host {scale.host_pages * PAGE_SIZE}; "
+        f"pool {scale.num_pages * PAGE_SIZE} tokens, host {scale.num_host_pages * PAGE_SIZE}; "
         f"think times x {scale.think_scale}"
     )
 
@@ -115,8 +114,6 @@ def _reading_rows(readings: dict[str, Reading | None]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"system": f"{system} at bound"}
         if reading is not None:
             row |= {"served/s": reading.served_per_s, "is_at_least": reading.is_at_least, "x": _ratio(reading, base)}
-        elif system not in readings:
-            row |= {"status": f"not run: {NO_HOST_TIER}"}
         rows.append(row)
     return rows
 
