@@ -49,8 +49,9 @@ def measure(decoder: Decoder, num_history: int, num_rounds: int, max_batch: int,
     """A row per arm."""
     batch = max(min(max_batch, BATCH_TOKENS // num_history), 1)
     arms = [Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed) for name in ARMS]
-    alone = interleaved(arms, 1, num_rounds)
-    together = interleaved(arms, batch, max(num_rounds // 3, 1)) if batch > 1 else alone
+    # All first: a history that no turn uses for many rounds leaves the host tier.
+    together = interleaved(arms, batch, max(num_rounds // 3, 1) if batch > 1 else num_rounds)
+    alone = interleaved(arms, 1, num_rounds) if batch > 1 else together
     return [_row(name, num_history, batch, alone, together) for name in ARMS]
 
 
