@@ -43,7 +43,7 @@ from workloads import MODEL_SHAPE, cpu_name, load_average
 BOUND = 4.0  # times the unloaded p90 of the stateless system
 TARGETS = {"sharegpt": 1.6, "lmsys": 1.95}  # two-tier over stateless
 FULL = Scale(Window(6.0, 30.0), 0.2, 1024, 16 * 1024, 60, 1.5, 1.13, 3)
-QUICK = Scale(Window(1.5, 4.5), 0.05, 640, 4 * 1024, 10, 2.0, 2.0, 1)
+QUICK = Scale(Window(1.5, 6.0), 0.05, 512, 4 * 1024, 20, 2.0, 2.0, 1)
 
 
 class Part(NamedTuple):
@@ -148,7 +148,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load_before, started = load_average(), time.perf_counter()
     scale = QUICK if args.quick else FULL
-    names = args.only or (["sharegpt"] if args.quick else list(PARTS))
+    names = args.only or (["lmsys"] if args.quick else list(PARTS))
     budget_s = args.budget_s if args.budget_s is not None else (60.0 if args.quick else 3600.0)
     found = run_all(names, scale, args.seed, budget_s)
     closing = {
@@ -176,7 +176,7 @@ def _write(folder: Path, closing: dict[str, Any], found: dict[str, Found]) -> No
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short runs of one part; at most 90 s on 2 cores")
-    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick the first")
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick lmsys")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, help="no run begins later; default 3600, 60 with --quick")
     parser.add_argument("--out", type=Path, help="folder for JSON and plots")

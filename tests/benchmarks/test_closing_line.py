@@ -119,10 +119,10 @@ def test_bench_ttft(tmp_path: Path) -> None:
 
 def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
-    part = found["results"]["sharegpt"]
+    part = found["results"]["lmsys"]
     assert not part["is_complete"]
     assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
     assert [(check["name"], check["value"]) for check in found["checks"]] == [
-        ("sharegpt_two_tier_over_stateless", "not measured")
+        ("lmsys_two_tier_over_stateless", "not measured")
     ]
-    assert (tmp_path / "sharegpt.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
