@@ -33,7 +33,7 @@ import torch
 from attention.report import Check, PartResult, at_least, print_part, rounded
 from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
 from rate_search import Point, Reading, throughput_at
-from session_engines import DTYPE, HAS_HOST_TIER, NO_HOST_TIER, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
+from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
 from session_load import Window
 from session_plots import plot_latency
 from session_runs import Runs, Scale
@@ -43,7 +43,7 @@ from workloads import MODEL_SHAPE, cpu_name, load_average
 BOUND = 4.0  # times the unloaded p90 of the stateless system
 TARGETS = {"sharegpt": 1.6, "lmsys": 1.95}  # two-tier over stateless
 FULL = Scale(Window(6.0, 30.0), 0.2, 1024, 16 * 1024, 60, 1.5, 1.13, 3)
-QUICK = Scale(Window(1.5, 4.5), 0.05, 640, 4 * 1024, 10, 2.0, 2.0, 1)
+QUICK = Scale(Window(1.5, 6.0), 0.05, 512, 4 * 1024, 20, 2.0, 2.0, 1)
 
 
 class Part(NamedTuple):
@@ -82,9 +82,8 @@ def run_part(name: str, scale: Scale, seed: int, ends_s: float) -> Found:
         print(f"  {system:12} {offered_per_s:6.2f} offered/s: {shown}", flush=True)
         return point
 
-    systems = [system for system in SYSTEMS if system != TWO_TIER or HAS_HOST_TIER]
     steps = Steps(2 * unloaded.served_per_s, scale.growth, scale.closeness)
-    sweep = Sweep(measure, systems, bound_s, steps, lambda: time.perf_counter() > ends_s)
+    sweep = Sweep(measure, SYSTEMS, bound_s, steps, lambda: time.perf_counter() > ends_s)
     sweep.search(seed)
     sweep.repeat(range(seed + 1, seed + scale.num_rounds))
     readings = {system: throughput_at(points, bound_s) for system, points in sweep.points.items()}
@@ -102,7 +101,7 @@ def _title(part: Part, scale: Scale) -> str:
     turns, tokens_in, tokens_out = SHAPES[part.shape].table
     return (
         f"{turns} turns, {tokens_in} in, {tokens_out} out at a context of {CONTEXT}, cut at {part.context}; "
-        f"pool {scale.num_pages * PAGE_SIZE} tokens, host {scale.host_pages * PAGE_SIZE}; "
+        f"pool {scale.num_pages * PAGE_SIZE} tokens, host {scale.num_host_pages * PAGE_SIZE}; "
         f"think times x {scale.think_scale}"
     )
 
@@ -115,8 +114,6 @@ def _reading_rows(readings: dict[str, Reading | None]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"system": f"{system} at bound"}
         if reading is not None:
             row |= {"served/s": reading.served_per_s, "is_at_least": reading.is_at_least, "x": _ratio(reading, base)}
-        elif system not in readings:
-            row |= {"status": f"not run: {NO_HOST_TIER}"}
         rows.append(row)
     return rows
 
@@ -151,7 +148,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load_before, started = load_average(), time.perf_counter()
     scale = QUICK if args.quick else FULL
-    names = args.only or (["sharegpt"] if args.quick else list(PARTS))
+    names = args.only or (["lmsys"] if args.quick else list(PARTS))
     budget_s = args.budget_s if args.budget_s is not None else (60.0 if args.quick else 3600.0)
     found = run_all(names, scale, args.seed, budget_s)
     closing = {
@@ -179,7 +176,7 @@ def _write(folder: Path, closing: dict[str, Any], found: dict[str, Found]) -> No
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short runs of one part; at most 90 s on 2 cores")
-    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick the first")
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick lmsys")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, help="no run begins later; default 3600, 60 with --quick")
     parser.add_argument("--out", type=Path, help="folder for JSON and plots")

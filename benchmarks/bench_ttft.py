@@ -22,20 +22,18 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention.report import Check, PartResult, at_least, print_part, rounded
-from session_engines import DTYPE, HAS_HOST_TIER, NO_HOST_TIER, make_decoder
+from session_engines import DTYPE, make_decoder
 from session_plots import plot_bars
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
-from mneme.errors import ConfigError
-from mneme.replicas.config import EngineConfig
 from mneme.replicas.model import Decoder
+from mneme.replicas.timeline import Timeline
 
 HISTORIES = (1024, 4096, 16384, 32768)
 QUICK_HISTORIES = (1024, 4096)
@@ -50,13 +48,10 @@ QUICK_BATCH = 2
 def measure(decoder: Decoder, num_history: int, num_rounds: int, max_batch: int, seed: int) -> list[dict[str, Any]]:
     """A row per arm."""
     batch = max(min(max_batch, BATCH_TOKENS // num_history), 1)
-    arms = [
-        Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed)
-        for name in ARMS
-        if name != HOST or HAS_HOST_TIER
-    ]
-    alone = interleaved(arms, 1, num_rounds)
-    together = interleaved(arms, batch, max(num_rounds // 3, 1)) if batch > 1 else alone
+    arms = [Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed) for name in ARMS]
+    # All first: a history that no turn uses for many rounds leaves the host tier.
+    together = interleaved(arms, batch, max(num_rounds // 3, 1) if batch > 1 else num_rounds)
+    alone = interleaved(arms, 1, num_rounds) if batch > 1 else together
     return [_row(name, num_history, batch, alone, together) for name in ARMS]
 
 
@@ -64,8 +59,6 @@ def _row(
     name: str, num_history: int, batch: int, alone: dict[str, list[Took]], together: dict[str, list[Took]]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"history": num_history, "arm": name}
-    if name not in alone:
-        return row | {"status": f"not run: {NO_HOST_TIER}"}
     return row | {
         "rounds": len(alone[name]),
         "ttft ms": statistics.median(took.ttft_s for took in alone[name]) * 1e3,
@@ -90,13 +83,14 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def write_timeline(decoder: Decoder, path: Path, seed: int) -> None:
-    """The trace events of an engine that does little but one turn on a history of 4k in host memory."""
-    if "timeline" not in {field.name for field in fields(EngineConfig)}:
-        raise ConfigError("--timeline: this engine writes none: EngineConfig.timeline is unknown")
-    arm = Arm(
-        HOST, decoder, num_history=TARGET_HISTORY, batch=1, num_out=NUM_OUT, seed=seed, timeline=str(path.absolute())
-    )
-    arm.turns(1)
+    """The trace events of one turn on a history of 4k in host memory, to the end of its answer."""
+    whole, turn = Timeline(), Timeline()
+    arm = Arm(HOST, decoder, num_history=TARGET_HISTORY, batch=1, num_out=NUM_OUT, seed=seed, timeline=whole)
+    began_s = arm.turns(1).began_s
+    for span in whole.spans():
+        if span.start_s >= began_s:
+            turn.span(span.name, span.start_s, span.end_s, span.track, **span.args)
+    turn.write(path)
 
 
 def main() -> None:
@@ -130,12 +124,10 @@ def main() -> None:
 def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ttft.json").write_text(json.dumps(closing) + "\n")
-    ran = [row for row in rows if "status" not in row]
-    groups = [str(history) for history in dict.fromkeys(row["history"] for row in ran)]
+    groups = [str(history) for history in dict.fromkeys(row["history"] for row in rows)]
     for column, file in (("ttft ms", "ttft"), ("busy s/turn", "compute_time"), ("out tokens/s", "output_rate")):
-        bars = {name: [row[column] for row in ran if row["arm"] == name] for name in ARMS}
-        drawn = {name: values for name, values in bars.items() if values}
-        plot_bars(folder / f"{file}.png", f"31M Llama, {DTYPE}, {cpu_name()}, one thread", column, groups, drawn)
+        bars = {name: [row[column] for row in rows if row["arm"] == name] for name in ARMS}
+        plot_bars(folder / f"{file}.png", f"31M Llama, {DTYPE}, {cpu_name()}, one thread", column, groups, bars)
 
 
 def _arguments() -> argparse.Namespace:

@@ -159,7 +159,8 @@ def _longest_s(traffic: Traffic) -> float:
 
 def draw_requests(shape: Shape, context: int, count: int, seed: int) -> list[tuple[int, int]]:
     """(prompt tokens, history included; output tokens) of turns drawn from whole conversations."""
-    rng, found = random.Random(f"{seed}.requests"), []
+    rng = random.Random(f"{seed}.requests")
+    found: list[tuple[int, int]] = []
     while len(found) < 20 * count:  # so that no long conversation weighs much
         num_history = 0
         for turn in draw_turns(shape, context, rng):

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+MIN_TURNS_OF_P90 = 20  # two of them are beyond it
+
 
 class Point(NamedTuple):
     """One system at one offered rate."""
@@ -14,6 +16,7 @@ class Point(NamedTuple):
     offered_per_s: float  # requests
     served_per_s: float
     p90_s: float  # normalized latency: seconds per output token
+    num_turns: int  # that this is of
 
 
 class Reading(NamedTuple):
@@ -29,7 +32,12 @@ def median_points(points: Iterable[Point]) -> list[Point]:
     for point in points:
         by_rate.setdefault(point.offered_per_s, []).append(point)
     return [
-        Point(rate, statistics.median(p.served_per_s for p in same), statistics.median(p.p90_s for p in same))
+        Point(
+            rate,
+            statistics.median(p.served_per_s for p in same),
+            statistics.median(p.p90_s for p in same),
+            sum(p.num_turns for p in same),
+        )
         for rate, same in sorted(by_rate.items())
     ]
 
@@ -47,10 +55,10 @@ def bracket(points: Sequence[Point], bound_s: float) -> tuple[Point | None, Poin
 def throughput_at(points: Iterable[Point], bound_s: float) -> Reading | None:
     """The throughput at which the p90 passes the bound, on a line between the two points around it.
 
-    None if even the lowest rate is over the bound, or nothing was measured.
+    None if even the lowest rate is over the bound, or nothing was measured, or a point is of too few turns for a p90.
     """
     under, over = bracket(median_points(points), bound_s)
-    if under is None:
+    if under is None or min(point.num_turns for point in (under, over or under)) < MIN_TURNS_OF_P90:
         return None
     if over is None:
         return Reading(under.served_per_s, is_at_least=True)

@@ -6,26 +6,23 @@ configuration.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
-from random_models import SHAPES, kv_bytes_per_token, random_weights
+from random_models import SHAPES, random_weights
 
 from mneme.config import parse
-from mneme.errors import ConfigError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.model import Decoder
 from mneme.replicas.model_config import parse_model_config
 from mneme.replicas.runner import Runner
+from mneme.replicas.timeline import Timeline
 
 PAGE_SIZE = 32
 DTYPE = torch.bfloat16
 STATELESS, DEVICE_ONLY, TWO_TIER = "stateless", "device-only", "two-tier"
 SYSTEMS = (STATELESS, DEVICE_ONLY, TWO_TIER)
-HAS_HOST_TIER = "host_cache_bytes" in {field.name for field in fields(EngineConfig)}
-NO_HOST_TIER = "this engine has no host tier: EngineConfig.host_cache_bytes is unknown"
 
 
 def make_decoder(max_context: int, seed: int) -> Decoder:
@@ -34,24 +31,17 @@ def make_decoder(max_context: int, seed: int) -> Decoder:
     return Decoder(config, random_weights(config, torch.device("cpu"), DTYPE, seed))
 
 
-def page_bytes(decoder: Decoder) -> int:
-    """KV of a page, all layers."""
-    return PAGE_SIZE * kv_bytes_per_token(decoder.config, DTYPE)
+def make_runner(
+    decoder: Decoder, system: str, *, num_pages: int, num_host_pages: int, timeline: Timeline | None = None
+) -> Runner:
+    """The model with a pool, and with host memory where the system has that."""
+    held = num_host_pages if system == TWO_TIER else 0
+    return Runner(decoder, num_pages, PAGE_SIZE, num_host_pages=held, timeline=timeline)
 
 
-def make_engine(decoder: Decoder, system: str, *, num_pages: int, host_pages: int, **options: Any) -> Engine:
-    """An engine of one of the systems, with its pool; raises `ConfigError` where the system cannot be had.
-
-    host_pages  what a host tier holds, in pages of the device
-    """
-    settings = dict(options)
+def make_engine(runner: Runner, system: str) -> Engine:
+    """An engine that keeps what the system keeps, and refuses nobody for the length of its queue."""
+    settings: dict[str, Any] = {"page_size": PAGE_SIZE, "max_waiting": 2**20}
     if system == STATELESS:
         settings |= {"prefix_sharing": False, "max_sessions": 0}
-    if system == TWO_TIER:
-        if not HAS_HOST_TIER:
-            raise ConfigError(NO_HOST_TIER)
-        settings |= {"host_cache_bytes": host_pages * page_bytes(decoder)}
-    elif HAS_HOST_TIER:
-        settings |= {"host_cache_bytes": 0}
-    config = parse(EngineConfig, {"page_size": PAGE_SIZE, "max_waiting": 2**20, **settings})
-    return Engine(Runner(decoder, num_pages, PAGE_SIZE), None, config)
+    return Engine(runner, None, parse(EngineConfig, settings, "engine"))

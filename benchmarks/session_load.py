@@ -167,7 +167,8 @@ def counted(served: Sequence[Served], window: Window) -> Iterator[Served]:
 def point_of(served: Sequence[Served], window: Window, offered_per_s: float) -> Point:
     """What a run comes to; a p90 of infinity where nothing was served."""
     turns = list(counted(served, window))
-    return Point(offered_per_s, len(turns) / window.counted_s, percentile([turn.s_per_token for turn in turns], 90))
+    p90_s = percentile([turn.s_per_token for turn in turns], 90)
+    return Point(offered_per_s, len(turns) / window.counted_s, p90_s, len(turns))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from conversations import SHAPES, Traffic, draw_requests, make_trace
 from rate_search import Point
-from session_engines import STATELESS, make_decoder, make_engine
+from session_engines import STATELESS, make_decoder, make_engine, make_runner
 from session_load import Load, Window, counted, kv_per_turn, percentile, point_of
 from workloads import VOCAB_SIZE
 
@@ -25,7 +26,7 @@ class Scale(NamedTuple):
     window: Window
     think_scale: float
     num_pages: int
-    host_pages: int
+    num_host_pages: int
     num_unloaded: int  # turns that are answered one at a time
     growth: float  # of the coarse rates
     closeness: float  # ratio of the rates around the bound that is narrow enough
@@ -86,7 +87,10 @@ class Runs:
         return Unloaded(percentile(normalized, 90), len(took_s) / sum(took_s))
 
     def _engine(self, system: str) -> Engine:
-        return make_engine(self._decoder, system, num_pages=self._scale.num_pages, host_pages=self._scale.host_pages)
+        gc.collect()  # pools of engines that are gone
+        scale = self._scale
+        runner = make_runner(self._decoder, system, num_pages=scale.num_pages, num_host_pages=scale.num_host_pages)
+        return make_engine(runner, system)
 
 
 def _answer_s(engine: Engine, name: str, num_prompt: int, num_out: int) -> float:

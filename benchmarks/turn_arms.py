@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from session_engines import DEVICE_ONLY, PAGE_SIZE, STATELESS, TWO_TIER, make_engine
+from session_engines import DEVICE_ONLY, PAGE_SIZE, STATELESS, TWO_TIER, make_engine, make_runner
 from workloads import VOCAB_SIZE
 
 from mneme.errors import MnemeError
-from mneme.replicas.engine import Engine
 from mneme.replicas.model import Decoder
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.timeline import Timeline
 
 RECOMPUTE, HOST, DEVICE = "recompute", "host", "device"
 SYSTEM_BY_ARM = {RECOMPUTE: STATELESS, HOST: TWO_TIER, DEVICE: DEVICE_ONLY}
@@ -27,9 +28,10 @@ _MAX_LEFT = 0.02  # of an evicted history that may still be on the device
 class Took(NamedTuple):
     """One turn or a batch of them, submitted at once."""
 
+    began_s: float  # on `time.perf_counter`
     ttft_s: float  # until each has its first token
-    total_s: float
-    busy_s: float  # inside of steps
+    total_s: float  # to the last token
+    busy_s: float  # of it, inside of steps
     num_out: int
 
 
@@ -37,26 +39,31 @@ class Arm:
     """`batch` sessions with a history of `num_history` tokens each, on an engine of their own."""
 
     def __init__(
-        self, name: str, decoder: Decoder, *, num_history: int, batch: int, num_out: int, seed: int, **options: Any
+        self,
+        name: str,
+        decoder: Decoder,
+        *,
+        num_history: int,
+        batch: int,
+        num_out: int,
+        seed: int,
+        timeline: Timeline | None = None,
     ) -> None:
         self.name = name
         self._num_history = num_history
         self._num_out = num_out
         self._rng = random.Random(seed)
-        self._histories = [self._draw(num_history) for _ in range(batch)]
+        self._serials = itertools.count()
         num_tokens = batch * (num_history + NUM_NEW + num_out)
         self._num_pages = int(_SPARE * num_tokens / PAGE_SIZE) + 2 * _FILLER_TOKENS // PAGE_SIZE
-        self._engine: Engine = make_engine(
-            decoder,
-            SYSTEM_BY_ARM[name],
-            num_pages=self._num_pages,
-            host_pages=_HOST_POOLS * self._num_pages,
-            **options,
+        system, num_host_pages = SYSTEM_BY_ARM[name], _HOST_POOLS * self._num_pages
+        self._runner = make_runner(
+            decoder, system, num_pages=self._num_pages, num_host_pages=num_host_pages, timeline=timeline
         )
-        self._serials = iter(range(2**31))
-        if name != RECOMPUTE:
-            for index, history in enumerate(self._histories):
-                self._run([self._request(history, f"history{index}", max_tokens=1)])
+        self._engine = make_engine(self._runner, system)
+        self._histories = [self._draw(num_history) for _ in range(batch)]
+        for index, history in enumerate(self._histories if name != RECOMPUTE else ()):
+            self._run([self._request(history, f"history{index}", max_tokens=1)])
 
     def turns(self, count: int) -> Took:
         """One of each of the first `count` sessions; raises `MnemeError` if KV is not from where the arm says."""
@@ -75,30 +82,41 @@ class Arm:
             self._run([self._request(self._draw(_FILLER_TOKENS - 1), name, max_tokens=1)])
 
     def _run(self, requests: list[GenerationRequest], *, is_turn: bool = False) -> Took:
-        started = time.perf_counter()
+        """Until each has ended, and then, not timed, until nothing is left to copy: arms leave each other alone."""
+        began_s, busy_s, first_s = time.perf_counter(), 0.0, 0.0
         for request in requests:
             self._engine.submit(request)
-        waiting, first_s, busy_s = {request.request_id for request in requests}, 0.0, 0.0
-        while self._engine.has_work:
-            before = time.perf_counter()
+        unanswered = {request.request_id for request in requests}
+        unended = set(unanswered)
+        while unended:
+            stepped_s = time.perf_counter()
             events = self._engine.step()
-            now = time.perf_counter()
-            busy_s += now - before
-            for event in events:
-                if event.finish_reason == "error":
-                    raise MnemeError(f"{event.request_id}: {event.error}")
-                if event.usage is not None and is_turn:
-                    self._check(event.usage.kv_details())
-                if event.token_ids and event.request_id in waiting:
-                    waiting.discard(event.request_id)
-                    first_s = now - started
+            now_s = time.perf_counter()
+            busy_s += now_s - stepped_s
+            answered = unanswered.intersection(event.request_id for event in events if event.token_ids)
+            first_s = now_s - began_s if answered else first_s
+            unanswered -= answered
+            unended.difference_update(event.request_id for event in events if event.finish_reason)
+            self._check(events, is_turn)
+        self._finish_copies()
         num_out = sum(request.sampling.max_tokens or 0 for request in requests)
-        return Took(first_s, time.perf_counter() - started, busy_s, num_out)
+        return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
 
-    def _check(self, kv: dict[str, int]) -> None:
-        """Whether a turn's prompt came from where the arm says."""
-        if not is_from(self.name, kv, self._num_history):
-            raise MnemeError(f"arm {self.name}, {self._num_history} tokens of history: kv_details say {kv}")
+    def _finish_copies(self) -> None:
+        while self._runner.num_host_pages and (self._engine.wants_copies or not self._runner.can_copy):
+            if self._engine.has_work:
+                self._engine.step()
+            else:
+                time.sleep(0.001)
+
+    def _check(self, events: list[TokenEvent], is_turn: bool) -> None:
+        """Whether nothing failed, and a turn's prompt came from where the arm says."""
+        for event in events:
+            if event.finish_reason == "error":
+                raise MnemeError(f"{event.request_id}: {event.error}")
+            kv = event.usage.kv_details() if event.usage is not None and is_turn else None
+            if kv is not None and not is_from(self.name, kv, self._num_history):
+                raise MnemeError(f"arm {self.name}, {self._num_history} tokens of history: kv_details say {kv}")
 
     def _request(self, ids: list[int], session: str, max_tokens: int) -> GenerationRequest:
         return GenerationRequest(

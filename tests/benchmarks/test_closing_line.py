@@ -109,7 +109,7 @@ def test_make_gpu_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
 def test_bench_ttft(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_ttft.py", "--quick", "--history", "128", "--out", str(tmp_path)])
     rows = {row["arm"]: row for row in found["results"]}
-    assert {rows[arm]["rounds"] for arm in ("recompute", "device")} == {3}
+    assert {rows[arm]["rounds"] for arm in ("recompute", "host", "device")} == {3}
     assert rows["recompute"]["lower by"] == 0
     # promised at 4k, which was not run
     assert {check["value"] for check in found["checks"]} == {"not measured"}
@@ -119,10 +119,10 @@ def test_bench_ttft(tmp_path: Path) -> None:
 
 def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_sessions.py", "--quick", "--budget-s", "0.001", "--out", str(tmp_path)])
-    part = found["results"]["sharegpt"]
+    part = found["results"]["lmsys"]
     assert not part["is_complete"]
     assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
     assert [(check["name"], check["value"]) for check in found["checks"]] == [
-        ("sharegpt_two_tier_over_stateless", "not measured")
+        ("lmsys_two_tier_over_stateless", "not measured")
     ]
-    assert (tmp_path / "sharegpt.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")

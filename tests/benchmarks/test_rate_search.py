@@ -11,45 +11,57 @@ from session_sweep import Steps, Sweep
 STEPS = Steps(first_per_s=2.0, growth=1.5, closeness=1.1)
 
 
+def point(offered_per_s: float, served_per_s: float, p90_s: float, num_turns: int = 100) -> Point:
+    return Point(offered_per_s, served_per_s, p90_s, num_turns)
+
+
 def test_throughput_is_read_on_the_line_between_two_rates() -> None:
-    points = [Point(2, 2.0, 0.010), Point(4, 3.0, 0.020), Point(8, 3.5, 0.090)]
+    points = [point(2, 2.0, 0.010), point(4, 3.0, 0.020), point(8, 3.5, 0.090)]
     assert throughput_at(points, 0.015) == Reading(2.5)
     assert throughput_at(reversed(points), 0.055) == Reading(3.25)
     assert throughput_at(points, 0.020) == Reading(3.0)
 
 
 def test_what_never_passes_the_bound_is_a_lower_limit() -> None:
-    assert throughput_at([Point(2, 2.0, 0.010)], 0.015) == Reading(2.0, is_at_least=True)
+    assert throughput_at([point(2, 2.0, 0.010)], 0.015) == Reading(2.0, is_at_least=True)
 
 
 def test_what_is_over_the_bound_everywhere_has_no_reading() -> None:
-    assert throughput_at([Point(2, 2.0, 0.030)], 0.015) is None
+    assert throughput_at([point(2, 2.0, 0.030)], 0.015) is None
     assert throughput_at([], 0.015) is None
 
 
+def test_a_p90_of_few_turns_is_no_reading() -> None:
+    under, over = point(2, 2.0, 0.01), point(4, 3.0, 0.03)
+    assert throughput_at([under, over], 0.02) == Reading(2.5)
+    assert throughput_at([under, over._replace(num_turns=19)], 0.02) is None
+    assert throughput_at([under._replace(num_turns=19), over], 0.02) is None
+    assert throughput_at([under._replace(num_turns=7)] * 3, 0.02) == Reading(2.0, is_at_least=True)
+
+
 def test_a_system_that_is_overrun_reads_what_it_served_before() -> None:
-    assert throughput_at([Point(2, 2.0, 0.01), Point(4, 1.0, 0.03)], 0.02) == Reading(2.0)
-    assert throughput_at([Point(2, 2.0, 0.01), Point(4, 0.0, math.inf)], 0.02) == Reading(2.0)
+    assert throughput_at([point(2, 2.0, 0.01), point(4, 1.0, 0.03)], 0.02) == Reading(2.0)
+    assert throughput_at([point(2, 2.0, 0.01), point(4, 0.0, math.inf)], 0.02) == Reading(2.0)
 
 
 def test_a_rate_beyond_the_first_that_fails_does_not_count() -> None:
-    points = [Point(2, 2.0, 0.010), Point(4, 3.0, 0.030), Point(8, 6.0, 0.010)]
+    points = [point(2, 2.0, 0.010), point(4, 3.0, 0.030), point(8, 6.0, 0.010)]
     assert throughput_at(points, 0.020) == Reading(2.5)
 
 
 def test_runs_at_one_rate_are_their_medians() -> None:
-    runs = [Point(4, 3.0, 0.3), Point(2, 2.0, 0.1), Point(4, 5.0, 0.1), Point(4, 4.0, 0.2)]
-    assert median_points(runs) == [Point(2, 2.0, 0.1), Point(4, 4.0, 0.2)]
+    runs = [point(4, 3.0, 0.3), point(2, 2.0, 0.1), point(4, 5.0, 0.1), point(4, 4.0, 0.2)]
+    assert median_points(runs) == [point(2, 2.0, 0.1), point(4, 4.0, 0.2, 300)]
 
 
 def test_rates_go_up_or_down_to_the_bound_and_then_halve() -> None:
     steps = {"first": 2.0, "growth": 2.0, "closeness": 1.5}
-    low, high = Point(4, 4.0, 0.01), Point(8, 5.0, 0.09)
+    low, high = point(4, 4.0, 0.01), point(8, 5.0, 0.09)
     assert next_rate([], 0.05, **steps) == 2.0
     assert next_rate([low], 0.05, **steps) == 8.0
     assert next_rate([high], 0.05, **steps) == 4.0
     assert next_rate([low, high], 0.05, **steps) == pytest.approx(math.sqrt(32))
-    assert next_rate([low, Point(5.6, 4.0, 0.09)], 0.05, **steps) is None
+    assert next_rate([low, point(5.6, 4.0, 0.09)], 0.05, **steps) is None
 
 
 class Queues:
@@ -62,7 +74,7 @@ class Queues:
     def measure(self, system: str, offered_per_s: float, seed: int) -> Point:
         self.calls.append((system, offered_per_s, seed))
         room = self._capacities[system] - offered_per_s
-        return Point(offered_per_s, min(offered_per_s, self._capacities[system]), 1 / room if room > 0 else math.inf)
+        return point(offered_per_s, min(offered_per_s, self._capacities[system]), 1 / room if room > 0 else math.inf)
 
     def sweep(self, num_runs: int = 1000) -> Sweep:
         return Sweep(self.measure, list(self._capacities), 1.0, STEPS, lambda: len(self.calls) >= num_runs)

@@ -129,9 +129,9 @@ def test_only_turns_that_end_in_the_window_count() -> None:
     turns = [served(0, 1, 9), served(0, 2, 4), served(3, 11, 8), served(5, 12, 9)]
     window = Window(2.0, 10.0)
     assert list(counted(turns, window)) == turns[1:3]
-    assert point_of(turns, window, 3.0) == (3.0, 0.2, 4.0)
+    assert point_of(turns, window, 3.0) == (3.0, 0.2, 4.0, 2)
     assert kv_per_turn(turns, window) == {"device": 6.0, "recomputed": 4.0}
-    assert point_of([], window, 3.0) == (3.0, 0.0, math.inf)
+    assert point_of([], window, 3.0) == (3.0, 0.0, math.inf, 0)
 
 
 def test_percentiles_are_values_that_occur() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_ttft import lower_by
-from session_engines import HAS_HOST_TIER, TWO_TIER, make_decoder, make_engine
+from session_engines import make_decoder
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, is_from
 
-from mneme.errors import ConfigError, MnemeError
+from mneme.errors import MnemeError
 from mneme.replicas.model import Decoder
 
 HISTORY = 96
@@ -24,7 +24,7 @@ def arm(name: str, decoder: Decoder) -> Arm:
     return Arm(name, decoder, num_history=HISTORY, batch=2, num_out=2, seed=0)
 
 
-@pytest.mark.parametrize("name", [RECOMPUTE, DEVICE])
+@pytest.mark.parametrize("name", [RECOMPUTE, HOST, DEVICE])
 def test_a_turn_of_each_arm(name: str, decoder: Decoder) -> None:
     turns = arm(name, decoder)
     for count in (1, 2, 2):
@@ -39,18 +39,6 @@ def test_an_arm_whose_kv_is_elsewhere_fails(decoder: Decoder) -> None:
     device._engine.forest.clear()
     with pytest.raises(MnemeError, match="arm device, 96 tokens of history: kv_details say"):
         device.turns(1)
-
-
-@pytest.mark.skipif(HAS_HOST_TIER, reason="there is a host tier")
-def test_a_host_tier_that_is_not_there_is_refused(decoder: Decoder) -> None:
-    with pytest.raises(ConfigError, match="no host tier"):
-        make_engine(decoder, TWO_TIER, num_pages=64, host_pages=64)
-
-
-@pytest.mark.skipif(not HAS_HOST_TIER, reason="there is no host tier")
-def test_a_turn_from_host_memory(decoder: Decoder) -> None:
-    took = arm(HOST, decoder).turns(2)
-    assert 0 < took.ttft_s < took.total_s
 
 
 def test_where_kv_came_from_is_held_against_the_arm() -> None:
