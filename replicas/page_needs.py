@@ -29,9 +29,14 @@ def num_needed_tokens(sequence: Sequence) -> int:
 
 
 def limit_output(sequences: Iterable[Sequence], capacity: int) -> None:
-    """Pages were pinned: requests that named no `max_tokens` end at `capacity` tokens, prompt and output together."""
+    """Pages were pinned: requests that named no `max_tokens` end at `capacity` tokens, prompt and output together.
+
+    Those that are truncated when they outgrow their window have a smaller one.
+    """
     for sequence in sequences:
-        if sequence.request.sampling.max_tokens is None:
+        if sequence.window is not None:
+            sequence.window = min(sequence.window, capacity)
+        elif sequence.request.sampling.max_tokens is None:
             sequence.max_tokens = min(sequence.max_tokens, capacity - sequence.num_prompt)
 
 

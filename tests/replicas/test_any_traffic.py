@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +33,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+traffic_and_pool = st.tuples(
     requests,
     st.integers(10, 24),
     st.sampled_from([4, 8]),
@@ -46,7 +46,22 @@ requests = st.lists(
     st.sampled_from([None, None, 3, 9]),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 1000)), max_size=8),
 )
-def test_any_traffic_computes_what_each_request_alone_would(
+
+
+@settings(max_examples=300, deadline=None)
+@given(traffic_and_pool)
+def test_any_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
+    check_traffic(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2_000, deadline=None)
+@given(traffic_and_pool)
+def test_much_traffic_computes_what_each_request_alone_would(case: tuple[Any, ...]) -> None:
+    check_traffic(*case)
+
+
+def check_traffic(
     traffic: list[Any],
     num_pages: int,
     page_size: int,
