@@ -13,11 +13,14 @@ ones. p90 is of normalized latency: from when a question is sent to its last tok
 is 4 times the p90 of the stateless system that answers one turn at a time, measured first: a bound on what load may
 cost. Rates: coarse steps until each system has passed the bound, then halves of the last step; all systems that a rate
 tells something about take turns at it, with the same conversations. Then the rates next to the bound are run again with
-other conversations, and medians are read: throughput at the bound, on the line between the two rates around it.
+other conversations, the search goes on if that moved one, and medians are read: throughput at the bound, on the line
+between the two rates around it. Rates are run minutes apart, so the machine must be quiet throughout.
 
 What bounds it: on one thread a row costs about 0.1 ms in a prefill, of which the stateless system has the whole history
 for each turn; a decoded token 0.3 to 0.7 ms in a batch, mostly to read its own context. No system serves more turns
-than it can decode answers for, so the ratio is at most 1 + prefill of histories / (decoding + prefill of questions).
+than it can decode answers for: capacities differ by 1 + prefill of histories / (decoding + prefill of questions), at
+equal latency somewhat more, as a long prefill holds up all that decode beside it. The host tier copies on a thread of
+its own, on another core.
 `rows` are prompt tokens computed per turn, `busy` the share of the time that is spent in steps.
 """
 
@@ -42,7 +45,7 @@ from workloads import MODEL_SHAPE, cpu_name, load_average
 
 BOUND = 4.0  # times the unloaded p90 of the stateless system
 TARGETS = {"sharegpt": 1.6, "lmsys": 1.95}  # two-tier over stateless
-FULL = Scale(Window(6.0, 30.0), 0.2, 1024, 16 * 1024, 60, 1.5, 1.13, 3)
+FULL = Scale(Window(6.0, 30.0), 0.2, 768, 16 * 1024, 60, 1.5, 1.13, 3)
 QUICK = Scale(Window(1.5, 6.0), 0.05, 512, 4 * 1024, 20, 2.0, 2.0, 1)
 
 
@@ -86,6 +89,7 @@ def run_part(name: str, scale: Scale, seed: int, ends_s: float) -> Found:
     sweep = Sweep(measure, SYSTEMS, bound_s, steps, lambda: time.perf_counter() > ends_s)
     sweep.search(seed)
     sweep.repeat(range(seed + 1, seed + scale.num_rounds))
+    sweep.search(seed)  # where medians moved a bracket
     readings = {system: throughput_at(points, bound_s) for system, points in sweep.points.items()}
     rows = [*runs.rows, *_reading_rows(readings)]
     result = PartResult(name=name, title=_title(part, scale), rows=rows, checks=_checks(name, readings))
