@@ -78,7 +78,7 @@ class NoTier:
     """There is no room but the device pool."""
 
     num_pages = 0
-    is_idle = False  # nothing can be copied ahead
+    is_idle = True
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         checked_pages(host_pages, self.num_pages, device_pages)

@@ -260,6 +260,10 @@ class Engine:
                 self._outbox.report_unstarted(request.request_id, "error", refusal)
                 unstarted.extend(self.sessions.end(request, None))
 
+    def close(self) -> None:
+        """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
+        self._runner.close()
+
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""
         return self._outbox.take()

@@ -127,6 +127,7 @@ class EngineLoop:
             self._stats = self._gather_stats()
         self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
+        self.engine.close()
 
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""

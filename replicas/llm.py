@@ -90,6 +90,10 @@ class LLM:
         """The engine's counters and gauges."""
         return self._engine.stats()
 
+    def close(self) -> None:
+        """Give back the host tier's memory; garbage collection does so too."""
+        self._engine.close()
+
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[int]],

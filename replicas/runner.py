@@ -117,6 +117,10 @@ class Runner:
         self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 
+    def close(self) -> None:
+        """Give the host tier's memory and thread back; nothing can be computed any more."""
+        self._tier.close()
+
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""
         if inputs is None:

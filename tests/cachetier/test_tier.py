@@ -49,7 +49,7 @@ def test_pages_that_do_not_fit_are_refused() -> None:
 def test_a_tier_of_no_pages_has_room_for_none() -> None:
     tier: KvTier = make_tier(make_pool(), 0)
     assert isinstance(tier, NoTier)
-    assert (tier.num_pages, tier.is_idle) == (0, False)
+    assert (tier.num_pages, tier.is_idle) == (0, True)
     tier.before_reuse(np.array([1]))
     with pytest.raises(ValueError, match="in"):
         tier.save(np.array([1]), np.array([0]))

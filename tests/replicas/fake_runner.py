@@ -42,6 +42,9 @@ class FakeRunner:
         self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
         self.num_saved = self.num_loaded = 0  # pages
 
+    def close(self) -> None:
+        self.can_copy = False
+
     def prepare(self, chunks: list[Chunk], moves: Moves) -> list[Chunk]:
         self._move(moves)
         for chunk in chunks:

@@ -114,6 +114,7 @@ def test_stop_aborts_what_runs_and_refuses_what_comes() -> None:
     assert until_finished(messages, "long")[1] == "abort"
     assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
     assert not any(thread.name == "engine" for thread in threading.enumerate())
+    assert not engine._runner.can_copy  # closed
 
 
 def test_a_request_without_a_token_stream_is_refused(loop: EngineLoop) -> None:
