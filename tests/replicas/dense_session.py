@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mneme.replicas.truncation import Truncation
+from mneme.replicas.truncation import Truncation, plan_truncation
 
 Tensor = torch.Tensor
 
@@ -35,6 +35,8 @@ class DenseSession:
         self._values: list[Tensor] = [torch.empty(0)] * num_layers
         self._sliding = sliding or [None] * num_layers
         self.num_truncations = 0
+        self.masses_are_known = True  # to the engine, when it truncates
+        self._masses: Tensor | None = None  # while they are added up
         self._waiting: list[int] = []  # the last output token, which has no KV until the next step
 
     def copy(self) -> DenseSession:
@@ -49,7 +51,7 @@ class DenseSession:
         history = [*self.seen, *self._waiting]
         num_over = len(history) + len(ids) - self._window
         if not self.seen and num_over > 0:  # nothing has KV: a prompt is cut
-            self._waiting = self._kept(ids, num_new=1)
+            self._waiting = [ids[place] for place in self._kept(list(range(len(ids))), num_new=1)]
             self.num_truncations += 1
             return
         self._waiting += ids
@@ -72,15 +74,24 @@ class DenseSession:
         """All that the next token is drawn from, if it is drawn now."""
         return [*self.seen, *self._waiting]
 
-    def _kept(self, tokens: Any, num_new: int) -> Any:
-        """Of a list or tensor: the first ones as asked for, and the most recent."""
-        num_dropped = max(
-            len(tokens) + num_new - self._window, math.ceil(self._truncation.ratio * self._window)
-        )  # `keep_first` is small enough for both in these tests
+    @torch.no_grad()
+    def attention_mass(self) -> list[float]:
+        """What each token with KV gets from the last 32, computed once more, over all layers and heads."""
+        ids, self._masses = self.seen[-32:], torch.zeros(len(self.seen), dtype=torch.float64)
+        self._compute(ids, is_new=False)
+        masses, self._masses = self._masses.tolist(), None
+        return masses
+
+    def _kept(self, places: list[int], num_new: int) -> list[int]:
+        """The first ones as asked for, and the most recent; or what attention chose."""
+        if self._truncation.keep == "important" and self.masses_are_known:
+            masses = [*self.attention_mass(), 0.0][: len(places)]
+            ranges = plan_truncation(len(places), self._window, num_new, self._truncation, important=masses)
+            return [place for start, end in ranges for place in places[start:end]]
+        # `keep_first` is small enough for both in these tests.
+        num_dropped = max(len(places) + num_new - self._window, math.ceil(self._truncation.ratio * self._window))
         first = self._truncation.keep_first
-        if isinstance(tokens, list):
-            return tokens[:first] + tokens[first + num_dropped :]
-        return torch.cat((tokens[:first], tokens[first + num_dropped :]))
+        return places[:first] + places[first + num_dropped :]
 
     def _truncate(self, num_history: int, num_new: int) -> None:
         tail = num_history - len(self.seen)  # of what waits, tokens that are history
@@ -94,13 +105,13 @@ class DenseSession:
         self.num_truncations += 1
 
     @torch.no_grad()
-    def _compute(self, ids: list[int]) -> Tensor:
+    def _compute(self, ids: list[int], *, is_new: bool = True) -> Tensor:
         body = self._model.model
         hidden = body.embed_tokens(torch.tensor(ids))
         for index, layer in enumerate(body.layers):
             hidden = hidden + self._attend(layer.self_attn, index, layer.input_layernorm(hidden))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        self.seen += ids
+        self.seen += ids if is_new else []
         logits: Tensor = self._model.lm_head(body.norm(hidden[-1]))
         return logits
 
@@ -112,17 +123,22 @@ class DenseSession:
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        before = self._keys[index] if self.seen else k[:0]
-        self._keys[index] = keys = torch.cat((before, k))
-        self._values[index] = values = torch.cat((self._values[index] if self.seen else v[:0], v))
+        if self._masses is None:
+            k = self._keys[index] = torch.cat((self._keys[index], k)) if self.seen else k
+            v = self._values[index] = torch.cat((self._values[index], v)) if self.seen else v
+        else:
+            k, v = self._keys[index], self._values[index]
         num_groups = q.shape[1] // k.shape[1]
-        places = torch.arange(len(keys))
+        places = torch.arange(len(k))
         queries = self._rotated(q, places[-num_rows:])
-        turned = self._rotated(keys, places).repeat_interleave(num_groups, 1)
+        turned = self._rotated(k, places).repeat_interleave(num_groups, 1)
         scores = torch.einsum("tHd,lHd->Htl", queries, turned) / head_dim**0.5
         distance = places[-num_rows:, None] - places
         scores.masked_fill_((distance < 0) | (distance >= (self._sliding[index] or math.inf)), -torch.inf)
-        out = torch.einsum("Htl,lHd->tHd", scores.softmax(-1), values.repeat_interleave(num_groups, 1))
+        shares = scores.softmax(-1)
+        if self._masses is not None:
+            self._masses += shares.sum((0, 1))
+        out = torch.einsum("Htl,lHd->tHd", shares, v.repeat_interleave(num_groups, 1))
         projected: Tensor = attention.o_proj(out.flatten(1))
         return projected
 
