@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
 
 
-def check_request(request: GenerationRequest, vocab_size: int, window: int) -> None:
-    """Raise `InvalidRequest` for what no engine of this vocabulary and context window could run."""
+def check_request(request: GenerationRequest, vocab_size: int, window: int, *, is_windowed: bool = False) -> None:
+    """Raise `InvalidRequest` for what no engine of this vocabulary and context window could run.
+
+    is_windowed  whether some of the model's layers do not see the whole context
+    """
     _check_token_ids(request, vocab_size)
-    _check_truncation(request, window)
+    _check_truncation(request, window, is_windowed)
     _check_timeout(request)
 
 
@@ -35,12 +38,14 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise InvalidRequest(name, worst, f"token ids are from 0 to {vocab_size - 1}")
 
 
-def _check_truncation(request: GenerationRequest, window: int) -> None:
+def _check_truncation(request: GenerationRequest, window: int, is_windowed: bool) -> None:
     if request.truncation is None:
         return
     if request.truncation.strategy == "reuse_kv" and request.session_id is None:
         raise InvalidRequest("truncation.strategy", "reuse_kv", "needs a session")
     request.truncation.check_window(window)
+    if is_windowed:
+        request.truncation.check_sliding_windows()
 
 
 def _check_timeout(request: GenerationRequest) -> None:

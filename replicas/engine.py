@@ -65,7 +65,10 @@ class Engine:
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
-            self.forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+            self.forest,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            attention_mass=getattr(runner, "attention_mass", None),
         )
         self.sessions = Sessions(
             self._decoding.encode,
@@ -119,7 +122,7 @@ class Engine:
         self._limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
-        check_request(request, self._runner.vocab_size, self.max_context)
+        check_request(request, self._runner.vocab_size, self.max_context, is_windowed=self._runner.is_windowed)
         request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
         try:
             prompt = self.sessions.begin(request)

@@ -14,7 +14,7 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     Each range has one delta; it is lowered once more where what the path has was moved before.
     """
     kept: list[Kept] = []
-    references = _references(path)
+    references = references_of(path)
     num_kept = 0
     for start, end in ranges:
         shift = num_kept - start
@@ -51,7 +51,8 @@ def _top(node: Node) -> Node:
     return node
 
 
-def _references(path: Path) -> list[Kept]:
+def references_of(path: Path) -> list[Kept]:
+    """What the path has of each of its nodes, in order; its own tokens stand where they were rotated."""
     own = [
         Kept(node, node.start, node.start + needed_tokens(path, index), 0)
         for index, node in enumerate(path.nodes)

@@ -37,6 +37,10 @@ class PendingMoves:
     def has_loads(self) -> bool:
         return bool(self._load_by_device_page)
 
+    def is_fresh(self, device_page: int | None) -> bool:
+        """Whether what it is to hold will be there only when the step has run."""
+        return device_page in self._fresh
+
     def save(self, device_page: int, host_page: int) -> None:
         self._device_by_host_page[host_page] = device_page
 

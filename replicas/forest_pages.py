@@ -54,6 +54,10 @@ class TieredPages:
         is_short = len(self.device.free) + self.num_reclaimable < self._copy_target
         return is_short and self.host.num_pages > 0 and (bool(self._uncopied) or self._copying is not None)
 
+    def is_fresh(self, page_id: int | None) -> bool:
+        """Whether a device page got its present owner in the step that is being scheduled."""
+        return self._moves.is_fresh(page_id)
+
     def hold(self, node: Node) -> None:
         node.refs += 1
         node.num_uses += 1

@@ -37,6 +37,10 @@ class Paths:
         """Pages that `write` can still take: free ones, then cached ones."""
         return self._device.num_pages - self._device.num_in_use
 
+    def is_settled(self, path: Path) -> bool:
+        """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
+        return not path.gaps and not any(map(self._pages.is_fresh, path.page_ids))
+
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
         """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
 

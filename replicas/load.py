@@ -75,17 +75,22 @@ def load_engine(
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids)
-    check_default_truncation(config, engine.max_context)
+    check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)
         report("prompts", 1.0)
     return engine
 
 
-def check_default_truncation(config: EngineConfig, window: int) -> None:
-    """Raise `ConfigError` if the configured truncation could not work in a window of so many tokens."""
+def check_default_truncation(config: EngineConfig, window: int, *, is_windowed: bool = False) -> None:
+    """Raise `ConfigError` if the configured truncation could not work in a window of so many tokens.
+
+    is_windowed  whether some layers do not see all of it
+    """
     try:
         config.truncation.check_window(window)
+        if is_windowed:
+            config.truncation.check_sliding_windows()
     except InvalidRequest as error:
         raise ConfigError(f"engine.{error}") from None
 

@@ -5,6 +5,7 @@ Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,9 @@ class StepInputs:
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
+    # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
+    # [T, Hq]; such a step is not captured either.
+    observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
 
 
 class Decoder:
@@ -121,10 +125,12 @@ class Decoder:
                 laps.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
-        out, _ = attend(
+        out, lse = attend(
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],
         )  # fmt: skip
         if laps is not None:
             laps.end("attend", index)
+        if inputs.observe is not None:
+            inputs.observe(index, q, lse)
         return out.reshape(num_rows, -1)

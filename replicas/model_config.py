@@ -52,6 +52,11 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def is_windowed(self) -> bool:
+        """Whether a row does not see all on some layer."""
+        return any(window is not None for window in self.windows)
+
+    @property
     def window(self) -> int | None:
         """Tokens that a row sees on any layer, itself too; None if a layer sees all."""
         windows = [window for window in self.windows if window is not None]

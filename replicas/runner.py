@@ -25,6 +25,7 @@ from mneme.kernels.attention import (
 )
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
+from mneme.replicas.attention_mass import NUM_OBSERVED, MassObserver
 from mneme.replicas.cuda_graphs import MakeGraphs
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import Path
@@ -79,7 +80,7 @@ class Runner:
             v_pages=_zeros(shape, decoder.dtype, decoder.device),
             slot_position=new_slot_position(total * page_size, decoder.device),
         )
-        self.window = config.window
+        self.window, self.is_windowed = config.window, config.is_windowed
         self.num_host_pages = num_host_pages
         self._tier = make_tier(self.pool, num_host_pages, timeline)
         self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
@@ -127,6 +128,24 @@ class Runner:
             return torch.empty(0, self.vocab_size)
         logits = self._run(inputs) if self._graphs is None else self._graphs.forward(inputs)
         return logits[: inputs.num_sampled]
+
+    def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
+        """Of each of the path's tokens, from the last of them (`attention_mass.py`); nothing of the pass stays.
+
+        None if some of the path is yet to be computed or loaded, which is not looked for in fresh pages.
+        """
+        end = path.num_tokens
+        observer = MassObserver.over(path, self.pool, self._decoder) if end else None
+        if observer is None:
+            return None
+        positions = np.arange(max(end - NUM_OBSERVED, 0), end)
+        plan = self._new_plan([path], QueryRows(np.zeros_like(positions), positions), num_padding=0)
+        slots = np.full_like(positions, _SPARE_SLOT)
+        token_ids = np.array(context[positions[0] : end], np.int64)
+        inputs = self._inputs((token_ids, positions, slots, np.array([len(positions) - 1])), plan, None)
+        inputs.observe = observer
+        self._run(inputs)
+        return observer.masses()
 
     def _run(self, inputs: StepInputs) -> torch.Tensor:
         return self._decoder.forward(inputs, self.pool)

@@ -17,7 +17,8 @@ from mneme.replicas.forest_nodes import Path
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation, plan_truncation
 
-AttentionMass = Callable[[Path, list[int]], list[float]]  # of each of a path's tokens; the path is whole on the device
+# Of each of a path's tokens, which are the first of these ids; None if some of them are not computed yet.
+AttentionMass = Callable[[Path, list[int]], list[float] | None]
 
 
 class PathOpener:
@@ -61,11 +62,15 @@ class PathOpener:
         return shorter
 
     def _masses(self, truncation: Truncation, path: Path, context: list[int], num_history: int) -> list[float] | None:
-        """Nothing is known of KV that is not on the device: the oldest go then."""
-        is_known = path.num_tokens >= num_history and not path.gaps
+        """Nothing is known of KV that is not on the device before this step: the oldest go then.
+
+        The last token of a turn has none yet, and no mass.
+        """
+        is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path)
         if truncation.keep != "important" or self._attention_mass is None or not is_known:
             return None
-        return self._attention_mass(path, context)[:num_history]
+        masses = self._attention_mass(path, context)
+        return None if masses is None else [*masses, 0.0][:num_history]
 
 
 def _joined(ranges: Spans, start: int, end: int) -> Spans:

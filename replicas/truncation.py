@@ -60,6 +60,19 @@ class Truncation:
             rule = f"at most {most} tokens: what a ratio of {self.ratio:g} leaves of a window of {window}"
             raise InvalidRequest("truncation.keep_first", self.keep_first, rule)
 
+    def check_sliding_windows(self) -> None:
+        """Raise `InvalidRequest` if KV of the first tokens were to stay where sliding windows would hide it.
+
+        `recompute` may keep what it likes: what is seen is then an ordinary text, however far a layer looks back.
+        """
+        if self.strategy != "reuse_kv":
+            return
+        rule = "not with reuse_kv on a model with sliding-window layers, which would hide what is kept of the beginning"
+        if self.keep_first:
+            raise InvalidRequest("truncation.keep_first", self.keep_first, rule)
+        if self.keep is not None:
+            raise InvalidRequest("truncation.keep", self.keep, rule)
+
 
 def resolved(given: Mapping[str, Any] | None, default: Truncation, *, has_session: bool) -> Truncation | None:
     """What a request asks for, and `default` where it says nothing; None: it is refused when it is too long.

@@ -30,7 +30,7 @@ class FakeRunner:
         window: int | None = None,
     ) -> None:
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
-        self.window = window
+        self.window, self.is_windowed = window, window is not None
         self.can_copy = True
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
