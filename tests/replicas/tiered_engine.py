@@ -1,0 +1,155 @@
+"""Engines on small real models whose pages are moved about, and what the forest says of a prompt before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.forest_moves import Moves
+from mneme.replicas.forest_nodes import DEVICE, HOST, Node, common_prefix
+from mneme.replicas.model import Decoder, StepInputs
+from mneme.replicas.model_config import load_model_config
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.runner import Runner
+from mneme.replicas.sequence import Chunk
+from mneme.replicas.weights import load_weights
+from tests.replicas.checkpoints import write_checkpoint
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 320
+
+Place = tuple[Node, int]  # a token of the forest: node, offset in it
+
+
+class TieredRunner(Runner):
+    """Keeps the logits that were sampled from, by request, and counts rows and pages that moved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logits_by_request: dict[str, list[torch.Tensor]] = {}
+        self.num_rows = self.num_saved = self.num_loaded = 0
+        self._sampling: list[str] = []
+
+    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
+        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
+        self.num_rows += sum(chunk.num_rows for chunk in chunks)
+        self.num_saved += len(moves.saves)
+        self.num_loaded += len(moves.loads)
+        return super().prepare(chunks, moves)
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        logits = super().forward(inputs)
+        for request_id, row in zip(self._sampling, logits, strict=True):
+            self.logits_by_request.setdefault(request_id, []).append(row.clone())
+        return logits
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def load_decoder(name: str, directory: Path) -> Decoder:
+    """A random checkpoint of `checkpoints.py`, float32."""
+    write_checkpoint(name, directory)
+    config = load_model_config(directory)
+    return Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="always")
+
+
+def make_engine(decoder: Decoder, num_pages: int = 64, num_host_pages: int = 64, **options: Any) -> Engine:
+    runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options))
+
+
+def runner_of(engine: Engine) -> TieredRunner:
+    runner = engine._runner
+    assert isinstance(runner, TieredRunner)
+    return runner
+
+
+def submit(engine: Engine, name: str, ids: list[int], num_new: int, **more: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=params, **more))
+
+
+def run(engine: Engine) -> list[TokenEvent]:
+    """All events until nothing is left to do; each step leaves the forest sound, and no request fails."""
+    events: list[TokenEvent] = []
+    for _ in range(5_000):
+        if not engine.scheduler.has_work:
+            return events
+        events += engine.step()
+        engine.forest.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def answers(events: list[TokenEvent]) -> dict[str, list[int]]:
+    """Output tokens by request; raises if one failed."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        assert event.error is None, event
+        found.setdefault(event.request_id, []).extend(event.token_ids)
+    return found
+
+
+def usages(events: list[TokenEvent]) -> dict[str, PromptUsage]:
+    return {event.request_id: event.usage for event in events if event.usage is not None}
+
+
+def logits_of(engine: Engine, name: str) -> torch.Tensor:
+    """float32 [rows that were sampled from, vocab]"""
+    return torch.stack(runner_of(engine).logits_by_request[name])
+
+
+def full_prefill(decoder: Decoder, ids: list[int], num_new: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens and logits of an engine that has seen nothing before."""
+    engine = make_engine(decoder, num_host_pages=0)
+    submit(engine, "fresh", ids, num_new)
+    return answers(run(engine))["fresh"], logits_of(engine, "fresh")
+
+
+def places(engine: Engine, ids: list[int]) -> list[Place]:
+    """The tokens of the forest that a prompt finds, in order, with KV or without."""
+    found: list[Place] = []
+    node: Node | None = engine.forest._roots.get("")
+    while node is not None:
+        position = len(found)
+        shared = common_prefix(node.tokens, position - node.start, ids, position, len(ids))
+        found += [(node, position - node.start + i) for i in range(shared)]
+        node = node.children.get((len(found), ids[len(found)])) if len(found) < len(ids) else None
+    return found
+
+
+def tier_of(place: Place) -> str:
+    node, offset = place
+    if offset < node.filled[DEVICE]:
+        return "device"
+    return "host" if offset < node.filled[HOST] else "dropped"
+
+
+def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -> None:
+    """Of the pages with these tokens of a session: "host": off the device; "dropped": away; "stale": as far as copied.
+
+    Pages that somebody holds stay.
+    """
+    forest = engine.forest
+    nodes = [node for node, offset in places(engine, ids) if start <= node.start + offset < end and not node.refs]
+    for node in dict.fromkeys(nodes):
+        if how == "host" and forest.device.has(node):
+            assert forest._pages._save(node)
+        for tier in (forest.device, forest.host) if how == "dropped" else (forest.device,):
+            if tier.has(node):
+                forest._pages.drop(node, tier.index)
+        forest.check()
+
+
+def dropped_everywhere(engine: Engine, ids: list[int]) -> list[int]:
+    """The positions of a prompt whose tokens are known and have no KV."""
+    return [i for i, place in enumerate(places(engine, ids)) if tier_of(place) == "dropped"]
+
+
+def draw(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(32, VOCAB_SIZE, (count,), generator=generator).tolist()
