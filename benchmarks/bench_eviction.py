@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, get_args
 from session_simulator import PAGE_SIZE, Simulator, TraceShape, make_trace
 from workloads import cpu_name, load_average
 
+from mneme.cachetier.eviction_policies import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.eviction_policies import PolicyName, make_policy
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Owner
 

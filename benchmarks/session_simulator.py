@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mneme.replicas.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.eviction_policies import PolicyName, make_policy
 from mneme.replicas.forest import OutOfPages, PrefixForest
 from mneme.replicas.forest_nodes import Owner, Path
 

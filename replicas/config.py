@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mneme.cachetier.eviction_policies import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
-from mneme.replicas.eviction_policies import PolicyName
 from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Truncation
 from mneme.replicas.warm_prompts import WarmPrompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mneme.cachetier.eviction_policies import make_policy
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.eviction_policies import make_policy
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_tier import Tier
 

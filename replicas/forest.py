@@ -26,9 +26,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from mneme.cachetier.eviction import EvictionPolicy
+from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.errors import PinRefused
-from mneme.replicas.eviction import EvictionPolicy
-from mneme.replicas.eviction_lru import LruPolicy
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps, visible_gaps
 from mneme.replicas.forest_kept import kept_by, kept_resident, kept_roots, mask_of
 from mneme.replicas.forest_moves import Moves

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from mneme.replicas.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.eviction import Candidate, EvictionPolicy
 from mneme.replicas.forest_nodes import Node, Owner
 from mneme.replicas.forest_owners import Owners
 

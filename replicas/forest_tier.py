@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mneme.replicas.eviction import EvictionPolicy
+from mneme.cachetier.eviction import EvictionPolicy
 from mneme.replicas.forest_cached import CachedPages
 from mneme.replicas.forest_nodes import Node
 from mneme.replicas.forest_owners import Owners

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mneme.cachetier.eviction_heap import EvictionHeap
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
-from mneme.replicas.eviction_heap import EvictionHeap
 from mneme.replicas.pins import pin_prefix
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from mneme.cachetier.eviction_policies import make_policy
 from mneme.errors import PinRefused
-from mneme.replicas.eviction_policies import make_policy
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Node, Owner, Path, Pin
 from mneme.replicas.forest_pages import OutOfPages

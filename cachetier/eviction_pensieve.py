@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from mneme.replicas.eviction import Candidate, EvictionPolicy
-from mneme.replicas.eviction_heap import EvictionHeap
+from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.eviction_heap import EvictionHeap
 
 
 class PensievePolicy(EvictionPolicy):

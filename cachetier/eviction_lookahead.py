@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import islice
 
-from mneme.replicas.eviction import Candidate, EvictionPolicy
-from mneme.replicas.eviction_heap import EvictionHeap
+from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.eviction_heap import EvictionHeap
 
 _MAX_WINDOW = 256  # requests: a choice looks at no more, however long the queue is
 

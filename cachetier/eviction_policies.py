@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from mneme.cachetier.eviction import EvictionPolicy
+from mneme.cachetier.eviction_lfu import LfuPolicy
+from mneme.cachetier.eviction_lookahead import LookaheadPolicy
+from mneme.cachetier.eviction_lru import LruPolicy
+from mneme.cachetier.eviction_pensieve import PensievePolicy
 from mneme.errors import ConfigError, shown
-from mneme.replicas.eviction import EvictionPolicy
-from mneme.replicas.eviction_lfu import LfuPolicy
-from mneme.replicas.eviction_lookahead import LookaheadPolicy
-from mneme.replicas.eviction_lru import LruPolicy
-from mneme.replicas.eviction_pensieve import PensievePolicy
 
 PolicyName = Literal["lru", "lfu", "pensieve", "lookahead"]
 

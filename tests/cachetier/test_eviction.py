@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.eviction_heap import EvictionHeap
+from mneme.cachetier.eviction_lfu import LfuPolicy
+from mneme.cachetier.eviction_lookahead import LookaheadPolicy
+from mneme.cachetier.eviction_lru import LruPolicy
+from mneme.cachetier.eviction_pensieve import PensievePolicy
+from mneme.cachetier.eviction_policies import make_policy
 from mneme.errors import ConfigError
-from mneme.replicas.eviction import Candidate, EvictionPolicy
-from mneme.replicas.eviction_heap import EvictionHeap
-from mneme.replicas.eviction_lfu import LfuPolicy
-from mneme.replicas.eviction_lookahead import LookaheadPolicy
-from mneme.replicas.eviction_lru import LruPolicy
-from mneme.replicas.eviction_pensieve import PensievePolicy
-from mneme.replicas.eviction_policies import make_policy
 
 NOW_S = 1000.0
 
