@@ -26,8 +26,16 @@ def plot_latency(path: Path, title: str, points: Mapping[str, Sequence[Point]], 
     return _save(path, title, draw)
 
 
-def plot_bars(path: Path, title: str, y_label: str, groups: Sequence[str], bars: Mapping[str, Sequence[float]]) -> bool:
-    """A group of bars per history, one bar per arm, logarithmic (AttentionStore Fig. 14, 18, 25, 26)."""
+def plot_bars(
+    path: Path,
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float]],
+    *,
+    x_label: str = "history, tokens",
+) -> bool:
+    """A group of bars per history, or other case, one bar per arm, logarithmic (AttentionStore Fig. 14, 18, 25, 26)."""
 
     def draw(axes: Any) -> None:
         width = 0.8 / len(bars)
@@ -35,7 +43,7 @@ def plot_bars(path: Path, title: str, y_label: str, groups: Sequence[str], bars:
             axes.bar([place + index * width for place in range(len(groups))], values, width, label=name)
         axes.set_xticks([place + 0.4 - width / 2 for place in range(len(groups))], groups)
         axes.set_yscale("log")
-        axes.set_xlabel("history, tokens")
+        axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
 
     return _save(path, title, draw)

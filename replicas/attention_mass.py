@@ -25,11 +25,19 @@ from mneme.replicas.model import Decoder, KvPool
 NUM_OBSERVED = 32  # the last tokens, whose attention counts
 
 
+class _Run(NamedTuple):
+    """The tokens [start, end) of a path, of one delta."""
+
+    start: int
+    end: int
+    delta: int
+
+
 class _Keys(NamedTuple):
     """Where the keys of a path's tokens lie; token i stands at position i."""
 
     slots: torch.Tensor  # int64 [L]
-    runs: list[tuple[int, int, int]]  # (first token, end, their delta)
+    runs: list[_Run]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,28 +71,31 @@ class MassObserver:
 
     def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         """q float [T, Hq, D], un-rotated, of the path's last T tokens; lse float32 [T, Hq]."""
-        num_rows, num_q_heads, head_dim = q.shape
-        k_pages = self.pool.k_pages[layer]
-        num_kv_heads = k_pages.shape[0]
-        keys = k_pages.flatten(1, 2)[:, self.keys.slots].float()
-        positions = torch.arange(len(self.mass) - num_rows, len(self.mass), device=q.device)
-        grouped_lse = lse.view(num_rows, num_kv_heads, -1).permute(1, 2, 0)
-        for start, end, delta in self.keys.runs:
-            rotated = self.rope.rotate(q, positions - delta)
-            queries = rotated.view(num_rows, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-            scores = torch.einsum("tkgd,kld->kgtl", queries, keys[:, start:end]) * self.scale
-            shares = (scores - grouped_lse[..., None]).exp()
-            shares.masked_fill_(~self._is_visible(layer, positions, start, end), 0.0)
-            self.mass[start:end] += shares.double().sum((0, 1, 2))
+        num_rows, num_kv_heads = len(q), self.pool.k_pages.shape[1]
+        keys = self.pool.k_pages[layer].flatten(1, 2)[:, self.keys.slots].float()
+        num_tokens = len(self.mass)
+        positions = torch.arange(num_tokens - num_rows, num_tokens, device=q.device)
+        queries = self._queries(q, positions).view(-1, num_kv_heads, q.shape[1] // num_kv_heads * num_rows, q.shape[2])
+        parts = [own @ keys[:, run.start : run.end].mT for own, run in zip(queries, self.keys.runs, strict=True)]
+        scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale  # [Hq, T, L]
+        shares = (scores - lse.T[..., None]).exp_()
+        shares.masked_fill_(~self._is_visible(layer, positions), 0.0)
+        self.mass += shares.double().sum((0, 1))
 
     def masses(self) -> list[float]:
         """Of each token of the path."""
         found: list[float] = self.mass.tolist()
         return found
 
-    def _is_visible(self, layer: int, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """bool [T, end - start]"""
-        distance = positions[:, None] - torch.arange(start, end, device=positions.device)
+    def _queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Once for each run, rotated to where its keys are: float32 [runs, Hq, T, D]."""
+        deltas = torch.tensor([run.delta for run in self.keys.runs], device=q.device)
+        rotated = self.rope.rotate(q.repeat(len(deltas), 1, 1), (positions - deltas[:, None]).flatten())
+        return rotated.view(len(deltas), *q.shape).transpose(1, 2).contiguous()
+
+    def _is_visible(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """bool [T, L]"""
+        distance = positions[:, None] - torch.arange(len(self.mass), device=positions.device)
         window = self.windows[layer]
         is_past = distance >= 0
         return is_past if window is None else is_past & (distance < window)
@@ -103,7 +114,7 @@ def _slots_of(path: Path, page_size: int) -> tuple[IntArray, IntArray]:
     return ranges(firsts, counts), np.repeat(deltas, counts)
 
 
-def _runs(deltas: IntArray) -> list[tuple[int, int, int]]:
+def _runs(deltas: IntArray) -> list[_Run]:
     """Neighbours of one delta together."""
     starts = np.flatnonzero(np.diff(deltas, prepend=deltas[0] + 1))
-    return [(int(start), int(end), int(deltas[start])) for start, end in pairwise([*starts, len(deltas)])]
+    return [_Run(int(start), int(end), int(deltas[start])) for start, end in pairwise([*starts, len(deltas)])]

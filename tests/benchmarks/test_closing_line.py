@@ -126,3 +126,14 @@ def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
         ("lmsys_two_tier_over_stateless", "not measured")
     ]
     assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_truncation(tmp_path: Path) -> None:
+    found = closing_line(["benchmarks/bench_truncation.py", "--quick", "--only", "turns", "--out", str(tmp_path)])
+    rows = {row["arm"]: row for row in found["results"]["turns"]}
+    assert {row["truncations"] for row in rows.values()} == {6}
+    assert rows["TT"]["hit rate"] < 0.85
+    assert rows["ours"]["hit rate"] > 0.99
+    assert found["checks"] == []
+    assert json.loads((tmp_path / "truncation.json").read_text()) == found
+    assert (tmp_path / "truncation_turns.png").read_bytes().startswith(b"\x89PNG")
