@@ -80,7 +80,7 @@ class MassObserver:
         scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale  # [Hq, T, L]
         shares = (scores - lse.T[..., None]).exp_()
         shares.masked_fill_(~self._is_visible(layer, positions), 0.0)
-        self.mass += shares.double().sum((0, 1))
+        self.mass += shares.sum((0, 1), dtype=torch.float64)
 
     def masses(self) -> list[float]:
         """Of each token of the path."""
