@@ -126,3 +126,10 @@ def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
         ("lmsys_two_tier_over_stateless", "not measured")
     ]
     assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_copy_out() -> None:
+    found = closing_line(["benchmarks/bench_copy_out.py", "--quick", "--pairs", "2"])
+    copied = {row["arm"]: row["copied MB"] for row in found["results"]}
+    assert copied == {"no copies": 0, "copies": pytest.approx(8.39, abs=0.01), "first copies": copied["copies"]}
+    assert [check["name"] for check in found["checks"]] == ["copy_out_cost"]
