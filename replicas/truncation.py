@@ -114,7 +114,10 @@ def plan_truncation(
         return _ranges([(0, num_tokens)])
     wanted = max(truncation.keep_first, num_system if truncation.keep == "system" else 0)
     spared = max(num_tokens - wanted, 0)
-    num_kept = num_tokens - max(overflow, min(math.ceil(truncation.ratio * window), spared))
+    num_dropped = max(overflow, min(math.ceil(truncation.ratio * window), spared))
+    if num_tokens > window:  # not the overflow alone: it would be over again at once
+        num_dropped = max(num_dropped, num_tokens - max(int((1 - truncation.ratio) * window), wanted))
+    num_kept = num_tokens - num_dropped
     head = min(wanted, num_kept)
     chosen: list[tuple[int, int]] = []
     num_recent = num_kept - head

@@ -91,7 +91,10 @@ def test_any_plan_keeps_what_it_should_and_fits(data: st.DataObject) -> None:
         return
     head = max(truncation.keep_first, num_system if keep == "system" else 0)
     num_dropped = num_tokens - len(tokens)
-    assert num_dropped == max(overflow, min(math.ceil(truncation.ratio * window), max(num_tokens - head, 0)))
+    wanted = max(overflow, min(math.ceil(truncation.ratio * window), max(num_tokens - head, 0)))
+    most = max(wanted, num_tokens - max(int((1 - truncation.ratio) * window), head))
+    assert wanted <= num_dropped <= most
+    assert num_dropped == (most if num_tokens > window else wanted)
     assert tokens[:head] == list(range(min(head, len(tokens))))
     behind = [token for token in tokens if token >= head]
     if keep != "important" or masses is None:
