@@ -90,6 +90,9 @@ class DenseSession:
             return [place for start, end in ranges for place in places[start:end]]
         # `keep_first` is small enough for both in these tests.
         num_dropped = max(len(places) + num_new - self._window, math.ceil(self._truncation.ratio * self._window))
+        if len(places) > self._window:  # far over: what stays leaves room
+            room = int((1 - self._truncation.ratio) * self._window)
+            num_dropped = max(num_dropped, len(places) - max(room, self._truncation.keep_first))
         first = self._truncation.keep_first
         return places[:first] + places[first + num_dropped :]
 
