@@ -52,16 +52,15 @@ class Paths:
         num_nodes = len(path.nodes)
         while position < limit:
             node = path.tail
-            position += common_prefix(node.tokens, position - node.start, ids, position, limit)
-            if position == limit:
-                break
-            child = node.children.get((position, ids[position]))
+            if position < node.end:
+                position += common_prefix(node.tokens, position - node.start, ids, position, limit)
+            child = node.children.get((position, ids[position])) if position < limit else None
             if child is None:
                 break
             self._leave(path, position)
             self._hold(path, child)
-        path.num_tokens = position
         if position > before:
+            path.num_tokens = position
             note_gaps(path, max(num_nodes - 1, len(path.root.kept)))
         return position - before
 
@@ -72,19 +71,19 @@ class Paths:
         need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
         """
         gaps = visible_gaps(path, len(ids), self._window) if path.gaps else []
-        num_holes = sum(num_missing(path, index) for index in gaps)
-        num_new = min(len(ids) - path.num_tokens, max(budget - num_holes, 0))
-        if self.num_new_pages(path, ids, path.num_tokens + num_new) > self.num_available:
+        num_holes = sum(num_missing(path, index) for index in gaps) if gaps else 0
+        start = path.num_tokens
+        end = min(len(ids), start + max(budget - num_holes, 0))
+        if gaps and self.num_new_pages(path, ids, end) > self.num_available:  # without gaps it is `write` that asks
             raise OutOfPages
         loaded = self._restore(path, gaps)
         spans, runs = fill(path, gaps, self.page_size, budget)
-        num_refilled = min(num_holes, budget)
-        if num_new:
-            spans.append((path.num_tokens, path.num_tokens + num_new))
-            runs += self.write(path, ids, path.num_tokens + num_new)
-        elif num_holes < budget and path.num_tokens == len(ids) and (not spans or spans[-1][1] < len(ids)):
-            spans.append((len(ids) - 1, len(ids)))
-        return Rows(spans, runs, num_refilled, loaded)
+        if start < end:
+            runs += self.write(path, ids, end)
+            spans.append((start, end))
+        elif num_holes < budget and start == len(ids) and (not spans or spans[-1][1] < start):
+            spans.append((start - 1, start))
+        return Rows(spans, runs, min(num_holes, budget), loaded)
 
     def num_pending(self, path: Path, ids: Sequence[int]) -> int:
         """Rows that stand before the path's next sampled token but for the last token's own."""
@@ -99,31 +98,33 @@ class Paths:
         Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`, having taken nothing.
         """
         runs = []
-        needed = self.num_new_pages(path, ids, end)
-        if needed > self.num_available:
+        position, can_append = path.num_tokens, self._can_append(path, ids)
+        if self._num_pages_to(end, position, can_append) > self.num_available:
             raise OutOfPages
-        while path.num_tokens < end:
-            position = path.num_tokens
-            node = self._writable_tail(path, ids)
+        while position < end:
+            node = path.tail if can_append else self._begin_page(path, ids)
+            node.writer, can_append = path, False
             count = min(end, (position // self.page_size + 1) * self.page_size) - position
             node.tokens.extend(ids[position : position + count])
             node.filled[DEVICE] += count
-            path.num_tokens += count
             page_id = node.pages[DEVICE]
             assert page_id is not None
             runs.append((page_id, position % self.page_size, count))
+            path.num_tokens = position = position + count
         return runs
 
     def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
         """How many pages `take_rows` would take up to `end`, for what is to come back too."""
-        position = path.num_tokens
-        if self._can_append(path, ids):
-            position = (position // self.page_size + 1) * self.page_size
-        num_absent = 0
+        num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
             gaps = visible_gaps(path, len(ids), self._window)
-            num_absent = sum(not self._device.has(path.nodes[index]) for index in gaps)
-        return num_absent + max(0, -(-end // self.page_size) - position // self.page_size)
+            num_pages += sum(not self._device.has(path.nodes[index]) for index in gaps)
+        return num_pages
+
+    def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
+        """Pages to begin for [position, end); `can_append`: the first of them go into the page that is there."""
+        begun = position // self.page_size + can_append
+        return max(0, -(-end // self.page_size) - begun)
 
     def _hold(self, path: Path, node: Node, mask: int = ALL_SLOTS) -> None:
         self._pages.hold(node)
@@ -151,21 +152,18 @@ class Paths:
         return loaded
 
     def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
+        """Whether the path's next token may go into its last page."""
         node, position = path.tail, path.num_tokens
-        if node is path.root or node.end != position or position % self.page_size == 0:
+        if position % self.page_size == 0 or node is path.root or node.end != position:
             return False
         if node.writer is None and position < len(ids):
             return (position, ids[position]) not in node.children
         return node.writer is path
 
-    def _writable_tail(self, path: Path, ids: Sequence[int]) -> Node:
-        if self._can_append(path, ids):
-            path.tail.writer = path
-            return path.tail
+    def _begin_page(self, path: Path, ids: Sequence[int]) -> Node:
         position, parent = path.num_tokens, path.tail
         self._leave(path, position)
         node = Node(parent, position)
-        node.writer = path
         if self._sharing:
             parent.children[(position, ids[position])] = node
         node.refs = node.num_uses = 1

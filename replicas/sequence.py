@@ -115,6 +115,8 @@ class Chunk:
 
     @property
     def num_rows(self) -> int:
+        if len(self.spans) == 1:
+            return self.spans[0][1] - self.spans[0][0]
         return sum(end - start for start, end in self.spans)
 
     @property
