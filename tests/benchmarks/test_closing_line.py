@@ -137,3 +137,10 @@ def test_bench_truncation(tmp_path: Path) -> None:
     assert found["checks"] == []
     assert json.loads((tmp_path / "truncation.json").read_text()) == found
     assert (tmp_path / "truncation_turns.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_copy_out() -> None:
+    found = closing_line(["benchmarks/bench_copy_out.py", "--quick", "--pairs", "2"])
+    copied = {row["arm"]: row["copied MB"] for row in found["results"]}
+    assert copied == {"no copies": 0, "copies": pytest.approx(8.39, abs=0.01), "first copies": copied["copies"]}
+    assert [check["name"] for check in found["checks"]] == ["copy_out_cost"]
