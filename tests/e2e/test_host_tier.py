@@ -1,0 +1,79 @@
+"""A server whose device pool is small: sessions come back from host memory, and the answers say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "mneme-tiny"
+STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 6
+NUM_PAGES = 48  # of 32 tokens: a few conversations
+SETTINGS = (
+    *("--set", f"engine.num_pages={NUM_PAGES}"),
+    *("--set", f"engine.host_cache_bytes={64 * 2**20}"),
+    *("--set", "engine.dtype=float32"),
+)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    process = ServerProcess([*SERVE, MODEL, "--replicas", "1", "--port", str(free_port()), *SETTINGS])
+    try:
+        with httpx.Client(base_url=process.await_ready(), timeout=60) as http:
+            yield http
+        process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert process.left_behind() == []
+    finally:
+        process.discard()
+
+
+def say(http: httpx.Client, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0, "min_tokens": 16, **options}
+    found: dict[str, Any] = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+    return found
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_session_comes_back_from_the_host(http: httpx.Client) -> None:
+    first = say(http, user(STORY), session={"id": "reader"})
+    num_history = first["usage"]["total_tokens"] - 1  # the last token of an answer is not computed
+    for index in range(NUM_PAGES * 32 // num_history + 2):
+        say(http, user(f"{index}. {STORY}"), session={"id": f"other/{index}"})
+    kept = http.get("/v1/sessions/reader").raise_for_status().json()["kv"]
+    assert kept["device"] + kept["host"] == num_history
+    assert kept["host"] >= num_history / 2
+    second = say(http, user("And then?"), session={"id": "reader", "append": True})
+    details = second["usage"]["kv_details"]
+    assert sum(details.values()) - details["truncated"] == second["usage"]["prompt_tokens"]
+    assert (details["device"], details["host"]) == (kept["device"], kept["host"])
+    assert details["dropped"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == num_history
+    after = http.get("/v1/sessions/reader").raise_for_status().json()
+    assert after["tokens"] == second["usage"]["total_tokens"]
+    assert after["kv"]["device"] == after["tokens"] - 1
+    assert after["kv"] == {"device": after["tokens"] - 1, "host": 0, "disk": 0, "peer": 0, "dropped": 1}
+
+
+def test_what_came_from_the_host_answers_alike(http: httpx.Client) -> None:
+    """float32: the same answer as a prompt of nobody's, which is computed."""
+    history = user(f"Alike. {STORY}")
+    answer = say(http, history, session={"id": "alike"})["choices"][0]["message"]["content"]
+    for index in range(12):
+        say(http, user(f"Again {index}. {STORY}"))
+    history += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+    from_host = say(http, history, session={"id": "alike"})
+    computed = say(http, history, cache_salt="nobody")
+    assert from_host["usage"]["kv_details"]["host"] > 0
+    assert computed["usage"]["kv_details"]["recomputed"] == computed["usage"]["prompt_tokens"]
+    assert from_host["choices"][0]["message"]["content"] == computed["choices"][0]["message"]["content"]
