@@ -49,6 +49,7 @@ class PendingMoves:
         self._device_by_host_page.pop(host_page, None)
 
     def take(self, device_page: int) -> None:
+        """The device page has a new owner."""
         self._fresh[device_page] = None
 
     def load(self, load: LoadedPage) -> None:

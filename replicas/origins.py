@@ -16,7 +16,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """Of one sequence; what nobody noted, up to the last row, was on the device."""
+    """Of one sequence. What nobody noted, up to the last row, was on the device or, under a window, no row sees it."""
 
     __slots__ = ("_noted",)
 

@@ -154,7 +154,7 @@ def converse(
     return conversations
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 50),
     st.lists(st.integers(1, 110), min_size=1, max_size=4),
@@ -219,6 +219,21 @@ def test_a_hole_behind_what_was_copied_is_a_hole(llama: Decoder) -> None:
     assert lost == list(range(lost[0], 128))
     talk.turn(llama, [5])
     assert dropped_everywhere(talk.engine, talk.ids[0]) == []
+
+
+def test_an_answer_that_is_drawn_again_follows_what_the_host_has(llama: Decoder) -> None:
+    """Pages come back in decode, into a plan that is kept."""
+    talk = session_of(llama, 60)
+    prompt = list(talk.ids[0])
+    submit(talk.engine, "first", prompt, 40)
+    first = answers(run(talk.engine))["first"]
+    lose_range(talk.engine, prompt + first, len(prompt) + 2, len(prompt) + 20, "host")
+    lose_range(talk.engine, prompt + first, len(prompt) + 20, len(prompt) + 40, "dropped")
+    loaded_before = runner_of(talk.engine).num_loaded
+    submit(talk.engine, "again", prompt, 40)
+    assert answers(run(talk.engine))["again"] == first
+    assert runner_of(talk.engine).num_loaded > loaded_before
+    assert (logits_of(talk.engine, "again") - logits_of(talk.engine, "first")).abs().max() <= TOLERANCE
 
 
 def test_a_shared_hole_is_filled_once(llama: Decoder) -> None:
