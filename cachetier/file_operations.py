@@ -1,0 +1,84 @@
+"""Every call of the disk tier to the file system, in one object: tests make the k-th of them fail."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Buffer = bytearray | memoryview
+
+
+class FileOperations:
+    """Thin: each method is one call, raises OSError, and follows no link in the last part of a path."""
+
+    def open_to_read(self, path: str) -> int:
+        return os.open(path, _READ_FLAGS)
+
+    def create(self, path: str) -> int:
+        """A new file, for the owner alone; it must not be there."""
+        return os.open(path, _CREATE_FLAGS, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def status(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Into the buffers, one after the other; how many bytes, 0 at the file's end."""
+        return os.preadv(fd, list(buffers), offset)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, list(buffers), offset)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def touch(self, path: str) -> None:
+        """Set the time of the last change to now."""
+        os.utime(path, follow_symlinks=False)
+
+    def make_folder(self, path: str) -> None:
+        """For the owner alone; one that is there is fine if it is a folder of ours that nobody else may write to."""
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            status = os.lstat(path)
+            is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+            if not stat.S_ISDIR(status.st_mode) or not is_ours:
+                raise PermissionError(0, "must be a folder of this user that nobody else may write to", path) from None
+
+    def list_folder(self, path: str) -> list[tuple[str, os.stat_result]]:
+        """Names and what is known of each without following links; what vanishes meanwhile is left out."""
+        found: list[tuple[str, os.stat_result]] = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+                except FileNotFoundError:
+                    continue
+        return found
+
+    def lock(self, path: str) -> int:
+        """A descriptor that holds the lock until it is closed or its process ends; BlockingIOError: someone has it."""
+        fd = os.open(path, _LOCK_FLAGS, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """A plain file of this user."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
