@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: setup setup-dev serve test test-all test-torch kernels-compile lint format train gpu clean
+.PHONY: setup setup-dev serve test test-all test-torch faults kernels-compile lint format train gpu clean
 
 setup: $(READY)
 setup-dev: $(DEV_READY)
@@ -42,6 +42,10 @@ test: $(DEV_READY)
 
 test-all: test
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# Long fault and kill loops of the disk tier; `make test` runs a short sample.
+faults: $(DEV_READY)
+	$(BIN)/pytest -m slow tests/cachetier $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels.
 test-torch: $(DEV_READY)

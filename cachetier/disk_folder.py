@@ -1,0 +1,87 @@
+"""The folder of a disk tier: one lock, 256 folders of files, and what is found in them at a start.
+
+Everything lies in a folder of ours inside the one that was given, which nobody else may write to. What does not carry
+one of our names is never touched there, nor is a link or another user's file that carries one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+
+from mneme.cachetier.disk_names import ChunkName, folder_of, folders, is_temporary, parse_name, temporary_name
+from mneme.cachetier.file_operations import FileOperations, is_ours
+from mneme.errors import ConfigError
+
+_OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
+_LOCK = "lock"
+
+
+class DiskFolder:
+    """Raises `ConfigError` if the folder cannot be used, or if another tier uses it."""
+
+    def __init__(self, path: str, files: FileOperations) -> None:
+        self._files = files
+        self._root = os.path.join(path, _OWN_FOLDER)
+        self._number = 0
+        try:
+            files.make_folder(self._root)
+            self._lock = files.lock(os.path.join(self._root, _LOCK))
+        except BlockingIOError:
+            raise ConfigError(f"disk tier: {path} is in use by another cluster") from None
+        except OSError as error:
+            raise ConfigError(f"disk tier: {path} cannot be used ({_text(error)})") from error
+        try:
+            for name in folders():
+                files.make_folder(os.path.join(self._root, name))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"disk tier: {path} cannot be used ({_text(error)})") from error
+
+    def path(self, name: ChunkName) -> str:
+        return os.path.join(self._root, folder_of(name.key), str(name))
+
+    def temporary_path(self, key: bytes) -> str:
+        """Another one for each call."""
+        self._number += 1
+        return os.path.join(self._root, folder_of(key), temporary_name(key, self._number))
+
+    def scan(self, counters: Counter[str]) -> list[tuple[float, ChunkName]]:
+        """Sound chunks with the times of their files, unsorted; removes what a crash left. Reads no file."""
+        found: list[tuple[float, ChunkName]] = []
+        for folder in folders():
+            path = os.path.join(self._root, folder)
+            try:
+                listed = self._files.list_folder(path)
+            except OSError:
+                counters["scan_error"] += 1
+                continue
+            for text, status in listed:
+                name = self._judge(path, text, status, counters)
+                if name is not None:
+                    found.append((status.st_mtime, name))
+        return found
+
+    def close(self) -> None:
+        """Let the lock go."""
+        with suppress(OSError):
+            self._files.close(self._lock)
+
+    def _judge(self, folder: str, text: str, status: os.stat_result, counters: Counter[str]) -> ChunkName | None:
+        name = parse_name(text)
+        if name is None and not is_temporary(text):
+            counters["scan_unknown"] += 1
+        elif not is_ours(status):
+            counters["scan_not_ours"] += 1
+        elif name is not None and status.st_size == name.num_bytes and folder.endswith(folder_of(name.key)):
+            return name
+        else:
+            counters["scan_removed"] += 1
+            with suppress(OSError):
+                self._files.unlink(os.path.join(folder, text))
+        return None
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or type(error).__name__

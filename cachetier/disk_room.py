@@ -1,0 +1,110 @@
+"""What a disk tier's folder holds and may hold: its index, what is being written, what is still to be removed.
+
+No files and no locks; the tier calls it under its own lock. What is taken out of the index is *litter* until its file
+is gone: it counts, and nothing is written under its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mneme.cachetier.disk_index import BLOCK_BYTES, DiskIndex, Entry
+from mneme.cachetier.disk_names import ChunkName
+from mneme.cachetier.eviction import EvictionPolicy
+
+_MAX_STUCK = 8  # files that could not be removed, until nothing is evicted for others: the folder may be read-only
+
+
+class DiskRoom:
+    """Bounds in bytes, counted in whole blocks, and in files."""
+
+    def __init__(
+        self, policy: EvictionPolicy, capacity_bytes: int, max_files: int, path_of: Callable[[ChunkName], str]
+    ) -> None:
+        self.index = DiskIndex(policy)
+        self.num_evicted = 0
+        self._path_of = path_of
+        self._max_blocks, self._max_files = capacity_bytes // BLOCK_BYTES, max_files
+        self._writing: dict[bytes, int] = {}  # blocks by key
+        self._litter: dict[str, int] = {}  # blocks by path
+        self._claimed: set[str] = set()  # litter that one thread is removing: another might remove what came after it
+        self._stuck: set[str] = set()  # litter that could not be removed
+
+    @property
+    def used_blocks(self) -> int:
+        return self.index.num_blocks + sum(self._writing.values()) + sum(self._litter.values())
+
+    @property
+    def is_within(self) -> bool:
+        num_files = len(self.index) + len(self._writing) + len(self._litter)
+        return self.used_blocks <= self._max_blocks and num_files <= self._max_files
+
+    def holds(self, key: bytes) -> bool:
+        """It is there, or is being written."""
+        return key in self.index or key in self._writing
+
+    def reserve(self, name: ChunkName, num_blocks: int) -> bool:
+        """Room for a file, once the litter is gone; False: there cannot be any, or its path is litter."""
+        if num_blocks > self._max_blocks or not self._max_files or self._path_of(name) in self._litter:
+            return False
+        if len(self._stuck) >= _MAX_STUCK:
+            return False
+        self._writing[name.key] = num_blocks
+        self.evict()
+        if self._is_over():
+            del self._writing[name.key]
+            return False
+        return True
+
+    def release(self, key: bytes) -> None:
+        """It was written, or will not be. Called twice it does nothing."""
+        self._writing.pop(key, None)
+
+    def evict(self) -> None:
+        """As many as must go."""
+        while self._is_over() and self._evict_one():
+            pass
+
+    def free_up(self, num_blocks: int) -> None:
+        """Evict so many blocks, if there are: the disk has less room than the bound."""
+        target = self.index.num_blocks - num_blocks
+        while self.index.num_blocks > target and self._evict_one():
+            pass
+
+    def discard(self, entry: Entry, *, is_file_ours: bool = True) -> None:
+        """Out of the index; its file goes too, if it is ours."""
+        self.index.remove(entry)
+        if is_file_ours:
+            self.add_litter(self._path_of(entry.name), entry.num_blocks)
+
+    def add_litter(self, path: str, num_blocks: int) -> None:
+        """A file that may be there and must not stay."""
+        self._litter[path] = num_blocks
+
+    def claim_litter(self) -> list[str]:
+        """Paths to remove, each for one caller, who calls `swept`; some of those that could not be removed before."""
+        fresh = [path for path in self._litter if path not in self._claimed and path not in self._stuck]
+        stuck = [path for path in self._stuck if path not in self._claimed][:_MAX_STUCK]
+        self._claimed.update(fresh, stuck)
+        return fresh + stuck
+
+    def swept(self, path: str, *, is_gone: bool) -> None:
+        self._claimed.discard(path)
+        if is_gone:
+            self._stuck.discard(path)
+            del self._litter[path]
+        else:
+            self._stuck.add(path)
+
+    def _evict_one(self) -> bool:
+        victim = self.index.pop_victim()
+        if victim is None:
+            return False
+        self.num_evicted += 1
+        self.add_litter(self._path_of(victim.name), victim.num_blocks)
+        return True
+
+    def _is_over(self) -> bool:
+        """Without the litter."""
+        num_blocks = self.index.num_blocks + sum(self._writing.values())
+        return num_blocks > self._max_blocks or len(self.index) + len(self._writing) > self._max_files
