@@ -139,7 +139,7 @@ class _Reader:
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, stack: ExitStack) -> None:
         self._model_dir, self._device, self._dtype, self._stack = model_dir, device, dtype, stack
         self._file_by_name: dict[str, tuple[Path, Any]] = {}
-        for path in _shard_paths(model_dir):
+        for path in shard_paths(model_dir):
             handle = self._open(path)
             self._file_by_name.update(dict.fromkeys(handle.keys(), (path, handle)))
 
@@ -184,7 +184,8 @@ class _Reader:
         return found
 
 
-def _shard_paths(model_dir: Path) -> list[Path]:
+def shard_paths(model_dir: Path) -> list[Path]:
+    """The files that hold the weights; raises `CheckpointError` for an index that is not sound."""
     index_path = model_dir / "model.safetensors.index.json"
     if not index_path.exists():
         return [model_dir / "model.safetensors"]
