@@ -24,6 +24,7 @@ class Candidate(NamedTuple):
     num_pages: int  # that its eviction would free
     last_used_s: float
     num_uses: int  # how often its last page was used
+    has_returned: bool = False  # whether two thirds of it were used before that, as far as is known
 
 
 class Victim(NamedTuple):
@@ -54,6 +55,10 @@ class EvictionPolicy(ABC):
         candidate = self.candidates.pop(key, None)
         if candidate is not None:
             self._unrank(candidate)
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether a full tier should take it, pages that another tier gives up; before anything is copied."""
+        return True
 
     def choose(self) -> Victim | None:
         """The next victim; None if there are no candidates."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from itertools import islice
 
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
-from mneme.cachetier.eviction_heap import EvictionHeap
+from mneme.cachetier.eviction_heap import EvictionHeap, Rank
 
 _MAX_WINDOW = 256  # requests: a choice looks at no more, however long the queue is
 
@@ -27,8 +27,8 @@ class LookaheadPolicy(EvictionPolicy):
         self._heap = EvictionHeap()
 
     def _rank(self, candidate: Candidate) -> None:
+        self._heap.push(candidate.key, (self._age_rank(candidate),))
         self._num_pages += candidate.num_pages
-        self._heap.push(candidate.key, (candidate.last_used_s,))
 
     def _unrank(self, candidate: Candidate) -> None:
         self._num_pages -= candidate.num_pages
@@ -41,6 +41,10 @@ class LookaheadPolicy(EvictionPolicy):
             key = max(exempt, key=exempt.__getitem__)
         return key, self.candidates[key].num_pages
 
+    def _age_rank(self, candidate: Candidate) -> float:
+        """What is not exempt goes in this order, lowest first."""
+        return candidate.last_used_s
+
     def _first_consumers(self) -> dict[Hashable, int]:
         """The candidates in the window, with the place in the queue of the first request that will use each."""
         window = min(max(1, self._capacity * len(self.candidates) // self._num_pages), _MAX_WINDOW)
@@ -51,15 +55,15 @@ class LookaheadPolicy(EvictionPolicy):
         return places
 
     def _oldest_but(self, exempt: dict[Hashable, int]) -> Hashable | None:
-        passed: list[Hashable] = []
+        passed: list[tuple[Hashable, Rank]] = []
         found = None
         while found is None and len(self._heap):
-            _, key = self._heap.first()
+            rank, key = self._heap.first()
             if key in exempt:
                 self._heap.discard(key)
-                passed.append(key)
+                passed.append((key, rank))
             else:
                 found = key
-        for key in passed:
-            self._heap.push(key, (self.candidates[key].last_used_s,))
+        for key, rank in passed:
+            self._heap.push(key, rank)
         return found

@@ -10,9 +10,10 @@ from mneme.cachetier.eviction_lfu import LfuPolicy
 from mneme.cachetier.eviction_lookahead import LookaheadPolicy
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.eviction_pensieve import PensievePolicy
+from mneme.cachetier.eviction_returning import ReturningPolicy
 from mneme.errors import ConfigError, shown
 
-PolicyName = Literal["lru", "lfu", "pensieve", "lookahead"]
+PolicyName = Literal["lru", "lfu", "pensieve", "lookahead", "returning"]
 
 
 def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
@@ -24,6 +25,8 @@ def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> 
         return PensievePolicy(clock)
     if name == "lookahead":
         return LookaheadPolicy(capacity)
+    if name == "returning":
+        return ReturningPolicy(capacity)
     if name == "lfu":
         return LfuPolicy()
     if name == "lru":

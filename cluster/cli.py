@@ -1,4 +1,4 @@
-"""The command line: `mneme serve | chat | doctor`."""
+"""The command line: `mneme serve | chat | doctor | simulate`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from mneme.cluster.simulate_command import add_simulate_arguments
+    from mneme.cluster.simulate_command import simulate as run_simulation
     from mneme.cluster.terminal_chat import add_chat_arguments, run_chat
 
     parser = argparse.ArgumentParser(prog="mneme", description="An LLM serving cluster on its own engine.")
@@ -41,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--port", type=int, default=8000, help="the port that `mneme serve` would use")
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.set_defaults(run=_doctor)
+
+    simulate = commands.add_parser("simulate", help="what a cache would find of a trace, without running a model")
+    add_simulate_arguments(simulate)
+    simulate.set_defaults(run=run_simulation)
     return parser
 
 

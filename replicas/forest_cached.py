@@ -123,4 +123,8 @@ class CachedPages:
         return is_of_release and self._is_idle(parent) and parent.below[self._tier] == 1
 
     def _offer(self, leaf: Node, num_pages: int) -> None:
-        self._policy.offer(Candidate(leaf, num_pages, leaf.last_used_s, leaf.num_uses))
+        node = leaf
+        for _ in range(num_pages // 3):
+            assert node.parent is not None  # the run is longer
+            node = node.parent
+        self._policy.offer(Candidate(leaf, num_pages, leaf.last_used_s, leaf.num_uses, node.num_uses > 1))

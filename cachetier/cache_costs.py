@@ -1,0 +1,90 @@
+"""What a simulated cache costs: seconds to a first token from measured rates, money per hour from a price table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from mneme.errors import ConfigError, shown
+
+GB = 1e9
+_MAX_TABLE_BYTES = 65_536
+_LARGEST = 1e15  # of any rate or price: far above what there is, so that no figure overflows
+
+
+class FirstToken(NamedTuple):
+    ttft_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of one replica and the tiers under it. The defaults are those of a 13B model on one A100 (AttentionStore 2.3)."""
+
+    prefill_tokens_per_s: float = 5_600.0
+    host_gb_per_s: float = 26.0
+    disk_gb_per_s: float = 5.0
+    kv_bytes_per_token: float = 819_200.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    def first_token(self, input_tokens: int, block_tokens: int, found: Sequence[int]) -> FirstToken:
+        """`found`: blocks by tier, device first. Loading runs beside computing, layer by layer; one token is always
+        computed."""
+        num_found = min(sum(found) * block_tokens, input_tokens - 1)
+        compute_s = (input_tokens - num_found) / self.prefill_tokens_per_s
+        block_gb = self.block_bytes(block_tokens) / GB
+        rates = (math.inf, self.host_gb_per_s, self.disk_gb_per_s)
+        load_s = sum(blocks * block_gb / rate for blocks, rate in zip(found, rates, strict=False))
+        return FirstToken(max(compute_s, load_s), compute_s)
+
+    def block_bytes(self, block_tokens: int) -> float:
+        return self.kv_bytes_per_token * block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Dollars per hour. The defaults are AttentionStore's (4.2): an A100 and memory on demand, local SSD."""
+
+    device_per_hour: float = 5.0
+    host_gb_per_hour: float = 0.0088
+    disk_gb_per_hour: float = 0.000082
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    def hourly(self, num_devices: float, host_gb: float, disk_gb: float) -> float:
+        """`num_devices` that are busy on average: device hours per hour."""
+        return num_devices * self.device_per_hour + host_gb * self.host_gb_per_hour + disk_gb * self.disk_gb_per_hour
+
+
+Table = TypeVar("Table", Rates, Prices)
+
+
+def load_table(kind: type[Table], path: Path | None) -> Table:
+    """From a JSON object with some of the fields; None gives the defaults. Raises `ConfigError`."""
+    if path is None:
+        return kind()
+    try:
+        if path.stat().st_size > _MAX_TABLE_BYTES:
+            raise ConfigError(f"{path}: must be at most {_MAX_TABLE_BYTES} bytes")
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no readable JSON: {error}") from error
+    known = [field.name for field in fields(kind)]
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: must be one JSON object with some of {', '.join(known)}")
+    if unknown := set(given) - set(known):
+        raise ConfigError(f"{path}: unknown {shown(min(unknown))}; there are {', '.join(known)}")
+    return kind(**given)
+
+
+def _check_positive(table: Rates | Prices) -> None:
+    for name, value in asdict(table).items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+            raise ConfigError(f"{name}: must be a number over 0 and at most {_LARGEST:g} (got {shown(value)})")

@@ -1,0 +1,152 @@
+"""Request traces: what came when, and which blocks of the prompts were equal. Readers are strict: a trace that is read
+wrongly gives figures that are wrong.
+
+Mooncake's format (FAST 2025): one JSON object a line, `timestamp` in ms, `input_length` and `output_length` in tokens,
+`hash_ids`: one id per block of the prompt, the last one may be short. An id stands for the prefix up to its block.
+Azure's format (AzureLLMInferenceTrace): CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`; it does not say what
+is shared, so nothing is.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from mneme.errors import ConfigError, shown
+
+MAX_TOKENS = 10_000_000  # of one request
+_MAX_LINE_CHARS = 4_000_000
+_MAX_NUMBER = 2**63
+_AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+class TraceRequest(NamedTuple):
+    arrival_s: float  # from the first request on, never falling
+    block_ids: list[int]
+    input_tokens: int
+    output_tokens: int
+    block_tokens: int
+
+
+def read_trace(path: Path, block_tokens: int) -> list[TraceRequest]:
+    """By the name's end: `.jsonl` is Mooncake's format, `.csv` Azure's. Raises `ConfigError`: file, line and rule."""
+    readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: a trace's name ends in {' or '.join(readers)}")
+    try:
+        requests = list(reader(path, block_tokens))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8") from error
+    if not requests:
+        raise ConfigError(f"{path}: has no requests")
+    return requests
+
+
+class _Checks:
+    """What one file's lines must hold, one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._parent_by_id: dict[int, int | None] = {}
+        self.line = 0
+
+    def fail(self, rule: str) -> NoReturn:
+        raise ConfigError(f"{self._path}:{self.line}: {rule}")
+
+    def whole(self, name: str, value: object, smallest: int, largest: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+            self.fail(f"{name}: must be a whole number from {smallest} to {largest} (got {shown(value)})")
+        return value
+
+    def arrival_s(self, when_s: float) -> float:
+        if self._first_s is None:
+            self._first_s = when_s
+        elif when_s < self._last_s:
+            self.fail("is earlier than the request before it")
+        self._last_s = when_s
+        return when_s - self._first_s
+
+    def chain(self, ids: list[int]) -> None:
+        """An id stands for its prefix: it always comes behind the same id, so never twice in a request."""
+        parent = None
+        for block_id in ids:
+            if self._parent_by_id.setdefault(block_id, parent) != parent:
+                self.fail(f"hash_ids: {block_id} comes behind another prefix than before")
+            parent = block_id
+
+
+def _read_mooncake(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
+    checks = _Checks(path)
+    with path.open(encoding="utf-8") as lines:
+        while line := lines.readline(_MAX_LINE_CHARS + 1):
+            checks.line += 1
+            if len(line) > _MAX_LINE_CHARS:
+                checks.fail(f"has over {_MAX_LINE_CHARS} characters")
+            yield _mooncake_request(checks, line, block_tokens)
+
+
+def _mooncake_request(checks: _Checks, line: str, block_tokens: int) -> TraceRequest:
+    row = _json_object(checks, line)
+    timestamp_ms = checks.whole("timestamp", row["timestamp"], 0, _MAX_NUMBER)
+    num_input = checks.whole("input_length", row["input_length"], 1, MAX_TOKENS)
+    num_output = checks.whole("output_length", row["output_length"], 0, MAX_TOKENS)
+    ids = row["hash_ids"]
+    if not isinstance(ids, list):
+        checks.fail(f"hash_ids: must be a list (got {shown(ids)})")
+    if len(ids) != -(-num_input // block_tokens):
+        checks.fail(f"hash_ids: {len(ids)} blocks are not {num_input} tokens in blocks of {block_tokens}")
+    ids = [checks.whole("hash_ids", block_id, 0, _MAX_NUMBER) for block_id in ids]
+    checks.chain(ids)
+    return TraceRequest(checks.arrival_s(timestamp_ms / 1e3), ids, num_input, num_output, block_tokens)
+
+
+def _json_object(checks: _Checks, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        checks.fail(f"is no JSON: {shown(str(error))}")
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    if not isinstance(row, dict) or any(name not in row for name in names):
+        checks.fail(f"must be a JSON object with {', '.join(names)}")
+    return row
+
+
+def _read_azure(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
+    checks = _Checks(path)
+    next_id = 0
+    with path.open(encoding="utf-8", newline="") as lines:
+        try:
+            for checks.line, row in enumerate(csv.reader(lines, strict=True), start=1):
+                if checks.line == 1:
+                    if row != _AZURE_HEADER:
+                        checks.fail(f"must be {','.join(_AZURE_HEADER)}")
+                elif row:
+                    request = _azure_request(checks, row, next_id, block_tokens)
+                    next_id += len(request.block_ids)
+                    yield request
+        except csv.Error as error:
+            checks.fail(f"is no CSV: {error}")
+
+
+def _azure_request(checks: _Checks, row: list[str], next_id: int, block_tokens: int) -> TraceRequest:
+    if len(row) != len(_AZURE_HEADER):
+        checks.fail(f"must have {len(_AZURE_HEADER)} fields (got {len(row)})")
+    try:
+        when = datetime.fromisoformat(row[0])
+        counts = [int(field) for field in row[1:]]
+    except ValueError as error:
+        checks.fail(f"is no time and two counts: {shown(str(error))}")
+    when_s = (when.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+    num_input = checks.whole("ContextTokens", counts[0], 1, MAX_TOKENS)
+    num_output = checks.whole("GeneratedTokens", counts[1], 0, MAX_TOKENS)
+    ids = list(range(next_id, next_id - (-num_input // block_tokens)))
+    return TraceRequest(checks.arrival_s(when_s), ids, num_input, num_output, block_tokens)
