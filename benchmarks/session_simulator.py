@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mneme.cachetier.eviction_policies import PolicyName, make_policy
-from mneme.replicas.forest import OutOfPages, PrefixForest
+from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Owner, Path
+from mneme.replicas.forest_pages import OutOfPages
 
 PAGE_SIZE = 32
 _VOCAB = list(range(32_000))

@@ -8,7 +8,7 @@ of its KV or none.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from itertools import islice
 
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
@@ -27,8 +27,8 @@ class LookaheadPolicy(EvictionPolicy):
         self._heap = EvictionHeap()
 
     def _rank(self, candidate: Candidate) -> None:
-        self._heap.push(candidate.key, (self._age_rank(candidate),))
         self._num_pages += candidate.num_pages
+        self._heap.push(candidate.key, (candidate.last_used_s,))
 
     def _unrank(self, candidate: Candidate) -> None:
         self._num_pages -= candidate.num_pages
@@ -41,10 +41,6 @@ class LookaheadPolicy(EvictionPolicy):
             key = max(exempt, key=exempt.__getitem__)
         return key, self.candidates[key].num_pages
 
-    def _age_rank(self, candidate: Candidate) -> float:
-        """What is not exempt goes in this order, lowest first."""
-        return candidate.last_used_s
-
     def _first_consumers(self) -> dict[Hashable, int]:
         """The candidates in the window, with the place in the queue of the first request that will use each."""
         window = min(max(1, self._capacity * len(self.candidates) // self._num_pages), _MAX_WINDOW)
@@ -54,16 +50,21 @@ class LookaheadPolicy(EvictionPolicy):
                 places.setdefault(key, place)
         return places
 
-    def _oldest_but(self, exempt: dict[Hashable, int]) -> Hashable | None:
-        passed: list[tuple[Hashable, Rank]] = []
-        found = None
-        while found is None and len(self._heap):
-            rank, key = self._heap.first()
-            if key in exempt:
-                self._heap.discard(key)
-                passed.append((key, rank))
-            else:
-                found = key
-        for key, rank in passed:
-            self._heap.push(key, rank)
-        return found
+    def _oldest_but(self, exempt: Collection[Hashable]) -> Hashable | None:
+        return first_but(self._heap, exempt)
+
+
+def first_but(heap: EvictionHeap, exempt: Collection[Hashable]) -> Hashable | None:
+    """The first key that is not exempt; the heap is left as it was. None if there is none."""
+    passed: list[tuple[Hashable, Rank]] = []
+    found = None
+    while found is None and len(heap):
+        rank, key = heap.first()
+        if key in exempt:
+            heap.discard(key)
+            passed.append((key, rank))
+        else:
+            found = key
+    for key, rank in passed:
+        heap.push(key, rank)
+    return found

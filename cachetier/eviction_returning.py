@@ -1,27 +1,27 @@
 """Who came back comes back again: used once counts as used earlier (after 2Q and LRU-2: Johnson & Shasha 1994, O'Neil
 et al. 1993).
 
-Most runs are used once. So one that was is taken as up to `USED_ONCE_S` older than it is: it goes before all that
-returned about as recently, so a flood of new sessions does not flush a tier, and what returned is not kept for ever
-either. The longer the last victim had been idle, the less: a tier that keeps everything for `LONG_S` has seen who comes
-back, and is LRU. So is one that has not evicted yet.
+Most runs are used once. So one that was counts as older than it is, by `USED_ONCE_S` when it is new and by less the
+older it is: it goes before all that returned about as recently, so a flood of new sessions does not flush a tier, and
+what returned is not kept for ever either. A run that nobody came back to for `LONG_S` is as old as it is: a tier that
+keeps everything for so long is LRU. Both kinds stand in the order of their last use, and a choice compares two.
 
-A run's place does not change as time goes by, so a heap keeps the order. What the queue will use stays, as in
-`lookahead`.
+What the queue will use stays, as in `lookahead`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from mneme.cachetier.eviction import Candidate
-from mneme.cachetier.eviction_lookahead import LookaheadPolicy
+from mneme.cachetier.eviction_heap import EvictionHeap
+from mneme.cachetier.eviction_lookahead import LookaheadPolicy, first_but
 
 # In seconds, as people's pauses are, which have a median of two minutes. Tuned on the first half, by time, of the
 # conversation trace (`bench_cache_policies.py`).
-USED_ONCE_S = 240.0
-LONG_S = 900.0
+USED_ONCE_S = 300.0
+LONG_S = 600.0
 
 
 class ReturningPolicy(LookaheadPolicy):
@@ -29,22 +29,30 @@ class ReturningPolicy(LookaheadPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        self._returned = EvictionHeap()  # the other heap has what was used once
         self._newest_s = -math.inf
-        self._idle_s = math.inf  # of the last victim
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether it would not be the next victim itself."""
-        return not self.candidates or self._age_rank(candidate) > self._heap.first()[0][0]
+        key = self._oldest_but(())
+        return key is None or self._counted_age_s(candidate) < self._counted_age_s(self.candidates[key])
 
     def _rank(self, candidate: Candidate) -> None:
         self._newest_s = max(self._newest_s, candidate.last_used_s)
-        super()._rank(candidate)
+        if candidate.has_returned:
+            self._num_pages += candidate.num_pages
+            self._returned.push(candidate.key, (candidate.last_used_s,))
+        else:
+            super()._rank(candidate)
 
-    def _choose(self) -> tuple[Hashable, int]:
-        key, num_pages = super()._choose()
-        self._idle_s = self._newest_s - self.candidates[key].last_used_s
-        return key, num_pages
+    def _unrank(self, candidate: Candidate) -> None:
+        super()._unrank(candidate)
+        self._returned.discard(candidate.key)
 
-    def _age_rank(self, candidate: Candidate) -> float:
-        older_s = 0.0 if candidate.has_returned else USED_ONCE_S * max(0.0, 1 - self._idle_s / LONG_S)
-        return candidate.last_used_s - older_s
+    def _oldest_but(self, exempt: Collection[Hashable]) -> Hashable | None:
+        keys = [key for heap in (self._heap, self._returned) if (key := first_but(heap, exempt)) is not None]
+        return max(keys, key=lambda key: self._counted_age_s(self.candidates[key]), default=None)
+
+    def _counted_age_s(self, candidate: Candidate) -> float:
+        age_s = self._newest_s - candidate.last_used_s
+        return age_s if candidate.has_returned else age_s + USED_ONCE_S * max(0.0, 1 - age_s / LONG_S)

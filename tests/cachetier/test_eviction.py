@@ -30,7 +30,7 @@ def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
     return victims
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead"])
+@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead", "returning"])
 def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
     policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
     assert policy.choose() is None
@@ -45,7 +45,7 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead"):
+    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead, returning"):
         make_policy("fifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
 
 

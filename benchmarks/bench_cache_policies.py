@@ -1,0 +1,142 @@
+"""Which policy finds most of a trace, at five capacities, as ratio to LRU and to Belady's MIN.
+
+    python benchmarks/bench_cache_policies.py [--trace FILE] [--quick] [--seed 0] [--out FOLDER]
+
+`block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier; LRU as in `SimulatedTiers`: the head of
+a request is the most recent of its blocks. The constants of `returning` were tuned on the first half of the conversation
+trace by time (what arrives before the middle of its span; each part is played into an empty cache); the second half
+and the whole are what counts. The queue's look-ahead is reported apart: the policy then sees the next requests.
+
+The trace is Mooncake's conversation trace (FAST 2025), which is not part of this repository; without `--trace` a made
+one is played, and what is promised for the real one is not measured. Deterministic: no clock but the trace's, so the
+load of the machine moves nothing but `took s`. Bound: one thread of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attention.report import Check, PartResult, at_least, at_most, print_part, rounded
+from session_plots import plot_bars
+from workloads import cpu_name, load_average
+
+from mneme.cachetier.cache_simulator import CacheSimulator
+from mneme.cachetier.synthetic_trace import SyntheticShape, make_trace
+from mneme.cachetier.traces import TraceRequest, read_trace
+
+BLOCK_TOKENS = 512
+CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000)
+POLICIES = ("lru", "lfu", "pensieve", "returning", "min")
+QUICK_POLICIES = ("lru", "returning", "min")
+DEFAULT = "returning"
+NUM_QUEUED = (8, 32)
+CONVERSATION = (12_031, 288_500)  # requests and blocks of the trace that the figures below are of
+ANCHORS = (0.0445, 0.0653, 0.2116, 0.3257, 0.3546)  # its LRU
+NO_BOUND = 0.3664
+TARGETS = {3_000: 1.4, 10_000: 1.05}  # of LRU
+
+
+def halves(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    middle_s = trace[-1].arrival_s / 2
+    first = [request for request in trace if request.arrival_s < middle_s]
+    return {"whole": list(trace), "first half": first, "second half": list(trace[len(first) :])}
+
+
+def measure(part: str, trace: Sequence[TraceRequest], policies: Sequence[str], queue: int = 0) -> list[dict[str, Any]]:
+    """A row per policy and capacity."""
+    rows = []
+    for policy in policies:
+        for capacity in CAPACITIES:
+            started = time.perf_counter()
+            ratio = CacheSimulator(trace, [capacity], policy, queue=queue).run().block_hit_ratio
+            row = {"part": part, "policy": policy, "queue": queue, "blocks": capacity, "hit ratio": ratio}
+            rows.append(row | {"took s": time.perf_counter() - started})
+    return rows
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add the ratios to LRU and MIN without a queue."""
+    found = {(row["part"], row["policy"], row["blocks"]): row["hit ratio"] for row in rows if not row["queue"]}
+    for row in rows:
+        lru, best = (found[row["part"], name, row["blocks"]] for name in ("lru", "min"))
+        row["of lru"] = row["hit ratio"] / lru if lru else None
+        row["of min"] = row["hit ratio"] / best if best else None
+
+
+def checks_of(rows: Sequence[dict[str, Any]], no_bound: float, is_conversation: bool) -> list[Check]:
+    """What is promised for the conversation trace; for another nothing is measured."""
+    found = {(row["part"], row["policy"], row["blocks"]): row for row in rows if not row["queue"]}
+    anchors = zip(CAPACITIES, ANCHORS, strict=True)
+    off = [abs(round(found["whole", "lru", size]["hit ratio"], 4) - value) for size, value in anchors]
+    off.append(abs(round(no_bound, 4) - NO_BOUND))
+    checks = [at_most("lru_and_no_bound_off_by", max(off) if is_conversation else None, 0.0, "of all blocks")]
+    for part in ("whole", "second half"):
+        name = part.replace(" ", "_")
+        for size, target in TARGETS.items():
+            value = found[part, DEFAULT, size]["of lru"] if is_conversation else None
+            checks.append(at_least(f"{name}_over_lru_at_{size}", value, target, "of LRU"))
+        gain = min(
+            found[part, DEFAULT, size]["hit ratio"] - found[part, "lru", size]["hit ratio"] for size in CAPACITIES
+        )
+        checks.append(at_least(f"{name}_least_gain_on_lru", gain if is_conversation else None, 0.0, "of all blocks"))
+    return checks
+
+
+def main() -> None:
+    args = _arguments()
+    load_before, started = load_average(), time.perf_counter()
+    shape = SyntheticShape(num_sessions=1500, sessions_per_s=0.5, tokens_in=2000, system_tokens=4096, seed=args.seed)
+    trace = make_trace(shape, BLOCK_TOKENS) if args.trace is None else read_trace(args.trace, BLOCK_TOKENS)
+    num_blocks = sum(len(request.block_ids) for request in trace)
+    is_conversation = (len(trace), num_blocks) == CONVERSATION
+    rows = []
+    for part, requests in halves(trace).items():
+        rows += measure(part, requests, QUICK_POLICIES if args.quick else POLICIES)
+    for queue in () if args.quick else NUM_QUEUED:
+        rows += measure("whole", trace, ("lookahead", DEFAULT), queue)
+    compare(rows)
+    no_bound = CacheSimulator(trace, [None], "lru").run().block_hit_ratio
+    checks = checks_of(rows, no_bound, is_conversation)
+    title = f"{len(trace)} requests, {num_blocks} blocks, {no_bound:.4f} without a bound"
+    print_part(PartResult(name="cache_policies", title=title, rows=rows, checks=checks))
+    closing = {
+        "benchmark": "cache_policies", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "trace": None if args.trace is None else args.trace.name, "num_requests": len(trace), "num_blocks": num_blocks,
+        "block_tokens": BLOCK_TOKENS, "no_bound": round(no_bound, 6), "results": rounded(rows),
+        "checks": [check.as_json() for check in checks],
+    }  # fmt: skip
+    if args.out is not None:
+        _write(args.out, closing, rows)
+    print(json.dumps(closing))
+
+
+def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cache_policies.json").write_text(json.dumps(closing) + "\n")
+    whole = [row for row in rows if row["part"] == "whole" and not row["queue"]]
+    bars = {
+        name: [row["hit ratio"] for row in whole if row["policy"] == name]
+        for name in dict.fromkeys(row["policy"] for row in whole)
+    }
+    title = f"whole trace, {closing['num_requests']} requests"
+    groups = [f"{size:,}" for size in CAPACITIES]
+    plot_bars(folder / "cache_policies.png", title, "blocks found of all", groups, bars, x_label="capacity, blocks")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="Mooncake's conversation_trace.jsonl; default: a made trace")
+    parser.add_argument("--quick", action="store_true", help="three policies, no queue; at most 90 s on 2 cores")
+    parser.add_argument("--seed", type=int, default=0, help="of the made trace")
+    parser.add_argument("--out", type=Path, help="folder for JSON and the plot")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

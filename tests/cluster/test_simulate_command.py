@@ -1,0 +1,122 @@
+"""`mneme simulate cache` as a command: figures, tables, plots, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mneme.cachetier.cache_simulator import CacheSimulator
+from mneme.cluster.cli import main
+from tests.cachetier.trace_cases import BLOCK_TOKENS, lru_ratio, random_trace
+
+SYNTHETIC = ["--trace", "synthetic:num_sessions=20", "--block-tokens", "64"]
+
+
+def write_trace(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
+    rows = [
+        {
+            "timestamp": int(asked.arrival_s * 1000),
+            "input_length": asked.input_tokens,
+            "output_length": asked.output_tokens,
+            "hash_ids": asked.block_ids,
+        }
+        for asked in random_trace(1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", "cache", *arguments])
+
+
+@pytest.mark.parametrize("capacity", ["20", "inf"])
+def test_one_run_is_one_line_of_json(tmp_path: Path, capacity: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = ["--trace", str(write_trace(tmp_path)), "--block-tokens", str(BLOCK_TOKENS)]
+    assert simulate(*trace, "--policy", "lru", "--capacity-blocks", capacity, "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    size = 10**6 if capacity == "inf" else int(capacity)
+    assert found["block_hit_ratio"] == pytest.approx(lru_ratio(random_trace(1), size), abs=1e-6)
+    assert (found["policy"], found["num_requests"]) == ("lru", 300)
+    assert found["capacity_blocks"] == [None if capacity == "inf" else size]
+
+
+def test_tiers_of_bytes_move_blocks_and_cost_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates, prices = tmp_path / "rates.json", tmp_path / "prices.json"
+    rates.write_text('{"kv_bytes_per_token": 250000000, "prefill_tokens_per_s": 10}')  # a block of four is 1 GB
+    prices.write_text('{"device_per_hour": 3, "host_gb_per_hour": 0.1, "disk_gb_per_hour": 0.01}')
+    trace = ["--trace", str(write_trace(tmp_path)), "--block-tokens", str(BLOCK_TOKENS)]
+    sizes = ["--device-gb", "10", "--host-gb", "15.9", "--disk-gb", "25"]
+    tables = ["--rates", str(rates), "--prices", str(prices)]
+    assert simulate(*trace, *sizes, *tables, "--policy", "lru", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["capacity_blocks"] == [10, 15, 25]
+    outcome = CacheSimulator(random_trace(1), [10, 15, 25], "lru").run()
+    assert found["moved_gb"]["from_disk"] == outcome.tiers[2].num_read > 0
+    assert found["moved_gb"]["to_host"] == outcome.tiers[1].num_written > 0
+    ratios = [tier["hit_ratio"] for tier in found["tiers"].values()]
+    assert sum(ratios) == pytest.approx(found["block_hit_ratio"], abs=1e-5)
+    storage = 15.9 * 0.1 + 25 * 0.01
+    assert found["hourly_cost"] == pytest.approx(found["busy_devices"] * 3 + storage, abs=1e-3)
+    assert found["ttft_s"]["p50"] <= found["ttft_s"]["p90"] <= found["ttft_s"]["p99"]
+
+
+def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = [*SYNTHETIC, "--policy", "lru,returning,min", "--capacity-blocks", "50,inf"]
+    plot = tmp_path / "hits.png"
+    assert simulate(*several, "--plot", str(plot)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [policy, size] for size in ("50", "inf") for policy in ("lru", "returning", "min")
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert simulate(*several, "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["policy"] for run in runs] == ["lru", "returning", "min"] * 2
+    assert runs[0]["block_hit_ratio"] < runs[2]["block_hit_ratio"] <= runs[3]["block_hit_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (SYNTHETIC, "give --capacity-blocks, or some of"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--host-gb", "1"], "give --capacity-blocks, or some of"),
+        ([*SYNTHETIC, "--capacity-blocks", "0"], "capacity-blocks: must be"),
+        ([*SYNTHETIC, "--capacity-blocks", "-3"], "capacity-blocks: must be"),
+        ([*SYNTHETIC, "--capacity-blocks", "1e3"], "capacity-blocks: must be"),
+        ([*SYNTHETIC, "--capacity-blocks", "9" * 5000], "capacity-blocks: must be"),
+        ([*SYNTHETIC, "--capacity-blocks", "5,"], "capacity-blocks: must be"),
+        ([*SYNTHETIC, "--device-gb", "nan"], "device-gb: must be from 0"),
+        ([*SYNTHETIC, "--host-gb", "-1"], "host-gb: must be from 0"),
+        ([*SYNTHETIC, "--disk-gb", "inf"], "disk-gb: must be from 0"),
+        ([*SYNTHETIC, "--host-gb", "1e-9"], "no tier holds a block"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--policy", "fifo"], "policy: must be one of"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--queue", "-1"], "queue: must be from 0"),
+        (["--trace", "synthetic", "--block-tokens", "0", "--capacity-blocks", "5"], "block-tokens: must be from 1"),
+        (["--trace", "nothing.jsonl", "--capacity-blocks", "5"], "nothing.jsonl: cannot be read"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--rates", "nothing.json"], "nothing.json: no readable JSON"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--plot", "no/such/folder.png"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*arguments) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("mneme simulate: ")
+    assert rule in output.err
+    assert output.out == ""
+
+
+def test_it_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from mneme.cluster.cli import main; "
+        "main(['simulate', 'cache', '--trace', 'synthetic:num_sessions=5', '--capacity-blocks', '5', '--json']); "
+        "print('torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "False False", done.stderr
