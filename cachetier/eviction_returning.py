@@ -19,7 +19,7 @@ from mneme.cachetier.eviction_heap import EvictionHeap
 from mneme.cachetier.eviction_lookahead import LookaheadPolicy, first_but
 
 # In seconds, as people's pauses are, which have a median of two minutes. Tuned on the first half, by time, of the
-# conversation trace (`bench_cache_policies.py`).
+# conversation trace; `bench_cache_policies.py` says how. USED_ONCE_S < LONG_S: the order by last use is kept.
 USED_ONCE_S = 300.0
 LONG_S = 600.0
 
