@@ -142,7 +142,7 @@ def test_a_shape_is_parsed() -> None:
 def test_tables_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"host_gb_per_hour": 0.5}')
-    assert load_table(Prices, path).hourly(2.0, 10.0, 0.0) == 2 * 5.0 + 5.0
+    assert load_table(Prices, path).hourly(2.0, 10.0, 0.0) == 2 * 20.0 + 5.0
     assert load_table(Rates, None) == Rates()
     for text, rule in {
         "{": "no readable JSON", "[]": "must be one JSON object", '{"gpu": 1}': "unknown 'gpu'",
