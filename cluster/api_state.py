@@ -22,11 +22,10 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.append_template import render_appended
 from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
 from mneme.replicas.tokenizer import Tokenizer
-from mneme.replicas.truncation import Truncation
+from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")
 
-MAX_TRUNCATED_WINDOWS = 16  # of a prompt that is to be truncated: tokenizing it takes time in any case
 _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
 
@@ -167,7 +166,7 @@ class ApiState:
 
 def _max_given(model: ServedModel, truncation: Truncation | None) -> int:
     """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
-    return model.max_context * (MAX_TRUNCATED_WINDOWS if truncation is not None else 1)
+    return model.max_context * (MAX_WINDOWS if truncation is not None else 1)
 
 
 def _too_long(field: str, size: str, model: ServedModel, truncation: Truncation | None) -> ContextLengthExceeded:

@@ -62,6 +62,8 @@ class SessionOptions(Body):
 class TruncationOptions(Body):
     """What happens if the prompt does not fit; what is left out is as configured. Ranges: `Truncation`."""
 
+    model_config = ConfigDict(extra="forbid")  # ours alone: a name that is not known is misspelt
+
     strategy: Strategy = "error"
     ratio: float = 0.5
     keep_first: int = 0

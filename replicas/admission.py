@@ -8,6 +8,7 @@ from mneme.errors import ContextLengthExceeded, InvalidRequest
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
+from mneme.replicas.truncation import MAX_WINDOWS
 
 if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
@@ -60,10 +61,13 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
     `capacity` is in tokens: of the context window or the whole page pool, whichever is smaller.
     """
     wanted, room = request.sampling.max_tokens, capacity - num_prompt
-    if request.truncation is not None:  # makes room when it is needed
+    if request.truncation is not None and (wanted or 1) <= MAX_WINDOWS * capacity:  # makes room when it is needed
         return wanted or max(room, int(request.truncation.ratio * capacity), 1)
     if room >= 1 and (wanted or 1) <= room:
         return wanted or room
+    if request.truncation is not None:
+        rule = f"at most {MAX_WINDOWS} windows of {capacity} tokens, however often it is truncated"
+        raise ContextLengthExceeded("max_tokens", wanted or 0, rule)
     asked = f"{num_prompt} prompt tokens" + (f" and {wanted} more" if wanted else "")
     rule = f"prompt and output must fit {capacity} tokens together; this asks for {asked}"
     raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", wanted or num_prompt, rule)

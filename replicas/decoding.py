@@ -88,7 +88,9 @@ class Decoding:
         if self._tokenizer is not None and sequence.request.prompt_text is not None:
             text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
         seen = None if sequence.context is sequence.ids else Seen(array("i", sequence.context), sequence.root)
-        return FinishedTurn(sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text, seen)
+        return FinishedTurn(
+            sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text, seen, sequence.num_unseen
+        )
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
         params = sequence.request.sampling

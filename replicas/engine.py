@@ -36,9 +36,9 @@ from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.session_pages import delete_pages, let_go
+from mneme.replicas.session_pages import abandon_roots, delete_pages, let_go
 from mneme.replicas.sessions import SessionKey, Sessions
-from mneme.replicas.token_log import FinishedTurn, TurnPrompt
+from mneme.replicas.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -245,7 +245,10 @@ class Engine:
         del self._sequence_by_id[request.request_id]
         self._outbox.report(sequence, reason, error)
         self.pins.finished(request.request_id, reason, error)
-        self._begin_next(self.sessions.end(request, kept))
+        before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
+        following = self.sessions.end(request, kept)
+        abandon_roots(self.forest, before, sequence)
+        self._begin_next(following)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -30,7 +30,7 @@ from mneme.cachetier.eviction import EvictionPolicy
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps, visible_gaps
-from mneme.replicas.forest_kept import kept_by, kept_resident, kept_roots, mask_of
+from mneme.replicas.forest_kept import has_tokens, kept_by, kept_resident, kept_roots, mask_of
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
 from mneme.replicas.forest_owners import Owners
@@ -66,6 +66,7 @@ class PrefixForest(Paths):
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
         self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
         self._kept_roots: set[Root] = set()  # of truncated sessions
+        self._last_truncated: tuple[Owner | None, Root] = (None, Root(""))
         self._num_pinned = 0
         self._pins: set[Pin] = set()
         self._clock = clock
@@ -115,8 +116,7 @@ class PrefixForest(Paths):
 
     def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
         """The same for what a truncated session sees; `ids` begin with what it kept."""
-        kept = [kept_resident(each) for each in root.kept]
-        own = resident(root, ids)
+        kept, own = [kept_resident(each) for each in root.kept], resident(root, ids)
         return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
@@ -132,8 +132,13 @@ class PrefixForest(Paths):
         root.refs += 1
         return Path(root)
 
-    def open_kept(self, root: Root) -> Path | None:
-        """A path that sees what the truncation of a session kept; None if some of that is gone from every tier."""
+    def open_kept(self, root: Root, ids: Sequence[int] | None = None) -> Path | None:
+        """A path that sees what the truncation of a session kept; None if some of that is gone from every tier.
+
+        `ids` begin with what was kept; None: nothing can have changed since.
+        """
+        if root.is_lost or (ids is not None and not has_tokens(root, ids)):
+            return None
         root.refs += 1
         self._kept_roots.add(root)
         path = Path(root)
@@ -145,14 +150,19 @@ class PrefixForest(Paths):
         self.release(path)
         return None
 
-    def truncate(self, path: Path, ranges: Spans) -> Path | None:
+    def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:
         """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
 
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
-        happened, where some of it has no KV.
+        happened, where some of it has no KV. Paths of one owner that keep the same go on together.
         """
-        truncated = self.open_kept(Root(path.root.salt, kept_by(path, ranges)))
+        kept = kept_by(path, ranges)
+        known, known_root = self._last_truncated
+        is_known = owner is not None and known is owner and known_root.kept == kept
+        root = known_root if is_known else Root(path.root.salt, kept)
+        truncated = self.open_kept(root)
         if truncated is not None:
+            self._last_truncated = owner, root
             self.release(path)
         return truncated
 
@@ -178,15 +188,20 @@ class PrefixForest(Paths):
 
     def drop_owned(self, owner: Owner) -> None:
         """The session is deleted: from the end of its last path up, what nothing else is on is gone from every tier."""
-        path, tail = [], self.owners.tail_of(owner)
-        while tail is not None and tail.parent is not None:
-            path.append(tail)
-            tail = tail.parent
+        tail = self.owners.tail_of(owner)
         self.disown(owner)
-        for node in path:
-            if node.refs or node.children or node.claim is not None:
-                return
-            self._drop_everywhere(node)
+        if tail is not None:
+            self._pages.drop_up(tail)
+
+    def drop_kept(self, root: Root) -> None:
+        """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
+        roots, nodes = [root], []
+        for each in roots:  # grows
+            nodes += [kept.node for kept in each.kept]
+            roots += kept_roots(each)
+        self.abandon(root)
+        for node in reversed(nodes):
+            self._pages.drop_up(node)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
@@ -196,7 +211,7 @@ class PrefixForest(Paths):
         spared = set() if heir is None else kept_roots(heir)
         if root not in spared:
             for node in reversed(list(root.below_it())):
-                self._drop_everywhere(node)
+                self._pages.drop_everywhere(node)
         for earlier in kept_roots(root) - spared:
             self.abandon(earlier, heir)
 
@@ -274,16 +289,11 @@ class PrefixForest(Paths):
             for tier in (self.device, self.host):
                 tier.cached.offer_through(node)
 
-    def _drop_everywhere(self, node: Node) -> None:
-        for tier in (self.device, self.host):
-            if tier.has(node) and not node.refs:
-                self._pages.drop(node, tier.index)
-
     def _drop_root(self, root: Root) -> None:
         """Forget a root that nothing hangs on."""
         if root.refs or root.children:
             return
-        if root.kept:
+        if root.is_own:
             self._kept_roots.discard(root)
         else:
             self._roots.pop(root.salt, None)

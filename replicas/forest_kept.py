@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 from mneme.replicas.forest_gaps import Spans, needed_tokens
-from mneme.replicas.forest_nodes import Kept, Node, Path, Resident, Root
+from mneme.replicas.forest_nodes import Kept, Path, Resident, Root
 
 _WORD_BITS = 64
 
@@ -18,18 +21,27 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     num_kept = 0
     for start, end in ranges:
         shift = num_kept - start
-        for node, first, last, delta in references:
+        for node, first, last, delta, top in references:
             low, high = max(first + delta, start), min(last + delta, end)
             if low < high:
-                kept.append(Kept(node, low - delta, high - delta, delta + shift))
+                kept.append(Kept(node, low - delta, high - delta, delta + shift, top))
         num_kept += end - start
     return tuple(kept)
 
 
 def kept_roots(root: Root) -> set[Root]:
     """The roots of earlier truncations under which what this one keeps was computed."""
-    tops = {_top(kept.node) for kept in root.kept}
-    return {top for top in tops if isinstance(top, Root) and top.kept}
+    return {kept.root for kept in root.kept if kept.root.is_own}
+
+
+def has_tokens(root: Root, ids: Sequence[int]) -> bool:
+    """Whether what a root keeps is still what `ids` begin with: a node that lost its KV may have got other tokens."""
+    for kept in root.kept:
+        node, position = kept.node, kept.start + kept.delta
+        expected = array("i", ids[position : position + kept.end - kept.start])
+        if node.tokens[kept.start - node.start : kept.end - node.start] != expected:
+            return False
+    return True
 
 
 def kept_resident(kept: Kept) -> Resident:
@@ -45,16 +57,10 @@ def mask_of(kept: Kept, page_size: int) -> int:
     return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
 
 
-def _top(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
-
-
 def references_of(path: Path) -> list[Kept]:
     """What the path has of each of its nodes, in order; its own tokens stand where they were rotated."""
     own = [
-        Kept(node, node.start, node.start + needed_tokens(path, index), 0)
+        Kept(node, node.start, node.start + needed_tokens(path, index), 0, path.root)
         for index, node in enumerate(path.nodes)
         if index >= len(path.root.kept)
     ]

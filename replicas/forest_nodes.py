@@ -24,6 +24,7 @@ class Node:
         "claim",
         "filled",
         "is_reclaimable",
+        "keepers",
         "last_used_s",
         "num_uses",
         "pages",
@@ -44,6 +45,7 @@ class Node:
         self.pages: list[int | None] = [None, None]  # by tier
         self.filled = [0, 0]  # by tier; 0 without a page
         self.below = [0, 0]  # by tier: children with a page there that nobody holds
+        self.keepers: list[Root] | None = None  # roots that keep some of its tokens
         self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
         self.refs = 0  # paths that hold it; a pin is one
         self.pins = 0
@@ -65,6 +67,7 @@ class Kept(NamedTuple):
     start: int
     end: int
     delta: int  # from there to where the session has them
+    root: Root  # under which the node hangs
 
 
 class Root(Node):
@@ -74,12 +77,20 @@ class Root(Node):
     kept, and nobody else finds it.
     """
 
-    __slots__ = ("kept", "salt")
+    __slots__ = ("is_lost", "is_own", "kept", "salt")
 
     def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
         super().__init__(None, sum(each.end - each.start for each in kept))
         self.salt = salt
         self.kept = kept
+        for node in {each.node for each in kept}:
+            node.keepers = [*(node.keepers or ()), self]
+        self.is_own = bool(kept)  # a session's
+        self.is_lost = False  # some of what it kept is gone: nobody can go on here
+
+    def lose(self) -> None:
+        """Some of what it kept is gone from every tier."""
+        self.kept, self.is_lost = (), True
 
     def below_it(self) -> Iterator[Node]:
         """All nodes under this root, parents first."""

@@ -11,6 +11,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from mneme.replicas.forest_moves import LoadedPage, Moves, PendingMoves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Root
@@ -81,9 +82,8 @@ class TieredPages:
         for node in nodes:
             for tier in self._tiers:
                 tier.cached.offer_if_leaf(node)
-        self._uncopied.pop(nodes[-1], None)
-        if self.host.num_pages and nodes[-1].parent is not None:
-            self._uncopied[nodes[-1]] = None
+        if self.host.num_pages:
+            self._note_uncopied(nodes)
 
     def free(self, nodes: list[Node]) -> None:
         """The same for nodes that no forest has, because nothing is shared: nothing stays."""
@@ -119,9 +119,26 @@ class TieredPages:
         if index == HOST and host_page is not None:
             self._moves.forget_save(host_page)
             self.host.remove(node)
-        self.num_moved["dropped"] += not any(node.filled)
+        if not any(node.filled):
+            self.num_moved["dropped"] += 1
+            for root in node.keepers or ():
+                root.lose()
+            node.keepers = None
         self._note(node)
         self.settle(node)
+
+    def drop_everywhere(self, node: Node) -> None:
+        """Forget what every tier has of a node, if nobody holds it."""
+        for tier in self._tiers:
+            if tier.has(node) and not node.refs:
+                self.drop(node, tier.index)
+
+    def drop_up(self, node: Node) -> None:
+        """From this node up, drop what nothing else is on."""
+        while node.parent is not None and not (node.refs or node.children or node.claim is not None):
+            parent = node.parent
+            self.drop_everywhere(node)
+            node = parent
 
     def settle(self, node: Node) -> None:
         """Take what has neither KV nor anything behind it out of the forest, from this node up."""
@@ -162,6 +179,14 @@ class TieredPages:
                 assert node.children or max(node.filled) == len(node.tokens), "tokens that lead nowhere"
                 assert node.filled[DEVICE] or not self.device.has(node)
         assert all(node.parent is not None for node in self._uncopied)
+
+    def _note_uncopied(self, nodes: list[Node]) -> None:
+        """The ends of a path: its last node and, of a truncated one, the last of each kept run."""
+        ends = [node for node, after in pairwise(nodes) if after.parent is not node] + nodes[-1:]
+        for node in ends:
+            self._uncopied.pop(node, None)
+            if node.parent is not None:
+                self._uncopied[node] = None
 
     def _copy_ahead(self) -> None:
         for _ in range(_COPIES_PER_STEP):

@@ -63,7 +63,8 @@ class Tier:
         self.cached.withdraw(node)
         parent = _parent(node)
         parent.below[self.index] -= 1
-        self.cached.offer_if_leaf(parent)  # one that a truncated session left: it does not hold what it dropped
+        if not parent.refs:  # a truncated session does not hold what it dropped
+            self.cached.offer_through(parent)
 
     def release(self, node: Node) -> None:
         """The last path gave the node back; it is offered once the whole path is."""

@@ -160,11 +160,20 @@ class Scheduler:
             self._forest.release(path)
             if self.running:
                 return False
-            # Alone and still short: its prefix is scattered over forks, several pages a block. Start clean.
-            self._forest.clear()
-            path = self._opener.open(sequence)
+            path = self._open_alone(sequence)
         sequence.path, sequence.was_admitted = path, True
         return True
+
+    def _open_alone(self, sequence: Sequence) -> Path:
+        """Alone and still short: what it has is scattered over parts of pages. Start clean, at others' cost at last."""
+        if sequence.root is not None:
+            sequence.root = None  # what it sees is computed anew
+            path = self._opener.open(sequence)
+            if self._fits(path, sequence):
+                return path
+            self._forest.release(path)
+        self._forest.clear()
+        return self._opener.open(sequence)
 
     def _fits(self, path: Path, sequence: Sequence) -> bool:
         """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.

@@ -30,6 +30,7 @@ class Sequence:
     window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
     num_history: int = 0  # tokens of `context` that the session had before this turn
     num_unseen: int = 0  # of the prompt, when its first token is drawn
+    num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
     was_admitted: bool = False
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV

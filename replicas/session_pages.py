@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections.abc
 
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Resident
+from mneme.replicas.forest_nodes import Resident, Root
+from mneme.replicas.sequence import Sequence
 from mneme.replicas.token_log import Seen, TokenLog
 
 
 def let_go(forest: PrefixForest, log: TokenLog) -> None:
     """It expired: what only it owned stays cached until room is needed, but for what nobody else could find."""
     forest.disown(log)
-    if log.seen is not None and log.seen.root is not None:
-        forest.abandon(log.seen.root)
+    if log.root is not None:
+        forest.abandon(log.root)
 
 
 def delete_pages(forest: PrefixForest, log: TokenLog) -> None:
-    """It is deleted: what only it owned is gone."""
-    if log.seen is not None and log.seen.root is not None:
-        forest.abandon(log.seen.root)
+    """It is deleted: what only its last path is on is gone, and what that came from by truncation."""
     forest.drop_owned(log)
+    if log.root is not None:
+        forest.drop_kept(log.root)
 
 
-def resident_of(forest: PrefixForest, salt: str, ids: Sequence[int], seen: Seen | None) -> Resident:
+def abandon_roots(forest: PrefixForest, before: Root | None, sequence: Sequence) -> None:
+    """A turn's choice has ended: its session goes on from another root than `before`, or than the choice came to."""
+    now = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
+    for root in {before, sequence.root}:
+        if root is not None and root is not now:
+            forest.abandon(root, now)
+
+
+def resident_of(forest: PrefixForest, salt: str, ids: collections.abc.Sequence[int], seen: Seen | None) -> Resident:
     """What the tiers have of what a session sees of `ids`."""
     if seen is None:
         return forest.resident(salt, ids)

@@ -106,7 +106,7 @@ class Sessions:
         if turn is not None and request.choice_index == 0 and not running.is_deleted:
             self._num_tokens += len(turn.ids) - len(log.ids)
             log.keep(turn, request, running.num_marks)
-            log.note_hit(turn.num_prompt, turn.num_cached)
+            log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
         running.answering.discard(request.request_id)
         self._touch(key, log)

@@ -60,6 +60,7 @@ class FinishedTurn(NamedTuple):
     num_cached: int  # prompt tokens that it did not compute
     output_text: str | None  # None: its text is not known
     seen: Seen | None = None  # what is seen of `ids`; None: all
+    num_unseen: int = 0  # prompt tokens that were truncated
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,11 @@ class TokenLog(Owner):
     def is_known(self) -> bool:
         """Whether there is a conversation: one that failed before its first token, or was deleted, is none."""
         return bool(self.ids) or (self.running is not None and not self.running.is_deleted)
+
+    @property
+    def root(self) -> Root | None:
+        """Where it goes on behind what its truncation kept."""
+        return None if self.seen is None else self.seen.root
 
     @property
     def num_marks(self) -> int:

@@ -9,6 +9,7 @@ Policy only: no tensors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from mneme.replicas.forest import PrefixForest
@@ -18,6 +19,8 @@ from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation, plan_truncation
 
 # Of each of a path's tokens, which are the first of these ids; None if some of them are not computed yet.
+log = logging.getLogger(__name__)
+
 AttentionMass = Callable[[Path, list[int]], list[float] | None]
 
 
@@ -30,7 +33,7 @@ class PathOpener:
 
     def open(self, sequence: Sequence) -> Path:
         """A path with what is known of the sequence, which is shortened first if it is too long."""
-        path = None if sequence.root is None else self._forest.open_kept(sequence.root)
+        path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
         if path is None:
             path, sequence.root = self._forest.open_path(sequence.request.salt), None
         self._forest.extend(path, sequence.context, len(sequence.context))
@@ -50,12 +53,12 @@ class PathOpener:
         ranges = _joined(ranges, num_history, len(context))
         sequence.see([token_id for start, end in ranges for token_id in context[start:end]])
         kept = _up_to(ranges, path.num_tokens) if truncation.strategy == "reuse_kv" else []
-        shorter = self._forest.truncate(path, kept) if kept else None
+        shorter = self._forest.truncate(path, kept, sequence.owner) if kept else None
         if shorter is None:
             self._forest.release(path)
             shorter = self._forest.open_path(sequence.request.salt)
-        heir = shorter.root if shorter.root.kept else None
-        if sequence.root is not None:
+        heir = shorter.root if shorter.root.is_own else None
+        if sequence.root is not None and sequence.root is not heir:
             self._forest.abandon(sequence.root, heir)
         sequence.root = heir
         self._forest.extend(shorter, sequence.context, len(sequence.context))
@@ -69,7 +72,11 @@ class PathOpener:
         is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path)
         if truncation.keep != "important" or self._attention_mass is None or not is_known:
             return None
-        masses = self._attention_mass(path, context)
+        try:
+            masses = self._attention_mass(path, context)
+        except RuntimeError:  # it is an advice: no memory for it must not fail the batch
+            log.exception("attention mass failed tokens=%s", num_history)
+            return None
         return None if masses is None else [*masses, 0.0][:num_history]
 
 

@@ -20,6 +20,7 @@ Strategy = Literal["reuse_kv", "recompute", "error"]
 Keep = Literal["system", "important"]
 
 MIN_RUN_TOKENS = 16  # of what `important` keeps: shorter runs say little, and each costs a delta of its own
+MAX_WINDOWS = 16  # tokens of a prompt, or of an answer, that is truncated, in windows
 MAX_RUNS = 32  # of what `important` keeps: longer runs instead of more
 
 

@@ -137,7 +137,7 @@ class WaitingQueue:
             self._last_taken = flow
             self.charge(sequence, max(num_computed, 1))
         self._count(sequence, -1)
-        self.num_taken_tokens += len(sequence.context)
+        self.num_taken_tokens += sequence.num_counted
         return sequence
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
@@ -201,8 +201,10 @@ class WaitingQueue:
             heapq.heappush(frontier, (*self._heap[place], 0, place))
 
     def _count(self, sequence: Sequence, sign: int) -> None:
+        if sign > 0:
+            sequence.num_counted = len(sequence.context)
         self._length += sign
-        self.num_tokens += sign * len(sequence.context)
+        self.num_tokens += sign * sequence.num_counted
 
 
 def _flow_key(request: GenerationRequest) -> FlowKey:

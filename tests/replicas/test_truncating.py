@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.errors import ContextLengthExceeded
+from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.engine import Engine
 from mneme.replicas.queries import DeleteSession, ForkSession, GetSession, answer
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
@@ -143,18 +144,63 @@ def test_what_is_kept_first_stays_and_moves_nowhere() -> None:
 
 def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
     engine = engine_of()
-    say(engine, "a", [1, 2, 3], 100)
+    say(engine, "a", [1, 2, 3], 40)
+    assert engine.forest.num_cached > 5
     assert answer(engine, DeleteSession(("", "s")))
     assert not engine.forest._kept_roots
     engine.forest.check()
-    engine.forest.clear()
     assert engine.forest.num_free == engine.forest.num_pages
+
+
+def test_choices_that_keep_the_same_compute_what_is_new_once() -> None:
+    engine = engine_of()
+    say(engine, "a", [1, 2, 3], 24)
+    runner: Any = engine._runner
+    before = runner.num_rows
+    params = SamplingParams(temperature=0, max_tokens=2)
+    for choice in range(3):
+        extra: dict[str, Any] = {"session_id": "s", "truncation": REUSE, "append": True, "choice_index": choice}
+        engine.submit(make_request(f"b.{choice}", [1, 2, 3, 4, 0, 1, 2], params, **extra))
+    run(engine)
+    assert runner.num_rows == before + 8 + 2 + 3  # the prompt, a row for the logits of two others, and three decodes
+
+
+def test_what_was_lost_is_not_kept_in_mind() -> None:
+    """Neither nodes without KV, nor others' tokens that took the place of what was kept."""
+    engine = engine_of()
+    say(engine, "a", [1, 2, 3], 36)
+    log = engine.sessions.get(("", "s"))
+    assert log is not None
+    assert log.root is not None
+    assert log.root.kept
+    engine.forest.clear()
+    assert not log.root.kept
+    assert engine.forest.open_kept(log.root) is None
+
+
+def test_tokens_that_took_the_place_of_kept_ones_are_noticed() -> None:
+    engine = engine_of()
+    said = tokens_of(say(engine, "a", [1, 2, 3], 36), "a")
+    log = engine.sessions.get(("", "s"))
+    assert log is not None
+    assert log.root is not None
+    node = log.root.kept[-1].node
+    node.tokens[-1] = (node.tokens[-1] + 1) % 5  # as after a loss and another's turn
+    events = say(engine, "b", [3], 1, append=True)
+    assert tokens_of(events, "b") == played([*[1, 2, 3, *said][16:], 3], 1)
+    assert usage_of(events).cached_tokens == 0
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("st"), st.lists(st.integers(0, 1), min_size=1, max_size=40), st.integers(1, 60)),
+        st.tuples(
+            st.sampled_from("st"),
+            st.lists(st.integers(0, 1), min_size=1, max_size=40),
+            st.integers(1, 60),
+            st.integers(1, 3),  # choices
+            st.sampled_from(["", "", "", "abort", "delete", "fork", "exact"]),
+        ),
         min_size=1,
         max_size=6,
     ),
@@ -164,7 +210,7 @@ def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
     st.lists(st.integers(0, 1000), max_size=6),
 )
 def test_any_turns_end_and_every_row_sees_its_context(
-    turns: list[tuple[str, list[int], int]],
+    turns: list[tuple[str, list[int], int, int, str]],
     num_pages: int,
     num_host_pages: int,
     truncation: Truncation,
@@ -172,17 +218,41 @@ def test_any_turns_end_and_every_row_sees_its_context(
 ) -> None:
     engine = engine_of(num_pages, num_host_pages)
     events: list[TokenEvent] = []
-    for index, (session, ids, num_tokens) in enumerate(turns):
+    for index, (session, ids, num_tokens, num_choices, and_then) in enumerate(turns):
         params = SamplingParams(temperature=0, max_tokens=num_tokens)
         known = engine.sessions.get(("", session))
         append = known is not None and known.running is None and bool(known.ids)
-        request = make_request(f"r{index}", ids, params, session_id=session, truncation=truncation, append=append)
-        engine.submit(request)
-        if index % 2:
-            events += run(engine)
+        way = RECOMPUTE if and_then == "exact" else truncation
+        for choice in range(num_choices):
+            extra = {"session_id": session, "truncation": way, "append": append, "choice_index": choice}
+            engine.submit(make_request(f"r{index}.{choice}", ids, params, **extra))
+        for _ in range(index % 4 * 8):
+            events += engine.step()
+            engine.forest.check()
+        interfere(engine, and_then, f"r{index}.0", session)
         if losses:
             lose(engine, losses.pop())
     events += run(engine)
-    for index, (_, _, num_tokens) in enumerate(turns):
-        assert len(tokens_of(events, f"r{index}")) == num_tokens
-    assert engine.forest.num_in_use == 0
+    for index, (_, _, num_tokens, num_choices, and_then) in enumerate(turns):
+        for choice in range(num_choices):
+            said = len(tokens_of(events, f"r{index}.{choice}"))
+            assert said == num_tokens or (and_then == "abort" and choice == 0 and said < num_tokens)
+    assert engine.forest.num_in_use == engine.forest.host.num_in_use == 0
+    assert (len(engine.scheduler.waiting), engine.scheduler.waiting.num_tokens) == (0, 0)
+    for session in "st":
+        answer(engine, DeleteSession(("", session)))
+        answer(engine, DeleteSession(("", f"{session}'")))
+    engine.forest.check()
+    engine.forest.clear()
+    assert not engine.forest._kept_roots
+    assert engine.forest.num_free == engine.forest.num_pages
+
+
+def interfere(engine: Engine, what: str, request_id: str, session: str) -> None:
+    if what == "abort":
+        engine.abort(request_id)
+    elif what == "delete":
+        answer(engine, DeleteSession(("", session)))
+    elif what == "fork":
+        with contextlib.suppress(InvalidRequest, SessionNotFound):
+            answer(engine, ForkSession(("", session), f"{session}'"))
