@@ -54,6 +54,7 @@ class Arm:
         self._num_out = num_out
         self._rng = random.Random(seed)
         self._serials = itertools.count()
+        self._firsts = itertools.count(1)
         num_tokens = batch * (num_history + NUM_NEW + num_out)
         self._num_pages = int(_SPARE * num_tokens / PAGE_SIZE) + 2 * _FILLER_TOKENS // PAGE_SIZE
         system, num_host_pages = SYSTEM_BY_ARM[name], _HOST_POOLS * self._num_pages
@@ -70,10 +71,14 @@ class Arm:
         if self.name == HOST:
             self._fill_pool()
         asked = [
-            self._request(history + self._draw(NUM_NEW), f"history{index}", max_tokens=self._num_out)
+            self._request(history + self._new(), f"history{index}", max_tokens=self._num_out)
             for index, history in enumerate(self._histories[:count])
         ]
         return self._run(asked, is_turn=True)
+
+    def _new(self) -> list[int]:
+        """A question that begins as no earlier one did: what those left behind must not be found."""
+        return [next(self._firsts), *self._draw(NUM_NEW - 1)]
 
     def _fill_pool(self) -> None:
         """Other sessions' prompts, as many tokens as the pool has slots: what was there goes to the host tier."""
