@@ -36,7 +36,7 @@ from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.session_pages import abandon_roots, delete_pages, let_go
+from mneme.replicas.session_pages import abandon_roots, delete_pages, let_go, share_pages
 from mneme.replicas.sessions import SessionKey, Sessions
 from mneme.replicas.token_log import FinishedTurn, TokenLog, TurnPrompt
 
@@ -180,11 +180,23 @@ class Engine:
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         """What the first choice of the session's running turn has, if it runs."""
+        first = self._first_choice(key)
+        return None if first is None else (self._decoding.turn(first), first.request)
+
+    def fork(self, key: SessionKey, new_key: SessionKey) -> None:
+        """A new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
+        self.sessions.fork(key, new_key, self.turn_so_far(key))
+        first = self._first_choice(key)
+        share_pages(
+            self.forest, self.sessions.get(key), self.sessions.get(new_key), None if first is None else first.path
+        )
+
+    def _first_choice(self, key: SessionKey) -> Sequence | None:
+        """Of the session's running turn."""
         log = self.sessions.get(key)
         ids = [] if log is None or log.running is None else log.running.answering
         sequences = [self._sequence_by_id[request_id] for request_id in ids if request_id in self._sequence_by_id]
-        first = next((s for s in sequences if s.request.choice_index == 0), None)
-        return None if first is None else (self._decoding.turn(first), first.request)
+        return next((s for s in sequences if s.request.choice_index == 0), None)
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""

@@ -182,6 +182,10 @@ class PrefixForest(Paths):
         self._drop_root(root)
         path.nodes, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
 
+    def claim(self, owner: Owner, node: Node) -> None:
+        """The path up to this node is the owner's too."""
+        self._offer_through(self.owners.claim(owner, node))
+
     def disown(self, owner: Owner) -> None:
         """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
         self._offer_through(self.owners.drop(owner))
@@ -247,8 +251,8 @@ class PrefixForest(Paths):
 
     def clear(self) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay."""
-        for tier in (self.device, self.host):
-            self._pages.clear(tier.index)
+        self._pages.clear(DEVICE)
+        self._pages.clear(HOST)
 
     def forget_all(self) -> None:
         """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
@@ -258,10 +262,7 @@ class PrefixForest(Paths):
         self._pages.forget_moves()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
-        """What is to happen to pages before the step's rows are computed, since the last call.
-
-        `can_copy`: whether copies may be made ahead of need.
-        """
+        """What is to happen to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
         return self._pages.drain(can_copy=can_copy)
 
     def check(self) -> None:
@@ -282,7 +283,7 @@ class PrefixForest(Paths):
     def _claim(self, nodes: list[Node], owner: Owner | None) -> None:
         tail = next((node for node in reversed(nodes) if node.parent is not None), None)
         if owner is not None and tail is not None:
-            self._offer_through(self.owners.claim(owner, tail))
+            self.claim(owner, tail)
 
     def _offer_through(self, nodes: list[Node]) -> None:
         for node in nodes:

@@ -76,7 +76,7 @@ def answer(engine: Engine, query: Query) -> Any:
             return engine.sessions.delete(key)
         case ForkSession(key, new_id):
             new_key = (key[0], new_id)
-            engine.sessions.fork(key, new_key, engine.turn_so_far(key))
+            engine.fork(key, new_key)
             return _describe(engine, new_key)
         case ExplainPrompt(salt, http_id):
             return engine.explanations.of(salt, http_id)

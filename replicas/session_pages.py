@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Resident, Root
+from mneme.replicas.forest_nodes import Path, Resident, Root
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.token_log import Seen, TokenLog
 
@@ -22,6 +22,15 @@ def delete_pages(forest: PrefixForest, log: TokenLog) -> None:
     forest.drop_owned(log)
     if log.root is not None:
         forest.drop_kept(log.root)
+
+
+def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | None, path: Path | None) -> None:
+    """A fork owns what its original's last path is on, or the running turn's; of a truncated one it has ids only."""
+    tail = path.tail if path is not None and path.nodes else None
+    if tail is None and log is not None:
+        tail = forest.owners.tail_of(log)
+    if fork is not None and fork.seen is None and tail is not None and tail.parent is not None:
+        forest.claim(fork, tail)
 
 
 def abandon_roots(forest: PrefixForest, before: Root | None, sequence: Sequence) -> None:

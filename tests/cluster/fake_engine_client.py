@@ -107,6 +107,9 @@ class FakeEngineClient:
         self._running.update(speakers)
         return speakers
 
+    def fork(self, key: SessionKey, new_key: SessionKey) -> None:
+        self.sessions.fork(key, new_key, self.turn_so_far(key))
+
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         of_session = [s for s in self._running if (s.request.salt, s.request.session_id) == key]
         return (of_session[0].turn(), of_session[0].request) if of_session else None

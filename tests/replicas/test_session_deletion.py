@@ -49,11 +49,37 @@ def test_what_another_session_is_on_stays() -> None:
     assert engine.forest.num_cached == 0
 
 
+def test_a_fork_keeps_its_past_at_once() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    engine.fork(("", "s"), ("", "f"))
+    assert delete(engine, "s")
+    log = engine.sessions.get(("", "f"))
+    assert log is not None
+    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
+    assert delete(engine, "f")
+    assert engine.forest.num_cached == 0
+
+
+def test_a_fork_of_a_turn_that_is_deleted_while_it_answers_keeps_what_was_said() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    for _ in range(4):
+        engine.step()
+    engine.fork(("", "s"), ("", "f"))
+    log = engine.sessions.get(("", "f"))
+    assert log is not None
+    assert delete(engine, "s")
+    run(engine)
+    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
+
+
 def test_a_fork_keeps_its_past() -> None:
     engine = make_engine()
     say(engine, "1", "s", MINE)
     run(engine)
-    engine.sessions.fork(("", "s"), ("", "f"), None)
+    engine.fork(("", "s"), ("", "f"))
     say(engine, "2", "f", [2], append=True)
     run(engine)
     assert delete(engine, "s")
