@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.report import Check, PartResult, at_least, at_most, print_part, rounded
+from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
 from session_plots import plot_bars
 from workloads import cpu_name, load_average
 
@@ -119,8 +119,7 @@ def main() -> None:
 
 
 def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cache_policies.json").write_text(json.dumps(closing) + "\n")
+    write_closing(folder, closing)
     whole = [row for row in rows if row["part"] == "whole" and not row["queue"]]
     bars = {
         name: [row["hit ratio"] for row in whole if row["policy"] == name]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attention.report import Check, PartResult, at_least, print_part, rounded
+from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
 from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
 from rate_search import Point, Reading, throughput_at
 from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
@@ -171,8 +171,7 @@ def main() -> None:
 
 
 def _write(folder: Path, closing: dict[str, Any], found: dict[str, Found]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sessions.json").write_text(json.dumps(closing) + "\n")
+    write_closing(folder, closing)
     for name, each in found.items():
         plot_latency(folder / f"{name}.png", f"{name}: {each.result.title}\n{cpu_name()}", each.points, each.bound_s)
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attention.report import Check, PartResult, at_least, at_most, print_part, rounded
+from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
 from session_plots import plot_bars
 from truncation_arms import Arm, Heard, Thought, load_decoder
 from truncation_dense import DenseDecoder
@@ -247,8 +247,7 @@ def main() -> None:
 
 
 def _write(folder: Path, closing: dict[str, Any], results: dict[str, PartResult]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "truncation.json").write_text(json.dumps(closing) + "\n")
+    write_closing(folder, closing)
     title = f"mneme-tiny, float32, {cpu_name()}"
     for part, column, groups in (
         ("perplexity", "perplexity", ("window", "ratio")),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention.report import Check, PartResult, at_least, print_part, rounded
+from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
 from session_engines import DTYPE, make_decoder
 from session_plots import plot_bars
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
@@ -122,8 +122,7 @@ def main() -> None:
 
 
 def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ttft.json").write_text(json.dumps(closing) + "\n")
+    write_closing(folder, closing)
     groups = [str(history) for history in dict.fromkeys(row["history"] for row in rows)]
     for column, file in (("ttft ms", "ttft"), ("busy s/turn", "compute_time"), ("out tokens/s", "output_rate")):
         bars = {name: [row[column] for row in rows if row["arm"] == name] for name in ARMS}

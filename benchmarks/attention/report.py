@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 NOT_MEASURED = "not measured"
@@ -91,3 +93,9 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(entry) for entry in value]
     return value
+
+
+def write_closing(folder: Path, closing: Mapping[str, Any]) -> None:
+    """Keep the line that ends a benchmark in a file of the benchmark's name; the folder is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{closing['benchmark']}.json").write_text(json.dumps(closing) + "\n")

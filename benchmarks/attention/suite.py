@@ -28,7 +28,7 @@ from attention import (
 from attention.arms import backends
 from attention.bench import DTYPES, Bench
 from attention.machine import measure_ceilings
-from attention.report import PartResult, print_part, rounded
+from attention.report import PartResult, print_part, rounded, write_closing
 from attention.scenes import Heads, prefix_scene
 from workloads import cpu_name, load_average
 
@@ -136,8 +136,7 @@ def _closing(
 
 def _write(folder: Path | None, closing: dict[str, Any]) -> None:
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "attention.json").write_text(json.dumps(closing) + "\n")
+        write_closing(folder, closing)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

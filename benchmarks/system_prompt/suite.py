@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention.report import PartResult, print_part, rounded
+from attention.report import PartResult, print_part, rounded, write_closing
 from random_models import SHAPES
 from system_prompt import plots
 from system_prompt.arms import ARMS, DTYPES, PAGE_SIZE, pool_pages
@@ -86,8 +86,7 @@ def _closing(
 
 def _write(folder: Path | None, closing: dict[str, Any]) -> None:
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "system_prompt.json").write_text(json.dumps(closing) + "\n")
+        write_closing(folder, closing)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
