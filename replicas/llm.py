@@ -14,6 +14,7 @@ from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.engine import BLOCKED_S
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.pins import PinKey
@@ -209,6 +210,8 @@ class LLM:
             while unsent or self._engine.has_work:
                 while unsent and self._engine.has_room_for(unsent[0]):
                     self._engine.submit(unsent.popleft())
+                if self._engine.is_blocked:
+                    time.sleep(BLOCKED_S)
                 for event in self._engine.step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)
