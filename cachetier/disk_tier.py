@@ -19,7 +19,7 @@ from mneme.cachetier.chunk_index import BLOCK_BYTES, descendants
 from mneme.cachetier.disk_contents import Clock, DiskContents, OnDiskChange
 from mneme.cachetier.disk_interface import DiskRead, DiskStats, DiskTierConfig, Put
 from mneme.cachetier.disk_writer import DiskWriter
-from mneme.cachetier.eviction import EvictionPolicy
+from mneme.cachetier.eviction import EvictionPolicy, Queue
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.misses import Miss
 
@@ -38,7 +38,7 @@ class DiskTier:
         tenant_bytes: int | None = None,
     ) -> None:
         """`policy` ranks blocks of 4 KB; `clock` must not jump, `wall_clock` may; `tenant_bytes` is each owner's."""
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._policy = config, clock, policy
         self._contents = DiskContents(config, policy, files or FileOperations(), clock, tenant_bytes)
         self._lock, self._room, self._index = self._contents.lock, self._contents.room, self._contents.room.index
         self._writer = DiskWriter(self._contents)
@@ -54,6 +54,10 @@ class DiskTier:
     def follow(self, on_change: OnDiskChange) -> None:
         """Whom to tell of chunks that come and go from now on; it must not call the tier."""
         self._contents.on_change = on_change
+
+    def set_queue(self, queue: Queue) -> None:
+        """Keys of chunks that will be used next; it must take no lock and call nothing."""
+        self._policy.set_queue(queue)
 
     def put(self, chunk: Chunk) -> Put:
         """Write a chunk unless it is there; shorter ones that it begins with, and that nothing descends from, go."""
