@@ -189,11 +189,11 @@ class ChunkIndex(Generic[E]):
             self.remove(entry)
         return entry
 
-    def pop_oldest_of(self, owner: bytes) -> E | None:
+    def pop_oldest_of(self, owner: bytes, spared: Container[bytes] = ()) -> E | None:
         """What the owner used longest ago, of what may go; None if there is nothing. `has_quotas` only."""
         assert self._keys_by_owner is not None
         for key in self._keys_by_owner.get(owner, ()):
-            if key not in self._children and key not in self._holds:
+            if key not in self._children and key not in self._holds and key not in spared:
                 entry = self._entries[key]
                 self.remove(entry)
                 return entry

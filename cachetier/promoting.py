@@ -104,8 +104,11 @@ class Promoter:
                     self._tiers.host.cancel(header.key)
                 elif is_reserved:
                     self._tiers.arrive(header, held, self._tiers.waiting.exempt())
-        self._count("promoted" if is_reserved and held is not None else "passed_up")
-        return None if held is None else Located(header, header.num_tokens, "host", held, None)
+        if held is None:
+            self._count("promote_failed")
+            return None
+        self._count("promoted" if is_reserved else "promote_no_room")
+        return Located(header, header.num_tokens, "host", held, None)
 
     def _held(self, reader: DiskRead) -> Held | None:
         header = reader.header
