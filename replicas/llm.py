@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
@@ -65,6 +66,7 @@ class LLM:
     device  "auto", "cpu", "cuda", "cuda:1"
     dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it (on a CPU for 16-bit checkpoints)
     config  `EngineConfig` or a mapping of its fields
+    cache   `CacheConfig` or a mapping of its fields: KV kept in memory and files beyond the engine's pages; None: none
 
     Raises `CheckpointError` or `ConfigError`. Not thread-safe.
     """
@@ -75,12 +77,15 @@ class LLM:
         device: str = "auto",
         dtype: str | None = None,
         config: EngineConfig | Mapping[str, Any] | None = None,
+        cache: CacheConfig | Mapping[str, Any] | None = None,
     ) -> None:
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
+        if isinstance(cache, Mapping):
+            cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
         self._engine = load_engine(
-            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer
+            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
         )
         self._default_truncation = base.truncation
         self._ids = itertools.count()
