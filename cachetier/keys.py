@@ -119,7 +119,9 @@ def tenant_of(salt: str) -> str:
 
 def owner_of(salt: str) -> bytes:
     """What files say of the tenant that they belong to: the same under all salts of the tenant."""
-    return blake2b(tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner").digest()
+    return blake2b(
+        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner"
+    ).digest()
 
 
 def encoded(token_ids: TokenIds) -> U32Array:
