@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
 from mneme.replicas.queries import Query, answer
 from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
 
@@ -37,6 +38,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kv_tier: KvTier | None = None  # set before `start` where there is one
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -77,8 +79,17 @@ class EngineLoop:
         self._post(lambda: self._abort(request_ids))
 
     def query(self, query: Query) -> Any:
-        """What the engine says between two steps (`queries.py`); an error it raises is returned."""
-        return self._ask(lambda: self._answer(query))
+        """What the engine says between two steps (`queries.py`); an error it raises is returned.
+
+        What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
+        """
+        if not isinstance(query, KvQuery):
+            return self._ask(lambda: self._answered(query, lambda: answer(self.engine, query)))
+
+        def ask_engine(query: KvQuery) -> Any:
+            return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
+
+        return self._answered(query, lambda: answer_kv(query, ask_engine, self.kv_tier))
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
@@ -180,9 +191,9 @@ class EngineLoop:
         self._subscriber_by_request[request.request_id] = request.subscriber
         return None
 
-    def _answer(self, query: Query) -> Any:
+    def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
         try:
-            return answer(self.engine, query)
+            return give()
         except MnemeError as error:
             return error
         except Exception:  # a question may fail, the engine may not
