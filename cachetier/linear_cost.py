@@ -60,8 +60,8 @@ def fit(points: Sequence[Point]) -> Terms:
 class LearnedCost:
     """Of one kind of work. Not thread-safe.
 
-    The scale is an EWMA of log(actual / predicted): a ratio of 10 and one of a tenth weigh alike. One measurement that is
-    far off is clipped and moves it by little; a second one alike moves it all the way.
+    The scale is an EWMA of log(actual / predicted): a ratio of 10 and one of a tenth weigh alike. One measurement that
+    is far off is clipped and moves it by little; a second one alike moves it all the way.
     """
 
     def __init__(

@@ -226,8 +226,8 @@ def test_loading_is_never_slower_than_computing(seed: int, units: int) -> None:
         if true is throttled:
             assert statistics.mean(count > 1 for count in counts) < 0.3
         else:
-            assert min(counts[-5:]) >= 4
-            assert statistics.median(ratios[-5:]) < 0.5
+            assert statistics.median(counts) >= 4
+            assert statistics.median(ratios) < 0.5
 
 
 def test_an_edge_that_was_slow_is_tried_on_one_chunk() -> None:
