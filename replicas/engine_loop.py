@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
 from mneme.replicas.queries import Query, answer
 from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
 
@@ -37,6 +38,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kv_tier: KvTier | None = None  # set before `start` where there is one
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -77,8 +79,17 @@ class EngineLoop:
         self._post(lambda: self._abort(request_ids))
 
     def query(self, query: Query) -> Any:
-        """What the engine says between two steps (`queries.py`); an error it raises is returned."""
-        return self._ask(lambda: self._answer(query))
+        """What the engine says between two steps (`queries.py`); an error it raises is returned.
+
+        What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
+        """
+        if not isinstance(query, KvQuery):
+            return self._ask(lambda: self._answered(query, lambda: answer(self.engine, query)))
+
+        def ask_engine(query: KvQuery) -> Any:
+            return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
+
+        return self._answered(query, lambda: answer_kv(query, ask_engine, self.kv_tier))
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
@@ -122,18 +133,28 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while self._run_inbox():
-            if self.engine.has_work:
+            if self._can_step:
                 self._deliver(self._step())
             self._stats = self._gather_stats()
         self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
         self.engine.close()
 
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self.engine.is_blocked
+
+    @property
+    def _pause_s(self) -> float:
+        if self.engine.is_blocked:
+            return BLOCKED_S
+        return _COPYING_S if self.engine.wants_copies else _IDLE_S
+
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
-            while not (self._inbox or self._stopping or self.engine.has_work):
-                if not self._condition.wait(_COPYING_S if self.engine.wants_copies else _IDLE_S):
+            while not (self._inbox or self._stopping or self._can_step):
+                if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
@@ -170,9 +191,9 @@ class EngineLoop:
         self._subscriber_by_request[request.request_id] = request.subscriber
         return None
 
-    def _answer(self, query: Query) -> Any:
+    def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
         try:
-            return answer(self.engine, query)
+            return give()
         except MnemeError as error:
             return error
         except Exception:  # a question may fail, the engine may not

@@ -9,6 +9,7 @@
     ListPins        -> a tenant's
     DropPin         -> whether there was one
 
+`kv_queries.py` has those about KV that is kept.
 Policy only: no tensors.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mneme.replicas.forest_nodes import Resident
+from mneme.replicas.kv_queries import KvQuery
 from mneme.replicas.pins import PinKey
 from mneme.replicas.session_pages import resident_of
 from mneme.replicas.sessions import SessionKey
@@ -64,10 +66,11 @@ class DropPin(NamedTuple):
     key: PinKey
 
 
-Query = GetSession | DeleteSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+EngineQuery = GetSession | DeleteSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+Query = EngineQuery | KvQuery
 
 
-def answer(engine: Engine, query: Query) -> Any:
+def answer(engine: Engine, query: EngineQuery) -> Any:
     """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest` or `Overloaded`."""
     match query:
         case GetSession(key):
