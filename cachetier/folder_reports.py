@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 
 from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
-<<<<<<< HEAD
-=======
 from mneme.cachetier.disk_folder import Kind
->>>>>>> wt-admin
 from mneme.cachetier.disk_names import ChunkName
 from mneme.cachetier.folder_view import FolderView, SeenFile
 from mneme.cachetier.keys import LineageKind
