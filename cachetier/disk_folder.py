@@ -58,7 +58,7 @@ class DiskFolder:
                 counters["scan_error"] += 1
                 continue
             for text, status in listed:
-                name = self._judge(path, text, status, counters)
+                name = self._judge(folder, path, text, status, counters)
                 if name is not None:
                     found.append((status.st_mtime, name))
         return found
@@ -68,18 +68,20 @@ class DiskFolder:
         with suppress(OSError):
             self._files.close(self._lock)
 
-    def _judge(self, folder: str, text: str, status: os.stat_result, counters: Counter[str]) -> ChunkName | None:
+    def _judge(
+        self, folder: str, path: str, text: str, status: os.stat_result, counters: Counter[str]
+    ) -> ChunkName | None:
         name = parse_name(text)
         if name is None and not is_temporary(text):
             counters["scan_unknown"] += 1
         elif not is_ours(status):
             counters["scan_not_ours"] += 1
-        elif name is not None and status.st_size == name.num_bytes and folder.endswith(folder_of(name.key)):
+        elif name is not None and status.st_size == name.num_bytes and folder == folder_of(name.key):
             return name
         else:
             counters["scan_removed"] += 1
             with suppress(OSError):
-                self._files.unlink(os.path.join(folder, text))
+                self._files.unlink(os.path.join(path, text))
         return None
 
 
