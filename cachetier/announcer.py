@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.cachetier.directory import Announcement, Change, Clock, Reply, shard_of
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.directory import Announcement, Clock, Reply, shard_of
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
 BATCH_CHANGES = 1000  # of one announcement: a shard takes some 3 ms for it

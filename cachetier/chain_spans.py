@@ -13,15 +13,15 @@ _MAX_SPANS = 8  # each is a call to a node
 
 
 class Span(NamedTuple):
-    """The chunks [first, first + count) of a chain, at one node."""
+    """The chunks [first, first + num_chunks) of a chain, at one node."""
 
     node: str
     first: int
-    count: int
+    num_chunks: int
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.num_chunks
 
 
 def spans_of(places: Sequence[tuple[Place, ...]], first: int, own_node: str) -> tuple[Span, ...]:
@@ -34,7 +34,7 @@ def spans_of(places: Sequence[tuple[Place, ...]], first: int, own_node: str) -> 
     for offset, choices in enumerate(places):
         nodes = {place.node for place in choices}
         if spans and spans[-1].node in nodes:
-            spans[-1] = spans[-1]._replace(count=spans[-1].count + 1)
+            spans[-1] = spans[-1]._replace(num_chunks=spans[-1].num_chunks + 1)
             continue
         if not choices or len(spans) == _MAX_SPANS:
             break
@@ -48,7 +48,9 @@ def query_of(query: ChainQuery, span: Span, *, is_last: bool) -> ChainQuery:
     if is_last:
         return replace(query, first=span.first)
     end = span.end
-    return replace(query, first=span.first, keys=query.keys[:end], token_ids=query.token_ids[: end * query.chunk_tokens])
+    return replace(
+        query, first=span.first, keys=query.keys[:end], token_ids=query.token_ids[: end * query.chunk_tokens]
+    )
 
 
 def _preference(

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mneme.cachetier.change_log import Change
 from mneme.cachetier.place_table import (
     MAX_HOLDERS,
     NUM_BUCKETS,
     Place,
     PlaceTable,
-    TierName,
     holder_of,
     place_at,
     with_tier,
@@ -31,7 +31,6 @@ from mneme.cachetier.place_table import (
 )
 
 Clock = Callable[[], float]
-Change = tuple[bytes, TierName, int, bool]  # a chunk's key, the tier, its bytes, whether it came or went
 
 SILENT_S = 4.0  # a node not heard of for so long is not offered; it speaks once a second
 FORGOTTEN_S = 60.0  # and after so long all it said is removed

@@ -8,9 +8,9 @@ long to grow or to go through.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-TierName = Literal["host", "disk"]
+from mneme.cachetier.change_log import TierName
 
 NUM_BUCKETS = 256  # by the key's last byte
 

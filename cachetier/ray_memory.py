@@ -1,8 +1,8 @@
-"""Chunks in a node's object store: a chunk is a few objects, each a run of its layers, each layer a view of shared memory.
+"""Chunks in a node's object store: a chunk is a few objects, each a run of its layers; a layer is a view of the store.
 
 An object dies with the process that created it, so whoever computed a chunk puts it and hands over references, and the
-node's actor puts it once more as its own. Reading copies nothing: what is read is pinned in the store for as long as the
-arrays live, so readers let go of them.
+node's actor puts it once more as its own. Reading copies nothing: what is read is pinned in the store for as long as
+the arrays live, so readers let go of them.
 
 The store itself is never relied on for a policy: what does not fit makes it spill, or write to files instead of
 memory, without a word. So bytes are counted here, those on their way in too, and refused beyond a bound.
@@ -11,6 +11,7 @@ memory, without a word. So bytes are counted here, those on their way in too, an
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ _TIMEOUT_S = 5.0
 Refs = tuple[Any, ...]  # `ray.ObjectRef`, one for each run of layers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class HeldObjects:
     """A chunk's objects, owned by this process."""
 
@@ -42,7 +43,7 @@ class RayMemory:
     def __init__(self, max_bytes: int, timeout_s: float = _TIMEOUT_S) -> None:
         self.max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may run while it is held
         self._used_bytes = 0
 
     @property
@@ -68,10 +69,10 @@ class RayMemory:
         return runs if isinstance(runs, Miss) else tuple(layer for run in runs for layer in run)
 
     def drop(self, held: object) -> None:
-        """The store frees the bytes when nobody refers to them any more, so a reader may be ahead of this count."""
-        assert isinstance(held, HeldObjects)
-        with self._lock:
-            self._used_bytes -= held.num_bytes
+        """Nothing: the last reference in this process frees it, and the last of all frees the memory.
+
+        So a reader in another process may have what is no longer counted here.
+        """
 
     def _put(self, runs: Sequence[tuple[U8Array, ...]]) -> HeldObjects:
         num_bytes = sum(layer.nbytes for run in runs for layer in run)
@@ -80,11 +81,16 @@ class RayMemory:
                 raise MemoryError(f"{self._used_bytes} of {self.max_bytes} bytes are in use")
             self._used_bytes += num_bytes
         try:
-            return HeldObjects(put_runs(runs), num_bytes)
+            held = HeldObjects(put_runs(runs), num_bytes)
         except BaseException:
-            with self._lock:
-                self._used_bytes -= num_bytes
+            self._release(num_bytes)
             raise
+        weakref.finalize(held, self._release, num_bytes).atexit = False
+        return held
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= num_bytes
 
 
 def layers_per_object(layer_bytes: int) -> int:

@@ -22,14 +22,14 @@ from mneme.cachetier.announcer import Announcer
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span, spans_of
+from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk import ChunkHeader
-from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
-from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_cache import HostPut, NodeCache
+from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
 from mneme.errors import ConfigError
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _PUT_WAIT_S = 0.1  # at most, for reads that are under way
-_DIRECTORY_SHARE = 0.6  # of the time that a question may take
+_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.4  # of the time that a question may take; the rest is for other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +87,18 @@ class NodeActor:
         cache = self._cache
         if cache is None:
             return Found([], (), {})
-        here = await self._in(self._lookups, cache.locate, query)
+        here = await self._in(self._lookups, cache.locate, query, timeout_s * _OWN_SHARE)
         missing = query.keys[query.first + _num_whole(here, query) :]
         places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
         peers = {span.node: await self._peer(span.node) for span in spans}
         return Found(here, spans, peers)
 
-    async def locate_here(self, query: ChainQuery) -> list[Located]:
+    async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
         """For another node: what this one has, without the bytes, which `read` gives."""
         if self._cache is None:
             return []
-        found = await self._in(self._lookups, self._cache.locate, query)
+        found = await self._in(self._lookups, self._cache.locate, query, timeout_s)
         return [each._replace(held=None, path=None) for each in found]
 
     async def read(self, keys: Sequence[bytes]) -> list[Refs | None]:
@@ -129,10 +129,10 @@ class NodeActor:
         if self._cache is not None:
             self._cache.forget(request_ids)
 
-    async def missed(self, key: bytes, miss: Miss) -> None:
-        """An engine that read a file of this node found this."""
+    async def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
+        """An engine that read a chunk of this node found this."""
         if self._cache is not None:
-            await self._in(self._reads, self._cache.missed, key, miss)
+            await self._in(self._reads, self._cache.missed, key, tier, miss)
 
     async def not_there(self, node: str, keys: Sequence[bytes]) -> None:
         """A node does not have what the directory says it has."""
@@ -180,8 +180,7 @@ class NodeActor:
         try:
             if folder != config.folder:
                 os.makedirs(folder, 0o700, exist_ok=True)
-            policy = make_policy(self._config.eviction, time.monotonic, config.capacity_bytes // BLOCK_BYTES)
-            return DiskTier(replace(config, folder=folder), policy, tenant_bytes=self._config.tenant_bytes)
+            return make_disk_tier(replace(self._config, disk=replace(config, folder=folder)))
         except (ConfigError, OSError) as error:
             self._problem = str(error)
             _logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)

@@ -21,6 +21,7 @@ _SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
 _BASE_TIMEOUT_S = 1.0
 _AHEAD_BYTES = 256 << 20  # of a span's chunks, asked for before they are needed
 
+
 class ObjectLayers:
     """The layers of one chunk, for a `HostSource`. `fetch` gives the references, at the first read."""
 
@@ -101,4 +102,3 @@ def chunk_bytes(header: ChunkHeader) -> int:
 def timeout_s(num_bytes: int) -> float:
     """How long bytes from another node or its disk are waited for."""
     return _BASE_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S
-

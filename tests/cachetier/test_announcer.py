@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mneme.cachetier import announcer as announcer_module
 from mneme.cachetier.announcer import BATCH_CHANGES, SIGN_OF_LIFE_S, Announcer
-from mneme.cachetier.directory import SILENT_S, Announcement, Change, Directory, Reply, shard_of
-from mneme.cachetier.place_table import Place, TierName
+from mneme.cachetier.change_log import Change, TierName
+from mneme.cachetier.directory import SILENT_S, Announcement, Directory, Reply, shard_of
+from mneme.cachetier.place_table import Place
 
 NUM_SHARDS = 2
 KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
@@ -66,15 +67,15 @@ class NodeModel:
         self.announcer = Announcer(name, NUM_SHARDS, self.snapshot, link.send, epoch=life, clock=clock)
 
     def snapshot(self) -> list[Change]:
-        return [(key, tier, num_bytes, True) for (key, tier), num_bytes in self.held.items()]
+        return [Change(key, tier, num_bytes, True) for (key, tier), num_bytes in self.held.items()]
 
     def add(self, key: bytes, tier: TierName) -> None:
         self.held[key, tier] = self.life
-        self.announcer.changed([(key, tier, self.life, True)])
+        self.announcer.changed([Change(key, tier, self.life, True)])
 
     def remove(self, key: bytes, tier: TierName) -> None:
         if self.held.pop((key, tier), None) is not None:
-            self.announcer.changed([(key, tier, 0, False)])
+            self.announcer.changed([Change(key, tier, 0, False)])
 
 
 class AnnouncingMachine(RuleBasedStateMachine):
@@ -207,7 +208,7 @@ def test_too_many_changes_are_told_as_a_whole() -> None:
     clock.now_s += SIGN_OF_LIFE_S
     node.announcer.step()
     for _ in range(announcer_module._MAX_PENDING + 1):
-        node.announcer.changed([(KEYS[0], "host", 7, True)])
+        node.announcer.changed([Change(KEYS[0], "host", 7, True)])
     node.held[KEYS[0], "host"] = 7
     link.fate = lambda: "arrives"
     before = link.shards[0].stats()["counters"]["announcements"]

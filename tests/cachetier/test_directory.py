@@ -9,8 +9,9 @@ import tracemalloc
 import pytest
 
 from mneme.cachetier.announcer import BATCH_CHANGES
-from mneme.cachetier.directory import FORGOTTEN_S, SILENT_S, Announcement, Change, Directory, Reply
-from mneme.cachetier.place_table import MAX_HOLDERS, Place, TierName, with_tier
+from mneme.cachetier.change_log import Change, TierName
+from mneme.cachetier.directory import FORGOTTEN_S, SILENT_S, Announcement, Directory, Reply
+from mneme.cachetier.place_table import MAX_HOLDERS, Place, with_tier
 
 KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
 
@@ -34,11 +35,11 @@ def directory(clock: FakeClock) -> Directory:
 
 
 def added(key: bytes, tier: TierName = "host", num_bytes: int = 100) -> Change:
-    return (key, tier, num_bytes, True)
+    return Change(key, tier, num_bytes, True)
 
 
 def removed(key: bytes, tier: TierName = "host") -> Change:
-    return (key, tier, 0, False)
+    return Change(key, tier, 0, False)
 
 
 def tell(
