@@ -113,8 +113,12 @@ class ChunkIndex(Generic[E]):
         return key in self._children
 
     def was_here(self, key: bytes) -> bool:
-        """Whether a chunk of this key went not long ago."""
+        """Whether a chunk of this key went, or was refused, not long ago."""
         return key in self._past
+
+    def note_refused(self, key: bytes) -> None:
+        """A chunk that did not come: if it comes again it is a return."""
+        self._past.note(key)
 
     def add(self, entry: E) -> None:
         """A chunk whose key is not there, used last of all."""

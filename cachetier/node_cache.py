@@ -179,7 +179,7 @@ class NodeCache:
 
     def stats(self) -> dict[str, Any]:
         """Per tier, tenant and queue; see `node_stats`."""
-        return node_stats(self._tiers, self._promoter, self.writer)
+        return node_stats(self._tiers, self.writer)
 
     def flush(self, timeout_s: float) -> bool:
         """Write all that waits to be; False if that took too long."""

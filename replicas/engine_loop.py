@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
 from mneme.replicas.queries import Query, answer
 from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
@@ -133,18 +133,28 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while self._run_inbox():
-            if self.engine.has_work:
+            if self._can_step:
                 self._deliver(self._step())
             self._stats = self._gather_stats()
         self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
         self.engine.close()
 
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self.engine.is_blocked
+
+    @property
+    def _pause_s(self) -> float:
+        if self.engine.is_blocked:
+            return BLOCKED_S
+        return _COPYING_S if self.engine.wants_copies else _IDLE_S
+
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
-            while not (self._inbox or self._stopping or self.engine.has_work):
-                if not self._condition.wait(_COPYING_S if self.engine.wants_copies else _IDLE_S):
+            while not (self._inbox or self._stopping or self._can_step):
+                if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping

@@ -19,7 +19,6 @@ from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (
     FINGERPRINT,
-    LINEAGE,
     OPERATIONS,
     FailingFiles,
     chain_of,
