@@ -119,16 +119,16 @@ def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.M
     counted: list[int] = []
     monkeypatch.setattr(module._Bench, "_drawn", lambda _, num_tokens: [7] * num_tokens)
     monkeypatch.setattr(module, "measured_edges", lambda *_, **__: {})
-    decode_short = module._Bench.decode_short
+    decode = module._Bench._decode
 
-    def watched(bench: Any) -> None:
-        decode_short(bench)
+    def watched(bench: Any, prompts: list[list[int]]) -> None:
+        decode(bench, prompts)
         counted.append(runner_of(engine).num_shared_segments)
 
-    monkeypatch.setattr(module._Bench, "decode_short", watched)
+    monkeypatch.setattr(module._Bench, "_decode", watched)
     before = settled(engine)
-    calibrate(runner_of(engine), SMALL, budget_s=0.0)
-    assert counted[0] > before["shared_segments"]
+    calibrate(runner_of(engine), SMALL, budget_s=1.0)
+    assert counted[-1] > before["shared_segments"]
     assert settled(engine) == before
 
 
