@@ -27,6 +27,7 @@ from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloade
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
+from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.engine_pool import host_page_counts, make_forest, page_counts
 from mneme.replicas.outbox import Outbox
 from mneme.replicas.pins import Pins
@@ -58,6 +59,7 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
+        durable: DurableSessions | None = None,
     ) -> None:
         self._runner = runner
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
@@ -80,7 +82,9 @@ class Engine:
             decode=None if tokenizer is None else self._decoding.decode,
             on_drop=partial(let_go, self.forest),
             on_delete=partial(delete_pages, self.forest),
+            journal=None if durable is None else durable.writer,
         )
+        self.durable = durable
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -174,6 +178,7 @@ class Engine:
             "in_flight": self.in_flight,
             "steps": self.num_steps,
             "sessions": len(self.sessions),
+            "session_logs": None if self.durable is None else self.durable.stats(),
             "shared_segments": self._runner.num_shared_segments,
             "capacity_tokens": self.capacity,
         }
@@ -281,6 +286,8 @@ class Engine:
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
         self._runner.close()
+        if self.durable is not None:
+            self.durable.close()
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""

@@ -2,6 +2,7 @@
 
     GetSession      -> what is known of it, or None
     DeleteSession   -> whether there was one
+    LeaveSession    -> whether there was one; it goes on on another replica
     ForkSession     -> what is known of the new one
     ExplainPrompt   -> a list of explanations, empty if the request is not remembered
     WarmPrompt      -> what `GetPin` answers; the prompt is being computed
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 
 class GetSession(NamedTuple):
+    key: SessionKey
+    restores: bool = False  # from its durable log, where nothing newer is known of it
+
+
+class LeaveSession(NamedTuple):
     key: SessionKey
 
 
@@ -64,7 +70,20 @@ class DropPin(NamedTuple):
     key: PinKey
 
 
-Query = GetSession | DeleteSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+Query = (
+    GetSession | DeleteSession | LeaveSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+)
+
+
+def sessions_to_restore(query: Query) -> tuple[SessionKey, ...]:
+    """Whose durable logs are to be looked at before the query is answered."""
+    match query:
+        case GetSession(key, True):
+            return (key,)
+        case ForkSession(key, new_id):
+            return (key, (key[0], new_id))
+        case _:
+            return ()
 
 
 def answer(engine: Engine, query: Query) -> Any:
@@ -74,6 +93,8 @@ def answer(engine: Engine, query: Query) -> Any:
             return _describe(engine, key)
         case DeleteSession(key):
             return engine.sessions.delete(key)
+        case LeaveSession(key):
+            return engine.sessions.delete(key, is_elsewhere=True)
         case ForkSession(key, new_id):
             new_key = (key[0], new_id)
             engine.fork(key, new_key)
@@ -100,6 +121,7 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     ids, seen = (log.ids, log.seen) if running is None else (running[0].ids, running[0].seen)
     num_seen = len(ids) if seen is None else len(seen.ids)
     return {
+        "version": log.version,
         "tokens": len(ids),
         "truncated": len(ids) - num_seen,
         "turns": log.num_turns,
