@@ -131,6 +131,9 @@ def checksum(payload: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
+StreamedChecksum = xxhash.xxh3_128  # the same of a payload that comes in pieces: `update`, then `digest`
+
+
 def header_bytes(num_layers: int, num_tokens: int) -> int:
     return _FIXED.size + 8 * num_tokens + CHECKSUM_BYTES * (num_layers + 1)
 
@@ -191,6 +194,27 @@ def unexpected(header: ChunkHeader, wanted: Wanted) -> Miss | None:
     ids = encoded(wanted.token_ids)
     is_prefix = 0 < len(ids) <= header.num_tokens and np.array_equal(header.token_ids[: len(ids)], ids)
     return None if is_prefix else Miss.OTHER_TOKENS
+
+
+def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:
+    """Why this is not the chunk that was located; None if it is, perhaps saved anew with checksums of its own."""
+    if header.fingerprint != located.fingerprint or header.layout != located.layout:
+        return Miss.OTHER_MODEL
+    if (header.key, header.parent, header.owner) != (located.key, located.parent, located.owner):
+        return Miss.OTHER_KEY
+    is_same = np.array_equal(header.token_ids, located.token_ids)
+    return None if is_same and np.array_equal(header.slot_position, located.slot_position) else Miss.OTHER_TOKENS
+
+
+def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
+    """Whether this one, behind the same parent, holds a beginning of the other and no more."""
+    num_tokens = header.num_tokens
+    is_same_kind = (header.fingerprint, header.owner) == (other.fingerprint, other.owner)
+    return (
+        is_same_kind
+        and num_tokens < other.num_tokens
+        and np.array_equal(header.token_ids, other.token_ids[:num_tokens])
+    )
 
 
 def _header(fields: tuple[object, ...], head: bytes, start: int) -> ChunkHeader | None:

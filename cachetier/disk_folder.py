@@ -14,8 +14,8 @@ from mneme.cachetier.disk_names import ChunkName, folder_of, folders, is_tempora
 from mneme.cachetier.file_operations import FileOperations, is_ours
 from mneme.errors import ConfigError
 
-_OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
-_LOCK = "lock"
+OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
+LOCK = "lock"
 
 
 class DiskFolder:
@@ -23,11 +23,11 @@ class DiskFolder:
 
     def __init__(self, path: str, files: FileOperations) -> None:
         self._files = files
-        self._root = os.path.join(path, _OWN_FOLDER)
+        self._root = os.path.join(path, OWN_FOLDER)
         self._number = 0
         try:
             files.make_folder(self._root)
-            self._lock = files.lock(os.path.join(self._root, _LOCK))
+            self._lock = files.lock(os.path.join(self._root, LOCK))
         except BlockingIOError:
             raise ConfigError(f"disk tier: {path} is in use by another cluster") from None
         except OSError as error:

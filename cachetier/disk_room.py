@@ -8,21 +8,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mneme.cachetier.disk_index import BLOCK_BYTES, DiskIndex, Entry
+from mneme.cachetier.chunk_index import BLOCK_BYTES, ChunkIndex, Entry, blocks_of
 from mneme.cachetier.disk_names import ChunkName
 from mneme.cachetier.eviction import EvictionPolicy
 
 _MAX_STUCK = 8  # files that could not be removed, until nothing is evicted for others: the folder may be read-only
 
 
+class DiskEntry(Entry):
+    """A chunk in the folder."""
+
+    __slots__ = ("name", "touched_s")
+
+    def __init__(self, name: ChunkName, last_used_s: float) -> None:
+        super().__init__(last_used_s)
+        self.name = name
+        self.touched_s = last_used_s  # when the file's time was last set
+
+    @property
+    def key(self) -> bytes:
+        return self.name.key
+
+    @property
+    def parent(self) -> bytes:
+        return self.name.parent
+
+    @property
+    def owner(self) -> bytes:
+        return self.name.owner
+
+    @property
+    def num_bytes(self) -> int:
+        return self.name.num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.name.num_tokens
+
+
 class DiskRoom:
-    """Bounds in bytes, counted in whole blocks, and in files."""
+    """Bounds in bytes, counted in whole blocks, and in files; `tenant_bytes` of them for one owner."""
 
     def __init__(
-        self, policy: EvictionPolicy, capacity_bytes: int, max_files: int, path_of: Callable[[ChunkName], str]
+        self,
+        policy: EvictionPolicy,
+        capacity_bytes: int,
+        max_files: int,
+        path_of: Callable[[ChunkName], str],
+        *,
+        tenant_bytes: int | None = None,
+        on_change: Callable[[DiskEntry, bool], None],
     ) -> None:
-        self.index = DiskIndex(policy)
+        self.index = ChunkIndex[DiskEntry](policy, has_quotas=tenant_bytes is not None, on_change=on_change)
         self.num_evicted = 0
+        self._tenant_blocks = None if tenant_bytes is None else tenant_bytes // BLOCK_BYTES
         self._path_of = path_of
         self._max_blocks, self._max_files = capacity_bytes // BLOCK_BYTES, max_files
         self._writing: dict[bytes, int] = {}  # blocks by key
@@ -43,11 +82,14 @@ class DiskRoom:
         """It is there, or is being written."""
         return key in self.index or key in self._writing
 
-    def reserve(self, name: ChunkName, num_blocks: int) -> bool:
+    def reserve(self, name: ChunkName) -> bool:
         """Room for a file, once the litter is gone; False: there cannot be any, or its path is litter."""
+        num_blocks = blocks_of(name.num_bytes)
         if num_blocks > self._max_blocks or not self._max_files or self._path_of(name) in self._litter:
             return False
         if len(self._stuck) >= _MAX_STUCK:
+            return False
+        if not self._evict_own(name.owner, num_blocks):
             return False
         self._writing[name.key] = num_blocks
         self.evict()
@@ -71,7 +113,7 @@ class DiskRoom:
         while self.index.num_blocks > target and self._evict_one():
             pass
 
-    def discard(self, entry: Entry, *, is_file_ours: bool = True) -> None:
+    def discard(self, entry: DiskEntry, *, is_file_ours: bool = True) -> None:
         """Out of the index; its file goes too, if it is ours."""
         self.index.remove(entry)
         if is_file_ours:
@@ -97,7 +139,18 @@ class DiskRoom:
             self._stuck.add(path)
 
     def _evict_one(self) -> bool:
-        victim = self.index.pop_victim()
+        return self._is_evicted(self.index.pop_victim())
+
+    def _evict_own(self, owner: bytes, num_blocks: int) -> bool:
+        """Room within an owner's quota, made of what is its own; what is being written does not count yet."""
+        if self._tenant_blocks is None:
+            return True
+        while self.index.blocks_by_owner[owner] + num_blocks > self._tenant_blocks:
+            if not self._is_evicted(self.index.pop_oldest_of(owner)):
+                return False
+        return True
+
+    def _is_evicted(self, victim: DiskEntry | None) -> bool:
         if victim is None:
             return False
         self.num_evicted += 1

@@ -20,6 +20,9 @@ class PastKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys
+
     def note(self, key: Hashable) -> None:
         """The page of this key is gone."""
         self._keys[key] = None

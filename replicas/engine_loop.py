@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.durable_sessions import Recalled, take_over
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.queries import DeleteSession, Query, answer, sessions_to_restore
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey
@@ -136,7 +136,7 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while self._run_inbox():
-            if self.engine.has_work:
+            if self._can_step:
                 self._deliver(self._step())
             self._withheld.release()
             self._stats = self._gather_stats()
@@ -145,12 +145,21 @@ class EngineLoop:
         self.engine.close()  # all logs are written then
         self._withheld.release(everything=True)
 
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self.engine.is_blocked
+
+    @property
+    def _pause_s(self) -> float:
+        if self.engine.is_blocked:
+            return BLOCKED_S
+        return _COPYING_S if self.engine.wants_copies or self._withheld else _IDLE_S
+
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""
         with self._condition:
-            while not (self._inbox or self._stopping or self.engine.has_work):
-                is_waiting = self.engine.wants_copies or bool(self._withheld)
-                if not self._condition.wait(_COPYING_S if is_waiting else _IDLE_S):
+            while not (self._inbox or self._stopping or self._can_step):
+                if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
                     self._withheld.release()
             commands, self._inbox = self._inbox, []

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
+from mneme.replicas.engine import BLOCKED_S
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.pins import PinKey
@@ -64,6 +66,7 @@ class LLM:
     device  "auto", "cpu", "cuda", "cuda:1"
     dtype   "float32", "bfloat16", "float16"; None: bfloat16 where the hardware has it (on a CPU for 16-bit checkpoints)
     config  `EngineConfig` or a mapping of its fields
+    cache   `CacheConfig` or a mapping of its fields: KV kept in memory and files beyond the engine's pages; None: none
 
     Raises `CheckpointError` or `ConfigError`. Not thread-safe.
     """
@@ -74,12 +77,15 @@ class LLM:
         device: str = "auto",
         dtype: str | None = None,
         config: EngineConfig | Mapping[str, Any] | None = None,
+        cache: CacheConfig | Mapping[str, Any] | None = None,
     ) -> None:
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
+        if isinstance(cache, Mapping):
+            cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
         self._engine = load_engine(
-            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer
+            model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
         )
         self._default_truncation = base.truncation
         self._ids = itertools.count()
@@ -209,6 +215,8 @@ class LLM:
             while unsent or self._engine.has_work:
                 while unsent and self._engine.has_room_for(unsent[0]):
                     self._engine.submit(unsent.popleft())
+                if self._engine.is_blocked:
+                    time.sleep(BLOCKED_S)
                 for event in self._engine.step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)

@@ -35,7 +35,7 @@ def main(folder: str, seed: int) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
-        tier.put(chance.choice(chunks), BIG_LINEAGE)
+        tier.put(chance.choice(chunks))
 
 
 if __name__ == "__main__":

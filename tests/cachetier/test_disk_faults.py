@@ -19,7 +19,6 @@ from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (
     FINGERPRINT,
-    LINEAGE,
     OPERATIONS,
     FailingFiles,
     chain_of,
@@ -55,7 +54,7 @@ def work(tier: DiskTier, folder: Path, num_blocks: int) -> int:
     """Saves, loads and deletes; checks after each; the number of chunks that were read."""
     num_hits = 0
     for saved in (*CHUNKS, *TAILS, *CHUNKS[:4]):
-        tier.put(saved, LINEAGE)
+        tier.put(saved)
         assert folder_bytes(folder) <= tier.stats().used_bytes <= num_blocks * BLOCK
         for chunk in (saved, CHUNKS[0]):
             read = read_all(tier.open(wanted(chunk)))
@@ -116,8 +115,8 @@ def test_all_calls_of_a_kind_may_fail_for_a_while(tmp_path: Path, operation: str
     work(tier, tmp_path, 6)
     files.fails = never_fails
     clock.now_s += 20  # a pause of writes ends
-    assert tier.put(chunk_of([77]), LINEAGE) in (Put.WRITTEN, Put.NO_ROOM)  # the second: litter had the room until now
-    assert tier.put(chunk_of([78]), LINEAGE) is Put.WRITTEN
+    assert tier.put(chunk_of([77])) in (Put.WRITTEN, Put.NO_ROOM)  # the second: litter had the room until now
+    assert tier.put(chunk_of([78])) is Put.WRITTEN
     assert is_payload(read_all(tier.open(wanted(chunk_of([78])))), chunk_of([78]))
     assert folder_bytes(tmp_path) == tier.stats().used_bytes
     tier.close()
@@ -130,19 +129,19 @@ def test_a_read_only_folder_keeps_what_it_has(tmp_path: Path) -> None:
     files, clock = FailingFiles(never_fails), Clock()
     tier = make_tier(tmp_path, 20, files=files, clock=clock)
     for number in range(20):
-        tier.put(chunk_of([number]), LINEAGE)
+        tier.put(chunk_of([number]))
     writes = ("create", "write", "rename", "unlink")
     files.fails = lambda name, _number: errno.EROFS if name in writes else None
     for number in range(100, 200):
         clock.now_s += 5
-        assert tier.put(chunk_of([number]), LINEAGE) is not Put.WRITTEN
+        assert tier.put(chunk_of([number])) is not Put.WRITTEN
     sound = [number for number in range(20) if not isinstance(read_all(tier.open(wanted(chunk_of([number])))), Miss)]
     assert len(sound) >= 12
     assert tier.stats().counters["unlink_failed"] > 0
     files.fails = never_fails
     clock.now_s += 60
-    tier.put(chunk_of([300]), LINEAGE)
-    assert tier.put(chunk_of([301]), LINEAGE) is Put.WRITTEN
+    tier.put(chunk_of([300]))
+    assert tier.put(chunk_of([301])) is Put.WRITTEN
     tier.close()
 
 
@@ -155,7 +154,7 @@ def test_a_full_disk_makes_room_and_then_waits(tmp_path: Path) -> None:
         return errno.ENOSPC if operation == "write" and folder_bytes(tmp_path) >= 4 * BLOCK else None
 
     tier = make_tier(tmp_path, 50, files=FailingFiles(is_full), clock=clock)
-    outcomes = [tier.put(chunk_of([number]), LINEAGE) for number in range(12)]
+    outcomes = [tier.put(chunk_of([number])) for number in range(12)]
     assert outcomes[:4] == [Put.WRITTEN] * 4
     assert outcomes[4:] == [Put.FAILED, Put.WRITTEN] * 4  # after each failure one chunk goes
     counters = tier.stats().counters
@@ -168,14 +167,14 @@ def test_writes_pause_after_failures_in_a_row(tmp_path: Path) -> None:
     files, clock = FailingFiles(never_fails), Clock()
     tier = make_tier(tmp_path, 50, files=files, clock=clock)
     files.fails = lambda name, _number: errno.EIO if name == "write" else None
-    outcomes = [tier.put(chunk_of([number]), LINEAGE) for number in range(6)]
+    outcomes = [tier.put(chunk_of([number])) for number in range(6)]
     assert outcomes == [Put.FAILED] * 3 + [Put.PAUSED] * 3
     clock.now_s += 11
-    assert tier.put(chunk_of([0]), LINEAGE) is Put.FAILED
-    assert tier.put(chunk_of([0]), LINEAGE) is Put.PAUSED
+    assert tier.put(chunk_of([0])) is Put.FAILED
+    assert tier.put(chunk_of([0])) is Put.PAUSED
     files.fails = never_fails
     clock.now_s += 11
-    assert tier.put(chunk_of([0]), LINEAGE) is Put.WRITTEN
+    assert tier.put(chunk_of([0])) is Put.WRITTEN
     assert tier.stats().counters["write_paused"] == 4
     tier.close()
 
@@ -205,7 +204,7 @@ DAMAGES: dict[Miss, Callable[[Path], None]] = {
 @pytest.mark.usefixtures("few_folders")
 def test_a_damaged_file_is_a_miss_once_and_then_gone(tmp_path: Path, miss: Miss) -> None:
     tier, chunk = make_tier(tmp_path), chunk_of([1])
-    tier.put(chunk, LINEAGE)
+    tier.put(chunk)
     (path,) = chunk_files(tmp_path)
     DAMAGES[miss](path)
     assert read_all(tier.open(wanted(chunk))) is miss
@@ -213,7 +212,7 @@ def test_a_damaged_file_is_a_miss_once_and_then_gone(tmp_path: Path, miss: Miss)
     assert read_all(tier.open(wanted(chunk))) is Miss.ABSENT
     assert tier.stats().used_bytes == 0
     assert path.is_symlink() == (miss is Miss.NOT_OURS)
-    assert tier.put(chunk, LINEAGE) is Put.WRITTEN
+    assert tier.put(chunk) is Put.WRITTEN
     assert is_payload(read_all(tier.open(wanted(chunk))), chunk)
     tier.close()
 
@@ -222,7 +221,7 @@ def test_a_damaged_file_is_a_miss_once_and_then_gone(tmp_path: Path, miss: Miss)
 def test_too_many_open_files_say_nothing_against_a_chunk(tmp_path: Path) -> None:
     files, chunk = FailingFiles(never_fails), chunk_of([1])
     tier = make_tier(tmp_path, files=files)
-    tier.put(chunk, LINEAGE)
+    tier.put(chunk)
     files.fails = lambda name, _number: errno.EMFILE if name == "open_to_read" else None
     assert tier.open(wanted(chunk)) is Miss.BUSY
     files.fails = never_fails
@@ -233,7 +232,7 @@ def test_too_many_open_files_say_nothing_against_a_chunk(tmp_path: Path) -> None
 @pytest.mark.usefixtures("few_folders")
 def test_a_collision_of_keys_is_a_miss_and_keeps_the_chunk(tmp_path: Path) -> None:
     tier, chunk = make_tier(tmp_path), chunk_of([1, 2])
-    tier.put(chunk, LINEAGE)
+    tier.put(chunk)
     expected = wanted(chunk)
     collision = type(expected)(key=expected.key, fingerprint=FINGERPRINT, token_ids=[1, 3])
     assert tier.open(collision) is Miss.OTHER_TOKENS
@@ -244,9 +243,9 @@ def test_a_collision_of_keys_is_a_miss_and_keeps_the_chunk(tmp_path: Path) -> No
 @pytest.mark.usefixtures("few_folders")
 def test_a_chunk_that_is_evicted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     tier, chunk = make_tier(tmp_path, 1), chunk_of([1])
-    tier.put(chunk, LINEAGE)
+    tier.put(chunk)
     reader = tier.open(wanted(chunk))
-    assert tier.put(chunk_of([2]), LINEAGE) is Put.WRITTEN
+    assert tier.put(chunk_of([2])) is Put.WRITTEN
     assert is_payload(read_all(reader), chunk)
     tier.close()
 

@@ -77,8 +77,8 @@ def is_there(tier: DiskTier, chunk: Chunk) -> bool:
 def test_chunks_are_found_again_after_a_restart(tmp_path: Path) -> None:
     chunks = [chunk for root in range(40) for chunk in chain_of([root, *range(25)])]
     tier = make_tier(tmp_path, 1000)
-    assert {tier.put(chunk, LINEAGE) for chunk in chunks} == {Put.WRITTEN}
-    assert tier.put(chunks[0], LINEAGE) is Put.KEPT
+    assert {tier.put(chunk) for chunk in chunks} == {Put.WRITTEN}
+    assert tier.put(chunks[0]) is Put.KEPT
     before = tier.stats()
     tier.close()
     tier = make_tier(tmp_path, 1000)
@@ -102,9 +102,9 @@ def test_a_tail_is_superseded_by_what_begins_with_it(tmp_path: Path) -> None:
     tier = make_tier(tmp_path)
     tails = [chunk_of(FULL[:length]) for length in (2, 3, 5, CHUNK_TOKENS)]
     fork = chunk_of([*FULL[:2], 99])
-    tier.put(fork, LINEAGE)
+    tier.put(fork)
     for index, tail in enumerate(tails):
-        assert tier.put(tail, LINEAGE) is Put.WRITTEN
+        assert tier.put(tail) is Put.WRITTEN
         assert len(chunk_files(tmp_path)) == 2
         assert [is_there(tier, other) for other in tails] == [other is tails[index] for other in tails]
     assert is_there(tier, fork)
@@ -120,23 +120,8 @@ def test_a_chunk_that_others_descend_from_is_not_superseded(tmp_path: Path) -> N
     short, full = chunk_of(FULL[:3]), chunk_of(FULL)
     child = chunk_of([1], short.header.key)
     for chunk in (short, child, full):
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
     assert is_there(tier, short)
-    tier.close()
-
-
-def test_the_longest_chunk_that_holds_a_beginning_is_found(tmp_path: Path) -> None:
-    tier = make_tier(tmp_path)
-    tier.put(chunk_of([*FULL[:3], 99]), LINEAGE)
-    tail = chunk_of(FULL[:5])
-    tier.put(tail, LINEAGE)
-    assert tier.longest(LINEAGE, LINEAGE.root, FULL) == (tail.header.key, 5)
-    assert tier.longest(LINEAGE, LINEAGE.root, FULL[:5]) == (tail.header.key, 5)
-    assert tier.longest(LINEAGE, LINEAGE.root, FULL[:4]) is None  # a reader compares: `children`
-    assert tier.longest(LINEAGE, LINEAGE.root, []) is None
-    assert tier.longest(prefix_lineage(FINGERPRINT, "other"), LINEAGE.root, FULL) is None
-    assert len(tier.children(LINEAGE.root)) == 2
-    assert tail.header.key in tier.children(LINEAGE.root)
     tier.close()
 
 
@@ -146,14 +131,14 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     old, new = chain_of([1, *range(20)]), chain_of([2, *range(20)])
     for chunk in (*old, *new):
         clock.now_s += 1
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
     clock.now_s += 1
     assert is_there(tier, old[2])
     others = [chunk_of([number]) for number in range(200, 205)]
     gone = []
     for other in others:
         clock.now_s += 1
-        tier.put(other, LINEAGE)
+        tier.put(other)
         gone.append([chunk for chunk in (*old, *new) if chunk.header.key not in tier])
     assert gone == [new[2:], new[1:], new, [old[2], *new], [*old[1:], *new]]
     assert tier.stats().counters["evicted"] == 5
@@ -170,7 +155,7 @@ def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: PolicyName) 
         clock.now_s += chance.random()
         chunk = chance.choice(chunks)
         if chance.random() < 0.5:
-            tier.put(chunk, LINEAGE)
+            tier.put(chunk)
         else:
             assert is_there(tier, chunk) == (chunk.header.key in tier)
         assert folder_bytes(tmp_path) == tier.stats().used_bytes <= config.capacity_bytes
@@ -196,7 +181,7 @@ def test_any_order_of_calls_is_a_dictionary_of_chunks(
         clock.now_s += 1
         chunk, key = chunks[number], chunks[number].header.key
         if operation == "put":
-            assert (tier.put(chunk, LINEAGE) is Put.WRITTEN) == (key not in model)
+            assert (tier.put(chunk) is Put.WRITTEN) == (key not in model)
             model[key] = clock.now_s
         elif operation == "open":
             assert is_there(tier, chunk) == (key in model)
@@ -230,9 +215,9 @@ def test_a_tenants_chunks_are_deleted(tmp_path: Path) -> None:
     other = prefix_lineage(FINGERPRINT, "other")
     mine, theirs = chain_of([1, *range(20)]), chain_of([1, *range(20)], other)
     for chunk in mine:
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
     for chunk in theirs:
-        tier.put(chunk, other)
+        tier.put(chunk)
     assert tier.delete_owned(other.owner) == 3
     assert all(is_there(tier, chunk) for chunk in mine)
     assert tier.delete_descendants(LINEAGE.root) == 3
@@ -244,8 +229,8 @@ def test_chunks_expire_by_their_last_use_and_not_by_wall_clocks(tmp_path: Path) 
     clock, wall = Clock(), Clock(2e9)
     tier = make_tier(tmp_path, clock=clock, wall_clock=wall, ttl_s=100)
     one, two = chunk_of([1]), chunk_of([2])
-    tier.put(one, LINEAGE)
-    tier.put(two, LINEAGE)
+    tier.put(one)
+    tier.put(two)
     for jump_s in (1e6, -2e6):
         wall.now_s += jump_s
         assert tier.expire() == 0
@@ -263,7 +248,7 @@ def test_a_wall_clock_that_jumped_makes_no_chunk_old(tmp_path: Path, wall_s: flo
     """Over a restart only the files' own times count, from the newest on."""
     tier, chunks = make_tier(tmp_path), [chunk_of([number]) for number in range(3)]
     for chunk, time_s in zip(chunks, (1.5e9 - 500, 1.5e9 - 50, 1.5e9), strict=True):
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
         (path,) = [path for path in chunk_files(tmp_path) if path.name.startswith(chunk.header.key.hex())]
         os.utime(path, (time_s, time_s))
     tier.close()
@@ -277,7 +262,7 @@ def test_a_use_counts_after_a_restart(tmp_path: Path) -> None:
     clock = Clock()
     tier, chunks = make_tier(tmp_path, clock=clock), [chunk_of([number]) for number in range(3)]
     for chunk in chunks:
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
     for path in chunk_files(tmp_path):
         os.utime(path, (1e9, 1e9))
     clock.now_s += 100
@@ -291,7 +276,7 @@ def test_a_use_counts_after_a_restart(tmp_path: Path) -> None:
 def test_a_start_removes_what_a_crash_left_and_touches_nothing_else(tmp_path: Path) -> None:
     tier, chunks = make_tier(tmp_path), [chunk_of([number]) for number in range(6)]
     for chunk in chunks:
-        tier.put(chunk, LINEAGE)
+        tier.put(chunk)
     tier.close()
     by_key = {path.name[:32]: path for path in chunk_files(tmp_path)}
     short, linked, foreign, misplaced, _, good = (by_key[chunk.header.key.hex()] for chunk in chunks)
@@ -318,14 +303,14 @@ def test_a_start_removes_what_a_crash_left_and_touches_nothing_else(tmp_path: Pa
     assert all(stranger.read_text() == "not yours" for stranger in strangers)
     counters = tier.stats().counters
     assert (counters["scan_removed"], counters["scan_unknown"], counters["scan_not_ours"]) == (3, 3, 1)
-    assert tier.put(chunks[0], LINEAGE) is Put.WRITTEN
+    assert tier.put(chunks[0]) is Put.WRITTEN
     tier.close()
 
 
 def test_less_room_than_before_is_made_at_the_start(tmp_path: Path) -> None:
     tier = make_tier(tmp_path)
     for number in range(20):
-        tier.put(chunk_of([number]), LINEAGE)
+        tier.put(chunk_of([number]))
     tier.close()
     tier = make_tier(tmp_path, 5)
     assert folder_bytes(tmp_path) == tier.stats().used_bytes == 5 * BLOCK
@@ -336,7 +321,7 @@ def test_less_room_than_before_is_made_at_the_start(tmp_path: Path) -> None:
 def test_what_never_fits_is_not_written(tmp_path: Path) -> None:
     for config in ({"num_blocks": 0}, {"num_blocks": 9, "max_files": 0}):
         tier = make_tier(tmp_path, **config)  # type: ignore[arg-type]
-        assert tier.put(chunk_of([1]), LINEAGE) is Put.NO_ROOM
+        assert tier.put(chunk_of([1])) is Put.NO_ROOM
         assert folder_bytes(tmp_path) == 0
         tier.close()
 
@@ -349,7 +334,7 @@ def test_names_that_make_a_circle_can_still_be_evicted(tmp_path: Path) -> None:
     tier = make_tier(tmp_path, 3)
     assert tier.stats().num_chunks == 3
     for number in range(3):
-        assert tier.put(chunk_of([number]), LINEAGE) is Put.WRITTEN
+        assert tier.put(chunk_of([number])) is Put.WRITTEN
     assert folder_bytes(tmp_path) == 3 * BLOCK
     tier.close()
 
@@ -388,7 +373,7 @@ def test_threads_that_save_delete_and_read_at_once_see_sound_chunks(tmp_path: Pa
         for _ in range(200):
             chunk, choice = chance.choice(chunks), chance.random()
             if choice < 0.45:
-                tier.put(chunk, LINEAGE)
+                tier.put(chunk)
             elif choice < 0.9:
                 read = read_all(tier.open(wanted(chunk)))
                 if not isinstance(read, Miss) and not is_payload(read, chunk):

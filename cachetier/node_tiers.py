@@ -1,0 +1,87 @@
+"""A node's host tier, its bytes, its disk tier, and the lock over the first: what the parts of a node cache share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.change_log import Change, ChangeLog, OnChange
+from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.chunk_index import BLOCK_BYTES
+from mneme.cachetier.chunk_memory import ChunkMemory, Held
+from mneme.cachetier.disk_room import DiskEntry
+from mneme.cachetier.disk_tier import DiskTier
+from mneme.cachetier.eviction_policies import make_policy
+from mneme.cachetier.host_tier import HostEntry, HostTier
+from mneme.cachetier.node_pins import NodePins, TierPins
+from mneme.cachetier.waiting_requests import WaitingRequests
+
+
+class NodeTiers:
+    """The lock is over the host tier and the pins; the disk tier's own may be taken under it, never the reverse."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        memory: ChunkMemory,
+        host_bytes: int,
+        disk: DiskTier | None,
+        clock: Callable[[], float],
+        on_change: OnChange | None,
+    ) -> None:
+        self.clock, self.memory, self.disk = clock, memory, disk
+        self.lock = threading.Lock()
+        self.changes = ChangeLog(on_change)
+        self.waiting = WaitingRequests(clock)
+        policy = make_policy(config.eviction, clock, host_bytes // BLOCK_BYTES)
+        policy.set_queue(self.waiting.host_queue)
+        self.host = HostTier(
+            policy,
+            host_bytes,
+            free_share=config.free_share,
+            tenant_bytes=config.tenant_bytes,
+            on_change=self._host_changed,
+        )
+        self.host_pins = TierPins(host_bytes // 2, self.host.index.hold, self.host.index.let_go)
+        self.disk_pins: TierPins | None = None
+        if disk is not None:
+            self.disk_pins = TierPins(disk.stats().capacity_bytes // 2, disk.hold, disk.let_go)
+            disk.follow(self._disk_changed)
+            disk.set_queue(self.waiting.disk_queue)
+        tiers = [tier for tier in (self.host_pins, self.disk_pins) if tier is not None]
+        self.pins = NodePins(tiers, clock)
+
+    def arrive(self, header: ChunkHeader, held: Held, spared: Container[bytes] = ()) -> list[bytes]:
+        """Under the lock: a chunk for which there is room is there; the keys of those that it supersedes."""
+        superseded = self.host.arrive(header, held, self.clock(), spared)
+        if self.pins:
+            self.pins.inherit(superseded, header.key)
+            self.pin_in_host(header.key)
+        return superseded
+
+    def pin_in_host(self, key: bytes) -> bool:
+        """Under the lock: if it is to be pinned and is there."""
+        entry = self.host.index.get(key)
+        return entry is not None and key in self.pins and self.host_pins.pin(key, entry.num_bytes)
+
+    def pin_on_disk(self, key: bytes) -> bool:
+        """Under the lock, likewise."""
+        if self.disk is None or self.disk_pins is None or key not in self.pins:
+            return False
+        num_bytes = self.disk.num_bytes(key)
+        return num_bytes is not None and self.disk_pins.pin(key, num_bytes)
+
+    def settle(self) -> None:
+        """Outside of the lock: let go of the bytes of what is gone, tell of what has changed."""
+        with self.lock:
+            gone = self.host.claim_gone()
+        for held in gone:
+            self.memory.drop(held)
+        self.changes.announce()
+
+    def _host_changed(self, entry: HostEntry, is_added: bool) -> None:
+        self.changes.note(Change(entry.key, "host", entry.num_bytes, is_added))
+
+    def _disk_changed(self, entry: DiskEntry, is_added: bool) -> None:
+        self.changes.note(Change(entry.key, "disk", entry.num_bytes, is_added))

@@ -1,0 +1,91 @@
+"""The cache tier inside one process: what `mneme.LLM` uses, without a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chain_search import Located
+from mneme.cachetier.chunk import Chunk, U8Array
+from mneme.cachetier.chunk_index import BLOCK_BYTES
+from mneme.cachetier.chunk_memory import ProcessMemory
+from mneme.cachetier.chunk_sources import DiskSource, HostSource
+from mneme.cachetier.chunk_store import ChainQuery, ChunkSource
+from mneme.cachetier.disk_tier import DiskTier
+from mneme.cachetier.eviction_policies import make_policy
+from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.keys import Lineage
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.saving import HostPut
+
+DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given
+
+
+def make_disk_tier(
+    config: CacheConfig,
+    *,
+    files: FileOperations | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> DiskTier | None:
+    """A node's disk tier, if there is to be one. Raises `ConfigError` if its folder cannot be used."""
+    if config.disk is None:
+        return None
+    disk = config.disk if config.disk.ttl_s is not None else replace(config.disk, ttl_s=config.ttl_s)
+    policy = make_policy(config.eviction, clock, disk.capacity_bytes // BLOCK_BYTES)
+    return DiskTier(disk, policy, files=files, clock=clock, tenant_bytes=config.tenant_bytes)
+
+
+class ProcessChunkStore:
+    """A `ChunkStore` over a node cache of its own. Raises `ConfigError` if the disk's folder cannot be used."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        memory: ProcessMemory | None = None,
+        files: FileOperations | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory or ProcessMemory()
+        self._files = files or FileOperations()
+        host_bytes = DEFAULT_HOST_BYTES if config.host_bytes is None else config.host_bytes
+        disk = make_disk_tier(config, files=self._files, clock=clock)
+        self.node = NodeCache(config, self._memory, host_bytes, disk, clock=clock)
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        """See `ChunkStore.locate`."""
+        return [self._source(each) for each in self.node.locate(query, timeout_s)]
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        self.node.forget(request_ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """No guess here: the node is in this process."""
+        return frozenset(key for key in keys if key in self.node)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        """See `ChunkStore.put`; never waits for the disk."""
+        return self.node.put(chunk.header, chunk.layers) is not HostPut.REFUSED
+
+    def close(self) -> None:
+        self.node.close()
+
+    def _source(self, located: Located) -> ChunkSource:
+        header, tier = located.header, located.tier
+
+        def on_miss(miss: Miss) -> None:
+            self.node.missed(header.key, tier, miss)
+
+        if located.path is not None:
+            return DiskSource(
+                header, located.num_usable, located.path, on_miss, files=self._files, loading=self.node.loading
+            )
+
+        def layer(number: int) -> U8Array | Miss:
+            layers = self._memory.layers(located.held)
+            return layers if isinstance(layers, Miss) else layers[number]
+
+        return HostSource(header, located.num_usable, layer, on_miss)
