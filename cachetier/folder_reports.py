@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from mneme.cachetier.disk_index import BLOCK_BYTES, blocks_of
 
+from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.disk_names import ChunkName
 from mneme.cachetier.folder_view import FolderView, Kind, SeenFile
 from mneme.cachetier.keys import LineageKind

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mneme.cachetier.cost_file import CostFile
-from mneme.replicas.calibration import machine_of, remembered_costs
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChunkStore
+from mneme.cachetier.cost_file import CostFile
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.process_store import ProcessChunkStore
 from mneme.kernels.native_library import cache_folder
+from mneme.replicas.calibration import machine_of, remembered_costs
 from mneme.replicas.chunk_cache import ChunkCache
 from mneme.replicas.chunk_mover import ChunkMover
 from mneme.replicas.config import EngineConfig

@@ -15,10 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import SessionLogStore, log_key, parse_log
+from mneme.cachetier.session_logs import SessionLogs
 from mneme.cachetier.session_record import SessionState, taken_over
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_log_writer import SessionLogWriter
-from mneme.replicas.sessions import SessionKey, Sessions
+from mneme.replicas.sessions import SessionKey, Sessions, session_key
 from mneme.replicas.token_log import is_usable
 
 log = logging.getLogger(__name__)
@@ -27,6 +32,31 @@ READ_S = 0.05  # how long a turn waits for its session's log
 DELETE_S = 5.0
 _NUM_READERS = 4
 _MAX_READS = 64  # at a time: more are not begun, as the disk or the network hangs
+
+
+OpenSessionLogs = Callable[[CacheConfig, float], SessionLogStore | None]  # the second: sessions' time to live, seconds
+
+
+def process_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogStore | None:
+    """Logs of this process alone, beside its disk tier; None: there is none. Raises `ConfigError`."""
+    if config.disk is None:
+        return None
+    return SessionLogs(
+        SessionLogConfig(
+            folder=config.disk.folder,
+            capacity_bytes=config.session_log_bytes,
+            ttl_s=ttl_s,
+            sync=config.session_log_sync,
+        )
+    )
+
+
+def open_durable_sessions(
+    config: EngineConfig, cache: CacheConfig, weights: str, vocab_size: int, open_logs: OpenSessionLogs
+) -> DurableSessions | None:
+    """None where sessions have no durable logs. `weights`: a digest of them; their ids are taken for no other's."""
+    store = open_logs(cache, config.session_ttl_s) if config.max_sessions else None
+    return None if store is None else DurableSessions(store, weights.encode(), vocab_size)
 
 
 class Recalled(NamedTuple):
@@ -72,6 +102,11 @@ class DurableSessions:
         ends_s = time.monotonic() + self._read_s
         reads = {key: self._begin_read(key, version_of(key)) for key in dict.fromkeys(keys)}
         return [recalled for key, read in reads.items() if (recalled := self._finish_read(key, read, ends_s))]
+
+    def restore(self, sessions: Sessions, requests: Iterable[GenerationRequest]) -> None:
+        """For who calls an engine from one thread: its requests' sessions, before it takes the requests."""
+        keys = [key for request in requests if (key := session_key(request)) is not None]
+        take_over(sessions, self.recall(keys, sessions.version_of))
 
     def delete(self, key: SessionKey) -> bool:
         """Whether there was a durable log; there is none now, nor what was still to be written of it.

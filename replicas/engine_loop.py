@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.durable_sessions import Recalled, take_over
 from mneme.replicas.engine import BLOCKED_S, Engine
-from mneme.replicas.queries import DeleteSession, Query, answer, sessions_to_restore
+from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
+from mneme.replicas.queries import EngineQuery, Query, answer, sessions_to_restore, was_there
 from mneme.replicas.request import GenerationRequest, TokenEvent
-from mneme.replicas.sessions import SessionKey
+from mneme.replicas.sessions import SessionKey, session_key
 from mneme.replicas.token_stream import Deliver, Subscriber, WithheldEvents
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kv_tier: KvTier | None = None  # set before `start` where there is one
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -68,7 +70,7 @@ class EngineLoop:
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
         """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
-        recalled = self._recall(_session_of(request) for request in requests)
+        recalled = self._recall(session_key(request) for request in requests)
         try:
             return self._ask(lambda: self._submit_all(requests, recalled))
         except ReplicaUnavailable as error:
@@ -83,16 +85,19 @@ class EngineLoop:
         self._post(lambda: self._abort(request_ids))
 
     def query(self, query: Query) -> Any:
-        """What the engine says between two steps (`queries.py`); an error it raises is returned."""
-        recalled = self._recall(sessions_to_restore(query))
-        found = self._ask(lambda: self._answer(query, recalled))
-        if not isinstance(query, DeleteSession) or self.engine.durable is None or isinstance(found, MnemeError):
-            return found
-        try:
-            return self.engine.durable.delete(query.key) or found
-        except OSError:
-            log.exception("a session's log may not be deleted")
-            return ReplicaUnavailable("the session's log could not be deleted in time")
+        """What the engine says between two steps (`queries.py`); an error it raises is returned.
+
+        What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
+        """
+        if not isinstance(query, KvQuery):
+            recalled = self._recall(sessions_to_restore(query))
+            found = self._ask(lambda: self._answered(query, lambda: self._answer(query, recalled)))
+            return self._answered(query, lambda: was_there(query, found, self.engine.durable))
+
+        def ask_engine(query: KvQuery) -> Any:
+            return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
+
+        return self._answered(query, lambda: answer_kv(query, ask_engine, self.kv_tier))
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
@@ -191,7 +196,7 @@ class EngineLoop:
 
     def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
         unread = take_over(self.engine.sessions, recalled)
-        return [self._submit(request, is_unread=_session_of(request) in unread) for request in requests]
+        return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
 
     def _submit(self, request: GenerationRequest, *, is_unread: bool) -> MnemeError | None:
         if request.subscriber not in self._subscribers:
@@ -210,11 +215,14 @@ class EngineLoop:
             self._of_sessions.add(request.request_id)
         return None
 
-    def _answer(self, query: Query, recalled: list[Recalled]) -> Any:
+    def _answer(self, query: EngineQuery, recalled: list[Recalled]) -> Any:
+        if take_over(self.engine.sessions, recalled):
+            raise ReplicaUnavailable("the session's log cannot be read now")
+        return answer(self.engine, query)
+
+    def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
         try:
-            if take_over(self.engine.sessions, recalled):
-                return ReplicaUnavailable("the session's log cannot be read now")
-            return answer(self.engine, query)
+            return give()
         except MnemeError as error:
             return error
         except Exception:  # a question may fail, the engine may not
@@ -253,10 +261,6 @@ class EngineLoop:
 
     def _gather_stats(self) -> dict[str, Any]:
         return {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}
-
-
-def _session_of(request: GenerationRequest) -> SessionKey | None:
-    return None if request.session_id is None else (request.salt, request.session_id)
 
 
 def _rss_bytes() -> int:

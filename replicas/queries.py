@@ -10,6 +10,7 @@
     ListPins        -> a tenant's
     DropPin         -> whether there was one
 
+`kv_queries.py` has those about KV that is kept.
 Policy only: no tensors.
 """
 
@@ -17,7 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.forest_nodes import Resident
+from mneme.replicas.kv_queries import KvQuery
 from mneme.replicas.pins import PinKey
 from mneme.replicas.session_pages import resident_of
 from mneme.replicas.sessions import SessionKey
@@ -70,12 +74,13 @@ class DropPin(NamedTuple):
     key: PinKey
 
 
-Query = (
+EngineQuery = (
     GetSession | DeleteSession | LeaveSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
 )
+Query = EngineQuery | KvQuery
 
 
-def sessions_to_restore(query: Query) -> tuple[SessionKey, ...]:
+def sessions_to_restore(query: EngineQuery) -> tuple[SessionKey, ...]:
     """Whose durable logs are to be looked at before the query is answered."""
     match query:
         case GetSession(key, True):
@@ -86,7 +91,17 @@ def sessions_to_restore(query: Query) -> tuple[SessionKey, ...]:
             return ()
 
 
-def answer(engine: Engine, query: Query) -> Any:
+def was_there(query: EngineQuery, found: Any, durable: DurableSessions | None) -> Any:
+    """What is answered, once durable logs have heard of it too; raises `ReplicaUnavailable` if that takes too long."""
+    if not isinstance(query, DeleteSession) or durable is None or isinstance(found, MnemeError):
+        return found
+    try:
+        return durable.delete(query.key) or found
+    except OSError as error:
+        raise ReplicaUnavailable("the session's log could not be deleted in time") from error
+
+
+def answer(engine: Engine, query: EngineQuery) -> Any:
     """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest` or `Overloaded`."""
     match query:
         case GetSession(key):

@@ -197,7 +197,10 @@ class Scheduler:
         found, sequence.found = sequence.found, None
         if found is None:
             return
-        pieces = self._forest.graft(path, sequence.context, found) if sequence.root is None else []
+        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
+        has_room = needed < self._forest.num_available  # pages of their own may be one more than counted
+        can_graft = has_room and sequence.root is None
+        pieces = self._forest.graft(path, sequence.context, found) if can_graft else []
         for piece in pieces:
             sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
         if not pieces:

@@ -86,7 +86,7 @@ class Sessions:
 
     def owner_of(self, request: GenerationRequest) -> TokenLog | None:
         """The session that a request which began is part of."""
-        key = _key(request)
+        key = session_key(request)
         return None if key is None else self._log_by_key.get(key)
 
     def begin(self, request: GenerationRequest) -> TurnPrompt | None:
@@ -94,7 +94,7 @@ class Sessions:
 
         Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
         """
-        key = _key(request)
+        key = session_key(request)
         if key is None or self._max_sessions == 0:
             return _without_session(request)
         self.expire()
@@ -123,7 +123,7 @@ class Sessions:
 
         Returns the next turn's requests, if this ended its turn: each must `begin` now, and `end` if it cannot run.
         """
-        key = _key(request)
+        key = session_key(request)
         log = self._log_by_key.get(key) if key is not None else None
         running = log.running if log is not None else None
         if key is None or log is None or running is None or request.request_id not in running.answering:
@@ -275,7 +275,7 @@ class Sessions:
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
 
-def _key(request: GenerationRequest) -> SessionKey | None:
+def session_key(request: GenerationRequest) -> SessionKey | None:
     return None if request.session_id is None else (request.salt, request.session_id)
 
 
