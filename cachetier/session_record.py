@@ -65,7 +65,7 @@ class SessionState:
     mark_key: bytes = bytes(MARK_KEY_BYTES)  # of the digests in the marks
     hits: bytes = b""  # 8 each
     num_turns: int = 0
-    num_base: int = 0  # ids before the last turn, which has begun and may not have ended
+    num_base: int = 0  # ids there were before the last turn, which has begun and may not have ended
     last_turn: int | None = None  # its name, 64 bits
     ttl_s: float | None = None  # the session's own
 
@@ -227,7 +227,7 @@ def fields_of(record: bytes | memoryview) -> RecordFields | None:
     fields = RecordFields(*_FIXED.unpack_from(record))
     if fields.kind not in RecordKind.__members__.values() or fields.flags & ~15 or fields.num_bytes != len(record):
         return None
-    if fields.num_marks > MAX_MARKS or fields.num_hits > MAX_HITS or fields.num_base > fields.num_ids:
+    if fields.num_marks > MAX_MARKS or fields.num_hits > MAX_HITS:
         return None
     if not isfinite(fields.ttl_s) or not 0 <= fields.ttl_s <= MAX_TTL_S:
         return None

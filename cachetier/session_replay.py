@@ -56,7 +56,7 @@ class Replay:
         return head if head.version > self.version and self._replace(fields, record) else None
 
     def _begin(self, fields: RecordFields, record: bytes | memoryview) -> bool:
-        if fields.ids_start > len(self._ids) or fields.num_base > len(self._ids):
+        if fields.ids_start > len(self._ids):
             return False
         self._prompt = Delta(fields.ids_start, _array(record, FIXED_BYTES, fields.ids_count))
         self._last = replace(
