@@ -90,7 +90,9 @@ class Promoter:
 
     def _reserve(self, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
         with self._tiers.lock:
-            return self._tiers.host.reserve(header, spared)
+            is_reserved = self._tiers.host.reserve(header, spared)
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        return is_reserved
 
     def _load(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:
         header, held = reader.header, None
@@ -101,12 +103,19 @@ class Promoter:
                 if is_reserved and held is None:
                     self._tiers.host.cancel(header.key)
                 elif is_reserved:
-                    self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+                    self._arrive(header, held)
         if held is None:
             self._count("promote_failed")
             return None
         self._count("promoted" if is_reserved else "promote_no_room")
         return Located(header, header.num_tokens, "host", held, None)
+
+    def _arrive(self, header: ChunkHeader, held: Held) -> None:
+        """Under the lock. It is here because it is wanted again: that is a use."""
+        self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+        entry = self._tiers.host.index.get(header.key)
+        if entry is not None:
+            self._tiers.host.index.use(entry, self._tiers.clock())
 
     def _held(self, reader: DiskRead) -> Held | None:
         header = reader.header
