@@ -21,6 +21,7 @@ from mneme.cachetier.chunk import (
     Chunk,
     ChunkHeader,
     Placement,
+    StreamedChecksum,
     U8Array,
     Wanted,
     checksum,
@@ -121,6 +122,22 @@ class ChunkReader:
             return Miss.SHORT
         expected = header.checksums[first_layer : first_layer + len(layers)]
         return None if expected == tuple(checksum(layer.data) for layer in layers) else Miss.BAD_CHECKSUM
+
+    def check(self, buffer: memoryview) -> Miss | None:
+        """Compare every layer with its checksum, piece by piece through a buffer: a layer may be larger than memory."""
+        for layer, expected in enumerate(self.header.checksums):
+            start, running = self._placement.first_body + layer * self._placement.stride, StreamedChecksum()
+            for offset in range(0, self.header.layer_bytes, len(buffer)):
+                piece = buffer[: min(len(buffer), self.header.layer_bytes - offset)]
+                try:
+                    if not _read_all(self._files, self._fd, [piece], start + offset):
+                        return Miss.SHORT
+                except OSError as error:
+                    return miss_of(error)
+                running.update(piece)
+            if running.digest() != expected:
+                return Miss.BAD_CHECKSUM
+        return None
 
     def close(self) -> None:
         if not self._is_closed:

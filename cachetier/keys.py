@@ -103,9 +103,16 @@ def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, n
     return _lineage(LineageKind.SESSION, fingerprint, salt, *parts)
 
 
+def tenant_of(salt: str) -> str:
+    """A tenant's own salt, which begins all others of that tenant, up to a colon."""
+    return salt.partition(":")[0]
+
+
 def owner_of(salt: str) -> bytes:
-    """What files say of the tenant that they belong to."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner").digest()
+    """What files say of the tenant that they belong to: the same under all salts of the tenant."""
+    return blake2b(
+        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner"
+    ).digest()
 
 
 def encoded(token_ids: TokenIds) -> U32Array:
