@@ -7,7 +7,7 @@ a bounded time; none changes what is evicted when, but for what is pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk_store import ChainQuery
@@ -77,6 +77,14 @@ class CacheAdmin(Protocol):
 
     def stats(self) -> list[dict[str, Any]]:
         """Of each node that answers: "node", its name, and what its `NodeCache.stats()` says."""
+
+
+@runtime_checkable
+class Administered(Protocol):
+    """A store whose tier can be managed."""
+
+    @property
+    def admin(self) -> CacheAdmin: ...
 
 
 def leading(found: Iterable[FoundChunk], chunk_tokens: int) -> list[FoundChunk]:
