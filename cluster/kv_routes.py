@@ -131,7 +131,10 @@ async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> 
 
 
 def _pin_id(chosen: Selection) -> str:
-    """The same for the same tokens under the same salt."""
+    """The same for the same tokens under the same salt; a session's is the same whatever was said since."""
     hasher = hashlib.blake2b(chosen.salt.encode(), digest_size=16, person=b"mneme pin")
-    hasher.update(np.asarray(chosen.token_ids, "<u4").tobytes())
+    if chosen.session is not None:
+        hasher.update(b"session:" + chosen.session[1].encode())
+    else:
+        hasher.update(b"tokens:" + np.asarray(chosen.token_ids, "<u4").tobytes())
     return hasher.hexdigest()
