@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +11,9 @@ import ray
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_interface import DiskTierConfig
-from mneme.cachetier.ray_tier import shutdown_cache_tier
 from tests.e2e.cache_cluster import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
-    SMALL,
     CacheCluster,
     ReadChunk,
     cache_cluster,
