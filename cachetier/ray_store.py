@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from mneme.cachetier.cache_admin import CacheAdmin
 from mneme.cachetier.chain_search import Located, usable
 from mneme.cachetier.chain_spans import Span, query_of
 from mneme.cachetier.chunk import Chunk
@@ -40,8 +41,9 @@ _MAX_WAITING = 4096  # requests whose nodes are remembered
 class RayChunkStore:
     """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int) -> None:
-        """`put_bytes` may be under way to the actor."""
+    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int, admin: CacheAdmin) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes."""
+        self.admin = admin
         self._node_id, self._connect = node_id, connect
         self._node = connect()
         self._peers = Peers(self._lost)
