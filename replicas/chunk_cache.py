@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mneme.cachetier.cost_model import CostModel
-from mneme.cachetier.load_controller import LoadController
-
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.load_controller import LoadController
 from mneme.replicas.chunk_fetches import Fetches
 from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
 from mneme.replicas.forest import PrefixForest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import Appended, parse_log
@@ -46,7 +45,7 @@ def main(folder: str, seed: int) -> None:
         key, turn = key_number(number), states[number].num_turns
         if turn >= MAX_TURNS:
             logs.delete(key)
-            states[number] = replace(SessionState(), version=read(logs, number).version)
+            states[number] = SessionState()._replace(version=read(logs, number).version)
             tell(f"{number} 0")
             continue
         record, running = begin_turn(states[number], turn, NUM_PROMPT)
