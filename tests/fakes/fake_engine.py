@@ -159,7 +159,7 @@ class FakeEngineLoop:
 
 
 def load_fake_engine(
-    model: str, config: object, *, on_progress: Callable[[str, float], None], tenants: object
+    model: str, config: object, *, on_progress: Callable[[str, float], None], **options: object
 ) -> FakeEngineLoop:
     """In the place of `load_engine_loop`."""
     on_progress("weights", 1.0)
