@@ -146,7 +146,7 @@ class SimulatedTiers:
     def prefetch(self, keys: Sequence[int], source: int, limit: int, now_s: float) -> int:
         """Bring what is of a request in the tier `source` to the tier above; at most so many blocks, head first.
 
-        For the order of evictions it counts as a use now. `now_s` rises from call to call. Returns how many came.
+        For the order of evictions it counts as a use now; `now_s` never falls. Returns how many came.
         """
         blocks = [self.blocks[key] for key in keys[: self.num_present(keys)]]
         moved = [block for block in blocks if block.tier == source][:limit]
