@@ -35,6 +35,10 @@ class Peers:
             return None
         return Call(node, name, method.remote(*args))
 
+    def is_up(self, node: str) -> bool:
+        """As far as the last calls tell."""
+        return not self._breaker(node).is_open
+
     def answers(self, calls: Sequence[Call | None], deadline_s: float) -> list[Any]:
         """One for each call, None where there is none by the deadline, of `time.monotonic`."""
         return [None if call is None else self._answer(call, deadline_s) for call in calls]

@@ -67,6 +67,7 @@ class RayChunkStore:
                 del sources[num_whole:], keys[num_whole:]  # a chunk that is usable in part
                 sources += [source for source, _ in further]
                 keys += [key for _, key in further]
+        self._known.drop(query.keys[query.first :])  # what is not there any more is put again
         self._known.note(keys)
         self._counters["located"] += len(sources)
         return sources
@@ -87,7 +88,7 @@ class RayChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
-        is_put = self._puts.put(self._node, chunk)
+        is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
         if is_put:
             self._known.note([chunk.header.key])
         return is_put
