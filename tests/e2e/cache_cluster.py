@@ -31,6 +31,7 @@ from mneme.cluster.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
 
 STORE_BYTES = 80 << 20
+START_LIMIT_S = 120.0  # of a process that uses the tier
 CALL_LIMIT_S = 30.0  # of any call of a test
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(num_layers=5, num_kv_heads=4, head_dim=1024, dtype="float16", chunk_tokens=CHUNK_TOKENS)
@@ -118,7 +119,6 @@ class CacheCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._nodes: dict[str, Any] = {}
-        self._engines: list[Any] = []
         with single_node():
             self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
             ray.init(
@@ -141,10 +141,10 @@ class CacheCluster:
         return next(str(node["NodeID"]) for node in ray.nodes() if node["NodeName"] == name and node["Alive"])
 
     def engine(self, name: str, config: CacheConfig, application: str) -> Any:
-        """An engine's process on a node, for a handle whose calls are made by `call`."""
+        """An engine's process on a node, started; its methods are called by `call`."""
         affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
         made = ray.remote(EngineProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(config, application)
-        self._engines.append(made)
+        ray.get(made.stats.remote(), timeout=START_LIMIT_S)
         return made
 
     def node_actor(self, name: str, application: str) -> Any:

@@ -68,7 +68,7 @@ def disk_config(folder: Path, **fields: Any) -> CacheConfig:
 
 @pytest.fixture(scope="module")
 def tier(cluster: CacheCluster) -> Tier:
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     return Tier(cluster, *(cluster.engine(name, config, "shared") for name in "ab"))
 
 
@@ -104,13 +104,13 @@ def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: Tier
 
 def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: Tier, cluster: CacheCluster) -> None:
     ids = tokens(2, num_chunks=1, tail=0)
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     other = cluster.engine("a", config, "shared")
     before = call(tier.actor("a").stats)["objects"]["used_bytes"]
     for answer in [engine.put.remote(ids) for engine in (tier.a, other)]:
         assert all(ray.get(answer, timeout=CALL_LIMIT_S))
     for engine in (tier.a, other):
-        call(engine.close)
+        eventually(lambda engine=engine: call(engine.stats)["put_bytes_under_way"] == 0)
     await_located(tier.b, ids, "peer_host")
     assert call(tier.actor("a").stats)["objects"]["used_bytes"] - before == SMALL_BYTES
     ray.kill(other)
@@ -218,7 +218,7 @@ def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluste
     actor = cluster.node_actor("head", "ended")
     ray.kill(actor, no_restart=True)
     started_s = time.monotonic()
-    assert engine.locate(ids, 0.05) == []
+    assert engine.locate(ids, timeout_s=0.05) == []
     assert time.monotonic() - started_s < 1.0
 
     def is_back() -> bool:
@@ -233,7 +233,7 @@ def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluste
 def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
     cluster = tier.cluster
     cluster.add_node("c")
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     engine = cluster.engine("c", config, "shared")
     stays, goes = tokens(40), tokens(41)
     call(tier.a.put, stays)
