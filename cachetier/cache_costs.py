@@ -7,12 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from mneme.cachetier.cost_file import costs_in
+from mneme.cachetier.cost_model import CostModel
 from mneme.errors import ConfigError, shown
 
 GB = 1e9
 _MAX_TABLE_BYTES = 65_536
+_PROMPT_TOKENS, _CHUNK_TOKENS = 2048, 256
 _LARGEST = 1e15  # of any rate or price: far above what there is, so that no figure overflows
 
 
@@ -67,22 +70,44 @@ class Prices:
 Table = TypeVar("Table", Rates, Prices)
 
 
+def rates_of(costs: CostModel) -> Rates:
+    """What an engine has measured, for a prompt of 2,048 tokens."""
+    num_bytes = _PROMPT_TOKENS * costs.calibration.kv_bytes_per_token
+    num_chunks = _PROMPT_TOKENS // _CHUNK_TOKENS
+    return Rates(
+        prefill_tokens_per_s=_PROMPT_TOKENS / costs.prefill_s(_PROMPT_TOKENS, 0),
+        host_gb_per_s=num_bytes / costs.edge_s("host", num_bytes, num_chunks) / GB,
+        disk_gb_per_s=num_bytes / costs.edge_s("disk", num_bytes, num_chunks) / GB,
+        kv_bytes_per_token=costs.calibration.kv_bytes_per_token,
+    )
+
+
+def load_rates(path: Path | None) -> Rates:
+    """From a JSON object with some of the fields, or from the file in which an engine keeps its cost model."""
+    costs = None if path is None else costs_in(_read(path))
+    return load_table(Rates, path) if costs is None else rates_of(costs)
+
+
 def load_table(kind: type[Table], path: Path | None) -> Table:
     """From a JSON object with some of the fields; None gives the defaults. Raises `ConfigError`."""
     if path is None:
         return kind()
-    try:
-        if path.stat().st_size > _MAX_TABLE_BYTES:
-            raise ConfigError(f"{path}: must be at most {_MAX_TABLE_BYTES} bytes")
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no readable JSON: {error}") from error
+    given = _read(path)
     known = [field.name for field in fields(kind)]
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: must be one JSON object with some of {', '.join(known)}")
     if unknown := set(given) - set(known):
         raise ConfigError(f"{path}: unknown {shown(min(unknown))}; there are {', '.join(known)}")
     return kind(**given)
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _MAX_TABLE_BYTES:
+            raise ConfigError(f"{path}: must be at most {_MAX_TABLE_BYTES} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no readable JSON: {error}") from error
 
 
 def _check_positive(table: Rates | Prices) -> None:

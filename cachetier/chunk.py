@@ -131,6 +131,9 @@ def checksum(payload: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
+StreamedChecksum = xxhash.xxh3_128  # the same of a payload that comes in pieces: `update`, then `digest`
+
+
 def header_bytes(num_layers: int, num_tokens: int) -> int:
     return _FIXED.size + 8 * num_tokens + CHECKSUM_BYTES * (num_layers + 1)
 

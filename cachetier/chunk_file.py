@@ -21,6 +21,7 @@ from mneme.cachetier.chunk import (
     Chunk,
     ChunkHeader,
     Placement,
+    StreamedChecksum,
     U8Array,
     Wanted,
     checksum,
@@ -35,6 +36,7 @@ from mneme.cachetier.misses import Miss
 
 _MAX_BUFFERS = 512  # of one call; systems take 1024
 _FRAME_SLACK_BYTES = 1024  # what Arrow puts before and around the header: some 400
+_USUAL_HEAD_BYTES = 4096  # 256 tokens and 80 layers
 MAX_HEAD_BYTES = header_bytes(MAX_LAYERS, MAX_CHUNK_TOKENS) + _FRAME_SLACK_BYTES  # under 64 KB
 
 _MISS_BY_ERRNO = {
@@ -121,6 +123,22 @@ class ChunkReader:
         expected = header.checksums[first_layer : first_layer + len(layers)]
         return None if expected == tuple(checksum(layer.data) for layer in layers) else Miss.BAD_CHECKSUM
 
+    def check(self, buffer: memoryview) -> Miss | None:
+        """Compare every layer with its checksum, piece by piece through a buffer: a layer may be larger than memory."""
+        for layer, expected in enumerate(self.header.checksums):
+            start, running = self._placement.first_body + layer * self._placement.stride, StreamedChecksum()
+            for offset in range(0, self.header.layer_bytes, len(buffer)):
+                piece = buffer[: min(len(buffer), self.header.layer_bytes - offset)]
+                try:
+                    if not _read_all(self._files, self._fd, [piece], start + offset):
+                        return Miss.SHORT
+                except OSError as error:
+                    return miss_of(error)
+                running.update(piece)
+            if running.digest() != expected:
+                return Miss.BAD_CHECKSUM
+        return None
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -132,10 +150,14 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
     status = files.status(fd)
     if not is_ours(status):
         return Miss.NOT_OURS
-    head = bytearray(min(_head_bytes(wanted), status.st_size))
-    if not _read_all(files, fd, [head], 0):
-        return Miss.SHORT
-    parsed = parse_header(bytes(head), status.st_size)
+    parsed: tuple[ChunkHeader, Placement] | Miss = Miss.SHORT
+    for size in _head_sizes(wanted, status.st_size):
+        head = bytearray(size)
+        if not _read_all(files, fd, [head], 0):
+            return Miss.SHORT
+        parsed = parse_header(bytes(head), status.st_size)
+        if parsed is not Miss.SHORT:
+            break
     if isinstance(parsed, Miss):
         return parsed
     header, placement = parsed
@@ -143,12 +165,13 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
     return reason or ChunkReader(files, fd, header, placement)
 
 
-def _head_bytes(wanted: Wanted | None) -> int:
-    """How much of the file is read to find its header."""
-    if wanted is None:
-        return MAX_HEAD_BYTES
-    layout = wanted.fingerprint.layout
-    return header_bytes(layout.num_layers, layout.chunk_tokens) + _FRAME_SLACK_BYTES
+def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
+    """How much of the file is read to find its header; the next if the header is longer."""
+    sizes: tuple[int, ...] = (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)
+    if wanted is not None:
+        layout = wanted.fingerprint.layout
+        sizes = (header_bytes(layout.num_layers, layout.chunk_tokens) + _FRAME_SLACK_BYTES,)
+    return sorted({min(size, file_bytes) for size in sizes})
 
 
 def _placement(header: ChunkHeader) -> Placement:

@@ -1,9 +1,9 @@
 """The cache tier as an engine sees it: chunks beyond its own pages, on its node or another, found by what they hold.
 
-An engine asks with a `ChainQuery` and gets sources for a run of chunks, in order. It reads them layer by layer; whatever
-goes wrong with one is a `Miss`, and the engine computes its tokens. It puts chunks that it has computed, and hears
-nothing of what becomes of them. All calls block for a bounded time and may come from several threads of the engine's
-process, never from the thread that runs its steps.
+An engine asks with a `ChainQuery` and gets sources for a run of chunks, in order. It reads them layer by layer;
+whatever goes wrong with one is a `Miss`, and the engine computes its tokens. It puts chunks that it has computed, and
+hears nothing of what becomes of them. All calls block for a bounded time and may come from several threads of the
+engine's process, never (but for `known`) from the thread that runs its steps.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ChunkStore(Protocol):
         """Which of these chunks need not be put; a guess from what this process has seen, without a call."""
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
-        """Keep a chunk, whose bytes are the store's from now on; False if it was refused. Blocks while much is written."""
+        """Keep a chunk, whose bytes are the store's from now on; False: refused. Blocks while much is written."""
 
     def close(self) -> None:
         """Write what is still to be written, within a bounded time."""

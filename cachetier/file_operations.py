@@ -1,14 +1,16 @@
-"""Every call of the disk tier to the file system, in one object: tests make the k-th of them fail."""
+"""Every call of the disk tier and of session logs to the file system: tests make the k-th of them fail."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
+_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Buffer = bytearray | memoryview
@@ -19,6 +21,10 @@ class FileOperations:
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, _READ_FLAGS)
+
+    def open_to_write(self, path: str) -> int:
+        """A file that is there, as it is."""
+        return os.open(path, _WRITE_FLAGS)
 
     def create(self, path: str) -> int:
         """A new file, for the owner alone; it must not be there."""
@@ -36,6 +42,10 @@ class FileOperations:
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers), offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's bytes are on the disk."""
+        os.fdatasync(fd)
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
@@ -59,14 +69,24 @@ class FileOperations:
 
     def list_folder(self, path: str) -> list[tuple[str, os.stat_result]]:
         """Names and what is known of each without following links; what vanishes meanwhile is left out."""
-        found: list[tuple[str, os.stat_result]] = []
-        with os.scandir(path) as entries:
-            for entry in entries:
-                try:
-                    found.append((entry.name, entry.stat(follow_symlinks=False)))
-                except FileNotFoundError:
-                    continue
-        return found
+        return list(self.walk_folder(path))
+
+    def walk_folder(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """The same, one by one: a folder may hold more than fits into memory."""
+        fd = os.open(path, _FOLDER_FLAGS)
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        yield entry.name, entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+        finally:
+            os.close(fd)
+
+    def status_of(self, path: str) -> os.stat_result:
+        """Of a file, a folder or a link itself."""
+        return os.lstat(path)
 
     def lock(self, path: str) -> int:
         """A descriptor that holds the lock until it is closed or its process ends; BlockingIOError: someone has it."""

@@ -100,7 +100,7 @@ class HostTier:
         """
         num_blocks, owner = blocks_of(chunk_bytes(header)), header.owner
         bound = self.max_blocks if spared is None else self._full_blocks
-        if self.holds(header.key) or num_blocks > bound or not self._evict_own(owner, num_blocks):
+        if self.holds(header.key) or num_blocks > bound or not self._evict_own(owner, num_blocks, spared or ()):
             return False
         if not self._evict_to(bound - num_blocks, spared or ()):
             return False
@@ -170,13 +170,13 @@ class HostTier:
                 return False
         return True
 
-    def _evict_own(self, owner: bytes, num_blocks: int) -> bool:
+    def _evict_own(self, owner: bytes, num_blocks: int, spared: Container[bytes]) -> bool:
         """Room within an owner's quota, made of what is its own."""
         if self._tenant_blocks is None:
             return True
         arriving = sum(blocks for other, blocks in self._arriving.values() if other == owner)
         while self.index.blocks_by_owner[owner] + arriving + num_blocks > self._tenant_blocks:
-            if not self._is_evicted(self.index.pop_oldest_of(owner)):
+            if not self._is_evicted(self.index.pop_oldest_of(owner, spared)):
                 return False
         return True
 

@@ -63,15 +63,6 @@ class Lineage:
         """Of the chunk that holds these tokens behind `parent`."""
         return self._key(parent, memoryview(encoded(token_ids).tobytes()))
 
-    def keys_of_prefixes(self, parent: bytes, token_ids: TokenIds) -> list[bytes]:
-        """Item i: the key of a chunk that would end behind i + 1 of these tokens."""
-        running, view = self._hash(parent), memoryview(encoded(token_ids).tobytes())
-        keys = []
-        for start in range(0, len(view), 4):
-            running.update(view[start : start + 4])
-            keys.append(running.digest())
-        return keys
-
     def chain(self, token_ids: TokenIds, chunk_tokens: int) -> list[KeyedRange]:
         """All chunks of a sequence from the root on; the last may be short."""
         view, parent = memoryview(encoded(token_ids).tobytes()), self.root
@@ -112,9 +103,16 @@ def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, n
     return _lineage(LineageKind.SESSION, fingerprint, salt, *parts)
 
 
+def tenant_of(salt: str) -> str:
+    """A tenant's own salt, which begins all others of that tenant, up to a colon."""
+    return salt.partition(":")[0]
+
+
 def owner_of(salt: str) -> bytes:
-    """What files say of the tenant that they belong to."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner").digest()
+    """What files say of the tenant that they belong to: the same under all salts of the tenant."""
+    return blake2b(
+        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner"
+    ).digest()
 
 
 def encoded(token_ids: TokenIds) -> U32Array:

@@ -12,37 +12,27 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
 from typing import Any
 
 from mneme.cachetier.background import Background
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import ChainSearch, Located
 from mneme.cachetier.change_log import Change, OnChange, TierName
-from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_index import descendants
-from mneme.cachetier.chunk_memory import ChunkMemory, Held
+from mneme.cachetier.chunk_memory import ChunkMemory
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_tier import DiskTier
-from mneme.cachetier.host_tier import chunk_bytes
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_contents import NodeContents
 from mneme.cachetier.node_stats import node_stats
 from mneme.cachetier.node_tiers import NodeTiers
 from mneme.cachetier.promoting import Promoter
-from mneme.cachetier.write_behind import TAIL_DELAY_S, Pending, WriteBehind
+from mneme.cachetier.saving import HostPut, Saver
+from mneme.cachetier.write_behind import TAIL_DELAY_S
 
-_WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
 _EXPIRE_EVERY_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
-
-
-class HostPut(Enum):
-    """What became of a chunk that was given; the values are the names of counters."""
-
-    TAKEN = "taken"
-    KEPT = "kept"  # it was there, or is about to be
-    TO_DISK = "to_disk"  # not worth what would go for it in memory
-    REFUSED = "refused"
 
 
 class NodeCache:
@@ -65,19 +55,12 @@ class NodeCache:
         self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
         self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
+        self.contents = NodeContents(tiers, self._search)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
         self._thread = Background("mneme-node-cache", self.step, lambda: self._count("thread_error"))
-        self.writer: WriteBehind | None = None
-        if disk is not None:
-            self.writer = WriteBehind(
-                self._write,
-                self._written,
-                max_bytes=host_bytes // _WRITE_SHARE,
-                clock=clock,
-                is_loading=lambda: self._promoter.is_loading,
-                tail_delay_s=tail_delay_s,
-            )
+        self._saver = Saver(tiers, host_bytes, lambda: self._promoter.is_loading, tail_delay_s)
+        self.writer = self._saver.writer
         if has_threads:
             self._thread.start()
             if self.writer is not None:
@@ -92,12 +75,7 @@ class NodeCache:
         What cannot be looked at in time is not there: each header of a file is read, if it was not of late. A request
         that waits is remembered until `forget`: what it will use is brought up and kept.
         """
-        found = [self._used(each) for each in self._search.locate(query, self._clock() + timeout_s)]
-        chain: list[Located] = []
-        for each in found:
-            if each is None:  # it went meanwhile
-                break
-            chain.append(each)
+        chain = self._used(self._search.locate(query, self._clock() + timeout_s))
         if query.request_id and chain:
             self._tiers.waiting.put(query.request_id, chain)
             self._thread.wake()
@@ -105,8 +83,9 @@ class NodeCache:
         return chain
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests wait no longer."""
+        """These requests wait no longer; there may be room for what others want."""
         self._tiers.waiting.forget(request_ids)
+        self._thread.wake()
 
     def read(self, keys: Sequence[bytes]) -> list[Located | None]:
         """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""
@@ -127,12 +106,7 @@ class NodeCache:
 
     def put(self, header: ChunkHeader, payload: object) -> HostPut:
         """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`."""
-        outcome = self._put(header, payload)
-        with self._lock:
-            self._host.counters[outcome.value] += 1
-            self._host.counters["put_bytes"] += chunk_bytes(header)
-        self._tiers.settle()
-        return outcome
+        return self._saver.put(header, payload)
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """How many of these were there. Who reads one reads on."""
@@ -145,8 +119,8 @@ class NodeCache:
                     self._host.discard(entry)
                     found.add(key)
             self._tiers.pins.unpin(unique)
-        if self.writer is not None and self._disk is not None:
-            self.writer.cancel(unique)
+        self._saver.cancel(unique)
+        if self._disk is not None:
             found.update(key for key in unique if key in self._disk)
             self._disk.delete(unique)
         self._tiers.settle()
@@ -154,15 +128,11 @@ class NodeCache:
 
     def delete_descendants(self, key: bytes) -> int:
         """Of a chunk or of a lineage's root, in all tiers."""
-        return self.delete(descendants(key, self._children))
+        return self.delete(descendants(key, self.contents.children))
 
     def delete_owned(self, owner: bytes) -> int:
         """All chunks of a tenant; looks at every chunk."""
-        with self._lock:
-            keys = self._host.keys_of(owner)
-        if self._disk is not None:
-            keys += self._disk.keys_of(owner)
-        return self.delete(keys)
+        return self.delete(self.contents.owned(owner))
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
         """Keep these for a time in each tier that has them, at most half of it; how many are pinned.
@@ -210,7 +180,7 @@ class NodeCache:
 
     def stats(self) -> dict[str, Any]:
         """Per tier, tenant and queue; see `node_stats`."""
-        return node_stats(self._tiers, self._promoter, self.writer)
+        return node_stats(self._tiers, self.writer)
 
     def flush(self, timeout_s: float) -> bool:
         """Write all that waits to be; False if that took too long."""
@@ -234,94 +204,25 @@ class NodeCache:
             self.expire()
         return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S
 
-    def _used(self, located: Located) -> Located | None:
-        """Notes the use; with the path of a file."""
-        if located.tier == "disk":
-            assert self._disk is not None
-            path = self._disk.use(located.header.key)
-            return None if path is None else located._replace(path=path)
+    def _used(self, found: Sequence[Located]) -> list[Located]:
+        """Notes that these are used, up to the first that went meanwhile; with the paths of files."""
+        chain: list[Located] = []
+        for each in found:
+            if each.tier == "disk":
+                assert self._disk is not None
+                path = self._disk.use(each.header.key)
+                if path is None:
+                    break
+                each = each._replace(path=path)
+            chain.append(each)
+        now_s = self._clock()
         with self._lock:
-            entry = self._host.index.get(located.header.key)
-            if entry is not None:
-                self._host.index.use(entry, self._clock())
-            self._host.counters["hit"] += 1
-        return located
-
-    def _put(self, header: ChunkHeader, payload: object) -> HostPut:
-        is_to_write = self._disk is not None and header.key not in self._disk
-        with self._lock:
-            if self._host.holds(header.key):
-                return HostPut.KEPT
-            is_admitted = self._host.admits(header, self._clock()) and self._host.reserve(header)
-            if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
-                return HostPut.REFUSED
-        held = self._taken(header, payload, is_passing=not is_admitted)
-        if held is None:
-            return HostPut.REFUSED
-        superseded: list[bytes] = []
-        with self._lock:
-            if is_admitted:
-                superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt())
-                if is_to_write:
-                    self._host.index.hold(header.key)
-        if self.writer is not None:
-            self.writer.cancel(superseded)
-            if is_to_write and not self.writer.submit(header, held, is_passing=not is_admitted):
-                self._written(Pending(header, held, 0.0, is_passing=not is_admitted))
-        return HostPut.TAKEN if is_admitted else HostPut.TO_DISK
-
-    def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
-        """The bytes, now ours; without them the room is given back."""
-        held = None
-        try:
-            held = self._tiers.memory.take(payload)
-        except MemoryError:
-            self._count("memory_refused")
-        finally:
-            if held is None:
-                with self._lock:
-                    if is_passing:
-                        self._host.passed(header.key)
-                    else:
-                        self._host.cancel(header.key)
-        return held
-
-    def _write(self, pending: Pending) -> None:
-        """On the writer's thread. What was deleted meanwhile is not to be on the disk."""
-        assert self._disk is not None
-        key = pending.header.key
-        if not self._holds(key):
-            return
-        layers = self._tiers.memory.layers(pending.held)
-        if isinstance(layers, Miss):
-            self._count(f"lost_{layers.value}")
-            return
-        self._disk.put(Chunk(pending.header, layers))
-        if not self._holds(key):
-            self._disk.delete([key])
-        with self._lock:
-            self._tiers.pin_on_disk(key)
-        self._tiers.settle()
-
-    def _written(self, pending: Pending) -> None:
-        """It is on the disk, or will not be: it may go from memory."""
-        key = pending.header.key
-        if pending.is_passing:
-            with self._lock:
-                self._host.passed(key)
-            self._tiers.memory.drop(pending.held)
-        else:
-            with self._lock:
-                self._host.index.let_go(key)
-
-    def _holds(self, key: bytes) -> bool:
-        with self._lock:
-            return self._host.holds(key)
-
-    def _children(self, key: bytes) -> frozenset[bytes]:
-        with self._lock:
-            found = self._host.index.children(key)
-        return found if self._disk is None else found | self._disk.children(key)
+            in_host = [each.header.key for each in chain if each.tier == "host"]
+            for entry in filter(None, map(self._host.index.get, in_host)):
+                self._host.index.use(entry, now_s)
+            self._host.counters["hit"] += len(in_host)
+            self._host.counters["located_on_disk"] += len(chain) - len(in_host)
+        return chain
 
     def _count(self, name: str) -> None:
         with self._lock:

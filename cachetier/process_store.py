@@ -18,7 +18,8 @@ from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
-from mneme.cachetier.node_cache import HostPut, NodeCache
+from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.saving import HostPut
 
 DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given
 

@@ -28,10 +28,11 @@ from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
-from mneme.cachetier.node_cache import HostPut, NodeCache
+from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
+from mneme.cachetier.saving import HostPut
 from mneme.errors import ConfigError
 
 _logger = logging.getLogger(__name__)

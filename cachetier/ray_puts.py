@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from mneme.cachetier.chunk import Chunk
-from mneme.cachetier.node_cache import HostPut
 from mneme.cachetier.ray_memory import Refs, put_runs, runs_of
+from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
 

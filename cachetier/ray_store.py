@@ -22,12 +22,12 @@ from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.known_keys import KnownKeys
 from mneme.cachetier.misses import Miss
-from mneme.cachetier.node_cache import HostPut
 from mneme.cachetier.ray_memory import HeldObjects
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_peers import Peers
 from mneme.cachetier.ray_puts import PutsUnderWay
 from mneme.cachetier.ray_sources import ObjectLayers, PeerReads
+from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
 

@@ -8,9 +8,7 @@ time of the last status change cannot be set back by a program, so a file that w
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
+from mneme.cachetier.private_file import read_private, write_private
 from mneme.errors import CheckpointError
 
 _BLOCK_BYTES = 64 << 20
@@ -25,7 +24,6 @@ _READ_BYTES = 1 << 20
 _DIGEST_BYTES = 32
 _MAX_REMEMBERED = 1024  # files
 _SETTLED_S = 2.0  # since the last change: a later one has another time, however coarse the file system's clock is
-_MAX_MEMORY_BYTES = 1 << 20  # of the file of remembered digests
 
 
 def weights_digest(paths: Sequence[Path], memory: Path | None = None, num_threads: int = 4) -> str:
@@ -89,20 +87,10 @@ def _hash_block(fd: int, start: int) -> bytes:
 
 def _remembered(memory: Path | None) -> dict[str, str]:
     """What the file says, if it is ours alone to write and sound; a cache that is neither is empty."""
-    if memory is None:
-        return {}
     try:
-        fd = os.open(memory, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        found = None if memory is None else read_private(memory)
+    except (OSError, ValueError):
         return {}
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022 or not stat.S_ISREG(status.st_mode):
-            return {}
-        try:
-            found = json.loads(file.read(_MAX_MEMORY_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
     if not isinstance(found, dict) or not all(isinstance(value, str) and _is_digest(value) for value in found.values()):
         return {}
     return found
@@ -114,14 +102,5 @@ def _is_digest(text: str) -> bool:
 
 def _remember(memory: Path, digests: dict[str, str]) -> None:
     """As good as it can: what is not remembered is hashed again."""
-    kept = dict(list(digests.items())[-_MAX_REMEMBERED:])
-    temporary = memory.with_name(f"{memory.name}.{os.getpid()}.part")
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "w") as file:
-            json.dump(kept, file)
-        os.replace(temporary, memory)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+    with suppress(OSError):
+        write_private(memory, dict(list(digests.items())[-_MAX_REMEMBERED:]))

@@ -1,4 +1,4 @@
-"""The command line: `mneme serve | chat | doctor | simulate`."""
+"""The command line: `mneme serve | chat | doctor | simulate | cache`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from mneme.cluster.cache_command import add_cache_arguments
+    from mneme.cluster.cache_command import cache as run_cache
     from mneme.cluster.simulate_command import add_simulate_arguments
     from mneme.cluster.simulate_command import simulate as run_simulation
     from mneme.cluster.terminal_chat import add_chat_arguments, run_chat
@@ -47,6 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="what a cache would find of a trace, without running a model")
     add_simulate_arguments(simulate)
     simulate.set_defaults(run=run_simulation)
+
+    cache = commands.add_parser("cache", help="what the disk tier's folder holds; checks and removes it")
+    add_cache_arguments(cache)
+    cache.set_defaults(run=run_cache)
     return parser
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.cluster.http_config import HttpConfig
 from mneme.config import check_range, parse, with_assignments
 from mneme.errors import ConfigError, shown
@@ -54,6 +55,7 @@ class ClusterConfig:
     gpus_per_replica: float = 0.0  # likewise; fractions share one device
     start_timeout_s: float = 600.0
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     ingress: IngressConfig = field(default_factory=IngressConfig)

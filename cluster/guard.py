@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from mneme.cluster.error_response import error_response
@@ -62,7 +62,7 @@ class Guard:
         tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
         body = HeldBody(self._bodies)
         try:
-            if scope["method"] in _BODY_METHODS:
+            if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
                 await self._bodies.read(body, headers, receive)
             state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
             scope.setdefault("state", {}).update(state)
@@ -110,6 +110,11 @@ class _Response:
                 header = (b"x-request-id", self.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), header]
         await self._send(message)
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    """Whether the headers announce one."""
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _given_id(scope: Scope) -> str | None:

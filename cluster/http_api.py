@@ -22,6 +22,7 @@ from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import http_exception_response
 from mneme.cluster.guard import Guard, Send
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.kv_routes import drop, lookup, pin, stats, unpin
 from mneme.cluster.latency import Clock
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.pin_routes import delete_pin, list_pins, warm
@@ -84,6 +85,11 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         ("POST", "/v1/sessions/{session_id:path}/fork", fork_session),
         ("GET", "/v1/kv/explain/{request_id:path}", explain),
         ("POST", "/v1/kv/warm", warm),
+        ("POST", "/v1/kv/lookup", lookup),
+        ("POST", "/v1/kv/pin", pin),
+        ("POST", "/v1/kv/unpin", unpin),
+        ("DELETE", "/v1/kv", drop),
+        ("GET", "/v1/kv/stats", stats),
         ("GET", "/v1/kv/pins", list_pins),
         ("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin),
         ("GET", "/health", _health),

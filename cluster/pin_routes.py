@@ -16,12 +16,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mneme.cluster.api_state import ApiState, ServedModel
+from mneme.cluster.api_state import ApiState
 from mneme.cluster.choices import FieldNames
-from mneme.cluster.protocol import WarmRequest, template_variables, validate
-from mneme.cluster.request_values import check_prompt
-from mneme.cluster.tenancy import kv_salt
-from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, PinNotFound, ReplicaUnavailable
+from mneme.cluster.kv_protocol import WarmRequest
+from mneme.cluster.kv_routes import let_go, tier_pins
+from mneme.cluster.kv_selection import select_prompt
+from mneme.cluster.protocol import validate
+from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.pins import PinKey
 from mneme.replicas.queries import DropPin, GetPin, ListPins, Query, WarmPrompt
 
@@ -32,10 +33,8 @@ _WARM_TIMEOUT_S = 600.0
 async def warm(api: ApiState, request: Request) -> JSONResponse:
     """Compute a prompt on replicas, and keep it there."""
     body = validate(WarmRequest, await api.parsed(request))
-    model = api.model(body.model)
-    field, ids = await _token_ids(api, body, model)
+    field, salt, ids, _ = await select_prompt(api, request, body)
     key = PinKey(request.state.tenant, secrets.token_hex(16))
-    salt = kv_salt(request.state.tenant, body.cache_salt)
     chosen = await _replicas(api, body.replicas)
     try:
         described = await _warm(api, WarmPrompt(key, salt, ids, body.ttl_s, body.pin), chosen)
@@ -59,36 +58,12 @@ async def list_pins(api: ApiState, request: Request) -> JSONResponse:
             known["pinned"] = known["pinned"] and pin["pinned"]
             replicas_by_id.setdefault(pin["id"], []).append(replica_id)
     pins = [_pin_object(pin, replicas_by_id[pin_id]) for pin_id, pin in described_by_id.items()]
-    return JSONResponse({"object": "list", "data": pins})
+    return JSONResponse({"object": "list", "data": pins + await tier_pins(api, request.state.tenant)})
 
 
 async def delete_pin(api: ApiState, request: Request) -> JSONResponse:
-    """Let go of a prompt on every replica; what runs goes on."""
-    pin_id: str = request.path_params["pin_id"]
-    answers = await api.client.query(DropPin(PinKey(request.state.tenant, pin_id)))
-    if not any(answers.values()):
-        raise PinNotFound("pin_id", pin_id)
-    return JSONResponse({"id": pin_id, "object": "kv.pin.deleted", "deleted": True})
-
-
-async def _token_ids(api: ApiState, body: WarmRequest, model: ServedModel) -> tuple[str, tuple[int, ...]]:
-    """The prompt, and what the client calls it."""
-    given = [name for name in ("prompt", "prompt_token_ids", "messages") if getattr(body, name) is not None]
-    if len(given) != 1:
-        rule = "give exactly one of prompt, prompt_token_ids and messages"
-        raise InvalidRequest("prompt", " and ".join(given) or "none", rule)
-    if body.messages is not None:
-        return given[0], await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
-    text, ids = body.prompt, body.prompt_token_ids
-    check_prompt(given[0], ids if text is None else text)
-    if text is not None:
-        special = body.add_special_tokens
-        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", text, model, add_special_tokens=special))
-    elif isinstance(ids, list):
-        prompt = await api.off_loop(len(ids), lambda: api.take_ids(given[0], ids, model))
-    else:
-        raise InvalidRequest(given[0], ids, "must be a list of token ids")
-    return given[0], prompt.token_ids
+    """Let go of a prompt on every replica and in the cache tier; what runs goes on."""
+    return JSONResponse(await let_go(api, request.state.tenant, request.path_params["pin_id"]))
 
 
 async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
@@ -150,4 +125,4 @@ async def _drop(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
 
 def _pin_object(described: dict[str, Any], replicas: Sequence[str]) -> dict[str, Any]:
     shown = {name: value for name, value in described.items() if name not in ("warming", "error")}
-    return {"id": shown.pop("id"), "object": "kv.pin", **shown, "replicas": sorted(replicas)}
+    return {"id": shown.pop("id"), "object": "kv.pin", "where": "device", **shown, "replicas": sorted(replicas)}

@@ -56,7 +56,7 @@ class SessionOptions(Body):
     @field_validator("ttl_s")
     @classmethod
     def _in_range(cls, ttl_s: float | None) -> float | None:
-        return _checked_ttl(ttl_s)
+        return checked_ttl(ttl_s)
 
 
 class TruncationOptions(Body):
@@ -229,33 +229,13 @@ class ForkRequest(Body):
     session_id: str | None = None  # of the new session; None: one is drawn
 
 
-class WarmRequest(Body):
-    """One of `prompt`, `prompt_token_ids` and `messages` says what is computed."""
-
-    model: str
-    prompt: str | None = None
-    prompt_token_ids: Any = None  # list[int]: see `check_prompt`
-    messages: Messages | None = None
-    add_special_tokens: bool = True
-    chat_template_kwargs: TemplateKwargs | None = None
-    ttl_s: float | None = None  # None: until it is deleted
-    pin: bool = True
-    replicas: Literal["all"] | int = "all"
-    cache_salt: str | None = None
-
-    @field_validator("ttl_s")
-    @classmethod
-    def _in_range(cls, ttl_s: float | None) -> float | None:
-        return _checked_ttl(ttl_s)
-
-
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool = False
 
 
-def _checked_ttl(ttl_s: float | None) -> float | None:
+def checked_ttl(ttl_s: float | None) -> float | None:
     if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
     return ttl_s

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.cache_costs import GB, Prices, Rates, load_table
+from mneme.cachetier.cache_costs import GB, Prices, Rates, load_rates, load_table
 from mneme.cachetier.cache_simulator import SIMULATED_POLICIES, CacheSimulator, Outcome
 from mneme.cachetier.synthetic_trace import PREFIX, make_trace, parse_shape
 from mneme.cachetier.traces import MAX_TOKENS, TraceRequest, read_trace
@@ -39,7 +39,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--block-tokens", type=int, default=512, help="tokens in a block (default 512)")
     cache.add_argument("--queue", type=int, default=0, help="requests to come that the policy sees (default 0)")
     cache.add_argument(
-        "--rates", type=Path, metavar="FILE", help="JSON of measured rates, such as prefill_tokens_per_s"
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="JSON of measured rates, such as prefill_tokens_per_s, or a replica's cost model",
     )
     cache.add_argument("--prices", type=Path, metavar="FILE", help="JSON of dollars per hour, such as host_gb_per_hour")
     cache.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates of all runs, by tier")
@@ -50,7 +53,7 @@ def simulate(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
     _check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
     _check_range("queue", args.queue, 0, _MAX_QUEUE)
-    rates, prices = load_table(Rates, args.rates), load_table(Prices, args.prices)
+    rates, prices = load_rates(args.rates), load_table(Prices, args.prices)
     sizes = _sizes(args, rates.block_bytes(args.block_tokens))
     policies = args.policy.split(",")
     for policy in policies:

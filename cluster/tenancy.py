@@ -38,11 +38,12 @@ def tenants(api_keys: Sequence[str]) -> list[Tenant]:
 
 
 def kv_salt(tenant: str, cache_salt: str | None) -> str:
-    """The root of the prefix forest that a request may share with."""
+    """The root of the prefix forest that a request may share with; `keys.tenant_of` it is the tenant's own salt."""
+    own = PUBLIC.salt if tenant == PUBLIC.name else tenant
     if cache_salt is None:
-        return PUBLIC.salt if tenant == PUBLIC.name else tenant
+        return own
     _check_label("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
-    return _digest("salt", tenant, cache_salt)
+    return f"{own}:{_digest('salt', tenant, cache_salt)}"
 
 
 def session_key(tenant: str, session_id: str | None, field: str = "session_id") -> str | None:

@@ -27,7 +27,10 @@ from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloade
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
-from mneme.replicas.engine_pool import host_page_counts, make_forest, page_counts
+from mneme.replicas.durable_sessions import DurableSessions
+from mneme.replicas.engine_pool import make_forest
+from mneme.replicas.engine_stats import engine_stats
+from mneme.replicas.forest_moves import Moves
 from mneme.replicas.outbox import Outbox
 from mneme.replicas.pins import Pins
 from mneme.replicas.queue_limits import QueueLimits
@@ -41,10 +44,13 @@ from mneme.replicas.sessions import SessionKey, Sessions
 from mneme.replicas.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
+    from mneme.replicas.chunk_cache import ChunkCache
     from mneme.replicas.runner import Runner
     from mneme.replicas.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+BLOCKED_S = 0.0005  # how often an engine that is blocked looks whether the cache tier has answered
 
 
 class Engine:
@@ -57,9 +63,12 @@ class Engine:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        chunks: ChunkCache | None = None,
         clock: Callable[[], float] = time.monotonic,
+        durable: DurableSessions | None = None,
     ) -> None:
-        self._runner = runner
+        """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        self._runner, self.chunks, self.durable = runner, chunks, durable
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._decoding = Decoding(tokenizer, known_eos)
         self.clock = clock
@@ -80,12 +89,13 @@ class Engine:
             decode=None if tokenizer is None else self._decoding.decode,
             on_drop=partial(let_go, self.forest),
             on_delete=partial(delete_pages, self.forest),
+            journal=None if durable is None else durable.writer,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
-        self._limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
+        self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
         self._deadlines = RequestDeadlines(clock, config.request_timeout_s)
         self._outbox = Outbox(on_end=self._deadlines.discard)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
@@ -105,6 +115,11 @@ class Engine:
         return self.forest.wants_copies
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
+        return not self._outbox and self.scheduler.is_blocked
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._outbox) or (self.wants_copies and self._runner.can_copy)
 
@@ -119,7 +134,7 @@ class Engine:
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
         """
-        self._limits.check(request)
+        self.limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_request(request, self._runner.vocab_size, self.max_context, is_windowed=self._runner.is_windowed)
@@ -127,7 +142,7 @@ class Engine:
         try:
             prompt = self.sessions.begin(request)
         except Overloaded as error:  # too many turns of its session
-            raise self._limits.refusal("session", str(error)) from error
+            raise self.limits.refusal("session", str(error)) from error
         if prompt is not None:
             try:
                 self._start(request, prompt)
@@ -138,7 +153,7 @@ class Engine:
 
     def has_room_for(self, request: GenerationRequest) -> bool:
         """Whether it may wait; else `submit` answers `Overloaded`."""
-        return self._limits.has_room(request)
+        return self.limits.has_room(request)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
@@ -146,37 +161,16 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
-        self._limits.note_step()
-        self._expire()
+        self._begin_step()
         chunks = self.scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self.forest.drain_moves(can_copy=self._runner.can_copy))
+        inputs = self._runner.prepare(chunks, self._moves(chunks))
         logits = self._runner.forward(inputs)
         sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, for metrics and routing."""
-        scheduler = self.scheduler
-        return {
-            "pages": page_counts(self.forest),
-            "host_pages": host_page_counts(self.forest),
-            "moved_pages": self.forest.num_moved,
-            "requests": {
-                "running": len(scheduler.running),
-                "waiting": self._limits.num_requests,
-                "suspended_total": scheduler.num_suspensions,
-            },
-            "waiting_tokens": self._limits.num_tokens,
-            "refused": dict(self._limits.num_refused),
-            "missed_deadlines": self.num_missed_deadlines,
-            "tokens": dict(self.num_tokens),
-            "finished": dict(self.num_finished),
-            "in_flight": self.in_flight,
-            "steps": self.num_steps,
-            "sessions": len(self.sessions),
-            "shared_segments": self._runner.num_shared_segments,
-            "capacity_tokens": self.capacity,
-        }
+        return engine_stats(self, self._runner, self.limits)
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         """What the first choice of the session's running turn has, if it runs."""
@@ -209,12 +203,27 @@ class Engine:
         owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
         sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
         self._sequence_by_id[request.request_id] = sequence
+        if self.chunks is not None:
+            self.chunks.want(sequence, self.forest)
         self.scheduler.add(sequence)
+
+    def _begin_step(self) -> None:
+        self.limits.note_step()
+        self._expire()
+
+    def _moves(self, chunks: list[Chunk]) -> Moves:
+        """What the step does with pages."""
+        moves = self.forest.drain_moves(can_copy=self._runner.can_copy)
+        return moves if self.chunks is None else self.chunks.add_saves(moves, chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += 1
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        if self.chunks is not None:
+            self.chunks.settle(chunks, self._runner, self.scheduler)
         for sequence, outcome in zip(sampling, sampled, strict=True):
+            if sequence.path is None:  # it computes this token again
+                continue
             try:
                 self._append(sequence, outcome)
             except Exception:  # one request may fail, the batch may not
@@ -253,6 +262,8 @@ class Engine:
         request = sequence.request
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = self._decoding.turn(sequence) if request.session_id is not None and is_sound else None
+        if self.chunks is not None:
+            self.chunks.end(sequence, self._runner, is_sound=is_sound)
         self.scheduler.remove(sequence)
         del self._sequence_by_id[request.request_id]
         self._outbox.report(sequence, reason, error)
@@ -280,7 +291,9 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        self._runner.close()
+        for part in (self._runner, self.chunks, self.durable):
+            if part is not None:
+                part.close()
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""

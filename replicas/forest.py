@@ -29,8 +29,9 @@ from collections.abc import Callable, Iterable, Sequence
 from mneme.cachetier.eviction import EvictionPolicy
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.errors import PinRefused
+from mneme.replicas import forest_deletion
 from mneme.replicas.forest_gaps import Spans, is_lost, note_gaps, visible_gaps
-from mneme.replicas.forest_kept import has_tokens, kept_by, kept_resident, kept_roots, mask_of
+from mneme.replicas.forest_kept import has_tokens, kept_by, kept_resident, mask_of
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
 from mneme.replicas.forest_owners import Owners
@@ -58,10 +59,7 @@ class PrefixForest(Paths):
         copy_out_below: float = 0.5,
         window: int | None = None,
     ) -> None:
-        """Policies are LRU unless given.
-
-        `window`: tokens that a row sees on every layer, itself too; None if a layer sees all.
-        """
+        """Policies are LRU unless given. `window`: tokens that a row sees on every layer; None if a layer sees all."""
         self.num_pages = num_pages
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
         self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
@@ -120,7 +118,7 @@ class PrefixForest(Paths):
         return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
-        """Where eviction reads which sessions wait, in order; None for a request without a session."""
+        """Where eviction reads which sessions wait, in order; None: without a session."""
         self.device.cached.look_ahead(queue)
         self.host.cached.look_ahead(queue)
 
@@ -199,25 +197,25 @@ class PrefixForest(Paths):
 
     def drop_kept(self, root: Root) -> None:
         """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
-        roots, nodes = [root], []
-        for each in roots:  # grows
-            nodes += [kept.node for kept in each.kept]
-            roots += kept_roots(each)
-        self.abandon(root)
-        for node in reversed(nodes):
-            self._pages.drop_up(node)
+        forest_deletion.drop_kept(self._pages, root)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
 
         What the `heir` kept of it stays, and so do the roots from which the heir kept something.
         """
-        spared = set() if heir is None else kept_roots(heir)
-        if root not in spared:
-            for node in reversed(list(root.below_it())):
-                self._pages.drop_everywhere(node)
-        for earlier in kept_roots(root) - spared:
-            self.abandon(earlier, heir)
+        forest_deletion.abandon(self._pages, root, heir)
+
+    def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
+        """A prompt is deleted: what begins with it, and of itself what nothing else is on."""
+        root = self._roots.get(salt)
+        if root is not None:
+            forest_deletion.drop_prefix(self._pages, root, ids)
+
+    def drop_salts(self, is_chosen: Callable[[str], bool]) -> None:
+        """All that is cached under the chosen salts, of truncated sessions too."""
+        for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
+            forest_deletion.drop_below(self._pages, root)
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.

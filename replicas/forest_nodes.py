@@ -59,6 +59,14 @@ class Node:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def below_it(self) -> Iterator[Node]:
+        """All nodes under this one, parents first."""
+        stack: list[Node] = [self]
+        while stack:
+            children = stack.pop().children.values()
+            yield from children
+            stack.extend(children)
+
 
 class Kept(NamedTuple):
     """Tokens of another lineage that a truncated session goes on seeing: those rotated at positions [start, end)."""
@@ -91,14 +99,6 @@ class Root(Node):
     def lose(self) -> None:
         """Some of what it kept is gone from every tier."""
         self.kept, self.is_lost = (), True
-
-    def below_it(self) -> Iterator[Node]:
-        """All nodes under this root, parents first."""
-        stack: list[Node] = [self]
-        while stack:
-            children = stack.pop().children.values()
-            yield from children
-            stack.extend(children)
 
 
 class Resident(NamedTuple):

@@ -10,10 +10,10 @@ Policy only: no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from mneme.replicas.forest_moves import LoadedPage, Moves, PendingMoves
+from mneme.replicas.forest_moves import Graft, LoadedPage, Moves, PendingMoves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, Root
 from mneme.replicas.forest_owners import Owners
 from mneme.replicas.forest_tier import Tier
@@ -132,6 +132,16 @@ class TieredPages:
         for tier in self._tiers:
             if tier.has(node) and not node.refs:
                 self.drop(node, tier.index)
+
+    def graft(self, graft: Graft) -> None:
+        """The KV of these pages comes from chunks, with the step that is being scheduled."""
+        self._moves.graft(graft)
+
+    def retract(self, nodes: Iterable[Node]) -> None:
+        """What was said to be on these pages is not there, nor what was computed behind them; nobody holds any."""
+        for node in nodes:
+            for each in (*reversed(list(node.below_it())), node):
+                self.drop_everywhere(each)
 
     def drop_up(self, node: Node) -> None:
         """From this node up, drop what nothing else is on."""

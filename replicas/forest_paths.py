@@ -5,10 +5,12 @@ Policy only: no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mneme.replicas.forest_gaps import Runs, Spans, fill, loaded_span, note_gaps, num_missing, visible_gaps
+from mneme.replicas.forest_moves import Chunks, Graft, GraftPiece
 from mneme.replicas.forest_nodes import ALL_SLOTS, DEVICE, Node, Path, common_prefix
 from mneme.replicas.forest_pages import OutOfPages, TieredPages
 
@@ -92,13 +94,36 @@ class Paths:
             return num_new
         return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self._window))
 
-    def write(self, path: Path, ids: Sequence[int], end: int) -> Runs:
+    def graft(self, path: Path, ids: Sequence[int], chunks: Chunks) -> list[GraftPiece]:
+        """Pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
+
+        They are nobody else's and begin with what comes, so that they can be taken back (`retract`).
+        """
+        pieces: list[GraftPiece] = []
+        with contextlib.suppress(OutOfPages):
+            for index, (start, end) in enumerate(chunks.spans):
+                position = path.num_tokens
+                if not start <= position < end:
+                    continue
+                num_nodes = len(path.nodes)
+                runs = self.write(path, ids, end, is_apart=True)
+                pieces.append(GraftPiece(index, position, end, runs, tuple(path.nodes[num_nodes:])))
+        if pieces:
+            self._pages.graft(Graft(chunks, pieces))
+        return pieces
+
+    def retract(self, nodes: Iterable[Node]) -> None:
+        """Grafted nodes whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
+        self._pages.retract(nodes)
+
+    def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
 
-        Returns runs (page id, first offset, number of tokens), in order. Raises `OutOfPages`, having taken nothing.
+        Returns runs (page id, first offset, number of tokens), in order, of pages begun for them if they are to be
+        apart. Raises `OutOfPages`, having taken nothing.
         """
         runs = []
-        position, can_append = path.num_tokens, self._can_append(path, ids)
+        position, can_append = path.num_tokens, not is_apart and self._can_append(path, ids)
         if self._num_pages_to(end, position, can_append) > self.num_available:
             raise OutOfPages
         while position < end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Source = Literal["device", "host", "recomputed", "dropped"]
+Source = Literal["device", "host", "disk", "peer", "recomputed", "dropped"]
 
 
 class Origin(NamedTuple):

@@ -108,14 +108,16 @@ class PromptUsage(NamedTuple):
     host_tokens: int = 0  # of them, those that came back from the host
     dropped_tokens: int = 0  # tokens that it computed although they had had KV before
     truncated_tokens: int = 0  # that were dropped so that the others fit; `prompt_tokens` does not count them
+    disk_tokens: int = 0  # of the cached ones, those from the node's disk
+    peer_tokens: int = 0  # and those from another node
 
     def kv_details(self) -> dict[str, int]:
         """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated."""
         return {
-            "device": self.cached_tokens - self.host_tokens,
+            "device": self.cached_tokens - self.host_tokens - self.disk_tokens - self.peer_tokens,
             "host": self.host_tokens,
-            "disk": 0,
-            "peer": 0,
+            "disk": self.disk_tokens,
+            "peer": self.peer_tokens,
             "recomputed": self.prompt_tokens - self.cached_tokens - self.dropped_tokens,
             "dropped": self.dropped_tokens,
             "truncated": self.truncated_tokens,

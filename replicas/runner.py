@@ -26,6 +26,7 @@ from mneme.kernels.attention import (
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.attention_mass import NUM_OBSERVED, MassObserver
+from mneme.replicas.chunk_mover import ChunkMover
 from mneme.replicas.cuda_graphs import MakeGraphs
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import Path
@@ -97,6 +98,8 @@ class Runner:
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
+        if self.chunks is not None:
+            self.chunks.abandon()  # of a step that failed
         load = self._mover.move(moves)
         if not chunks:
             assert load is None, "pages come back for rows of their step"
@@ -110,6 +113,8 @@ class Runner:
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
+        if moves.completed and self.chunks is not None:
+            inputs.saves = self.chunks.save(moves.completed)
         written = slots != _SPARE_SLOT
         if written.all():
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
@@ -118,9 +123,20 @@ class Runner:
         self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 
+    @property
+    def chunks(self) -> ChunkMover | None:
+        """What loads chunks and saves them, where there is a cache tier."""
+        return self._mover.chunks
+
+    def use_chunks(self, mover: ChunkMover) -> None:
+        """From now on steps may load chunks and save them."""
+        self._mover.chunks = mover
+
     def close(self) -> None:
         """Give the host tier's memory and thread back; nothing can be computed any more."""
         self._tier.close()
+        if self._mover.chunks is not None:
+            self._mover.chunks.close()
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""

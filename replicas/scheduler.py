@@ -17,10 +17,10 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Path, Pin
+from mneme.replicas.forest_nodes import Node, Path, Pin
 from mneme.replicas.forest_pages import OutOfPages
 from mneme.replicas.page_needs import limit_output
 from mneme.replicas.sequence import Chunk, Sequence
@@ -50,6 +50,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_suspensions = 0
+        self.num_retracted = 0  # sequences that went back because their chunks did not come
         # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
         # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
         self._refused: Sequence | None = None
@@ -93,6 +94,26 @@ class Scheduler:
         self._refused = None
         self._forest.unpin(pin)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether all there is to do is to wait for what the cache tier has of the next prompt."""
+        return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
+
+    def retract(self, nodes: Collection[Node]) -> None:
+        """The KV of grafted nodes did not come: who is on them goes back to the queue, to compute what they had."""
+        lost = set(nodes)
+        for sequence in [s for s in self.running[::-1] if s.path is not None and not lost.isdisjoint(s.path.nodes)]:
+            assert sequence.path is not None
+            self.running.remove(sequence)
+            self._forest.release(sequence.path)
+            sequence.path = None
+            if sequence.chain is not None:
+                sequence.chain.num_saved = 0
+            self.waiting.put_back(sequence)
+            self.num_retracted += 1
+        self._refused = None
+        self._forest.retract(nodes)
+
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
@@ -122,6 +143,8 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
+            if not self._is_ready(sequence):
+                return
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
                 return
@@ -162,7 +185,26 @@ class Scheduler:
                 return False
             path = self._open_alone(sequence)
         sequence.path, sequence.was_admitted = path, True
+        self._graft(sequence, path)
         return True
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come."""
+        return sequence.found is None or sequence.found.is_ready(is_alone=not self.running)
+
+    def _graft(self, sequence: Sequence, path: Path) -> None:
+        """Pages for what the cache tier has of the sequence, and the forest has not."""
+        found, sequence.found = sequence.found, None
+        if found is None:
+            return
+        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
+        has_room = needed < self._forest.num_available  # pages of their own may be one more than counted
+        can_graft = has_room and sequence.root is None
+        pieces = self._forest.graft(path, sequence.context, found) if can_graft else []
+        for piece in pieces:
+            sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
+        if not pieces:
+            found.close()
 
     def _open_alone(self, sequence: Sequence) -> Path:
         """Alone and still short: what it has is scattered over parts of pages. Start clean, at others' cost at last."""

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 from mneme.replicas.forest_nodes import Owner, Path, Root
 from mneme.replicas.forest_paths import Rows
-from mneme.replicas.origins import Origins
+from mneme.replicas.origins import Origins, Source
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
+    from mneme.replicas.chunk_fetches import Fetch
+    from mneme.replicas.chunk_saves import ChunkChain
     from mneme.replicas.detokenizer import TextStream
     from mneme.replicas.token_counts import TokenCounts
+
+
+_CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -32,6 +37,8 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
+    found: Fetch | None = None  # what the cache tier has of it, until it is admitted
+    chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
@@ -54,6 +61,8 @@ class Sequence:
         if self.num_output == 0:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
+        if self.chain is not None:
+            self.chain.restart()
 
     @property
     def num_output(self) -> int:
@@ -73,12 +82,17 @@ class Sequence:
             if counts is not None:
                 counts.add(token_id)
 
+    def note_origin(self, start: int, end: int, source: Source) -> None:
+        """Where the KV of [start, end) comes from, as long as that is the prompt's."""
+        if not self.num_output:
+            self.origins.note(start, end, source)
+
     def note_rows(self, rows: Rows) -> None:
         """These rows of the prompt are computed, before its first output token."""
         if self.num_output:
             return
         for start, end in rows.loaded:
-            self.origins.note(start, end, "host")
+            self.note_origin(start, end, "host")
         num_refilled = rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
@@ -94,8 +108,16 @@ class Sequence:
     def usage(self) -> PromptUsage:
         """As far as the prompt has been computed; what was not begun counts as computed."""
         num_seen = self.num_prompt - self.num_unseen
-        device, host, dropped = (self.origins.num_tokens(num_seen, source) for source in ("device", "host", "dropped"))
-        return PromptUsage(num_seen, device + host, host, dropped, self.num_unseen)
+        counted = {source: self.origins.num_tokens(num_seen, source) for source in (*_CACHED, "dropped")}
+        return PromptUsage(
+            prompt_tokens=num_seen,
+            cached_tokens=sum(counted[source] for source in _CACHED),
+            host_tokens=counted["host"],
+            dropped_tokens=counted["dropped"],
+            truncated_tokens=self.num_unseen,
+            disk_tokens=counted["disk"],
+            peer_tokens=counted["peer"],
+        )
 
 
 @dataclass(frozen=True, slots=True)

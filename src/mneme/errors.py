@@ -7,6 +7,9 @@
     |  |- ExplanationNotFound      404  the request is not remembered, or is another key's
     |  |- PinRefused              400  pinning would leave too few pages for requests
     |  |- PinNotFound             404  there is no such pin, or no more
+    |  |- CachePinRefused         400  the cache tier has no room for another pin
+    |  |- KvNotFound              404  the cache tier has nothing of a prompt
+    |  |- NoCacheTier             400  this cluster has none, and only that could do it
     |  |- RequestTooLarge          413  the body is over its cap
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
@@ -109,6 +112,28 @@ class PinNotFound(InvalidRequest):
 
     def __init__(self, field: str | None, value: object, rule: str = "no such pin; it may have expired") -> None:
         super().__init__(field, value, rule)
+
+
+class CachePinRefused(InvalidRequest):
+    """Chunks cannot be pinned: the API key has too many pins, or too many bytes would be."""
+
+    code = "pin_refused"
+
+
+class KvNotFound(InvalidRequest):
+    """The cache tier has nothing of a prompt: never computed, or evicted."""
+
+    http_status = 404
+    code = "kv_not_found"
+
+
+class NoCacheTier(InvalidRequest):
+    """Only a cache tier could do it, and this cluster has none."""
+
+    code = "no_cache_tier"
+
+    def __init__(self, field: str | None = None, value: object = None, rule: str = "") -> None:
+        super().__init__(None, value, rule or "this cluster has no cache tier (cache.enabled)")
 
 
 class RequestTooLarge(InvalidRequest):

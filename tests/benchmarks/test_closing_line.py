@@ -154,3 +154,16 @@ def test_bench_copy_out() -> None:
     copied = {row["arm"]: row["copied MB"] for row in found["results"]}
     assert copied == {"no copies": 0, "copies": pytest.approx(8.39, abs=0.01), "first copies": copied["copies"]}
     assert [check["name"] for check in found["checks"]] == ["copy_out_cost"]
+
+
+def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--shape", "2x64", "--no-store", "--out", str(tmp_path / "out")]
+    found = closing_line(["benchmarks/bench_tier_io.py", "--quick", "--folder", str(tmp_path), *options])
+    edges = {row["edge"] for row in found["results"]}
+    disk = {"disk write", "disk read, cold", "disk read, warm"}
+    assert edges == {"device<->host", "host->device", "device->host", "host", "host put"} | disk
+    assert all(row["GB/s"] > 0 and row["chunk ms"] <= row["p99 ms"] for row in found["results"])
+    # promised of chunks of 8 heads of 128, which were not run
+    assert {check["value"] for check in found["checks"]} == {"not measured"}
+    assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
+    assert (tmp_path / "out" / "tier_io_rate.png").read_bytes().startswith(b"\x89PNG")

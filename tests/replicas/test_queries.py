@@ -14,7 +14,7 @@ from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.explanations import MAX_EXPLANATIONS
 from mneme.replicas.forest_paths import Rows
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer
-from mneme.replicas.request import SamplingParams
+from mneme.replicas.request import PromptUsage, SamplingParams
 from mneme.replicas.sequence import Sequence
 from tests.replicas.fake_runner import continuation
 from tests.replicas.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
@@ -212,7 +212,7 @@ def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]
         expected = ["recomputed"] * 20
     ranges = sequence.origins.ranges(20)
     assert [each.source for each in ranges for _ in range(each.start, each.end)] == expected
-    assert sequence.usage == (20, expected.count("device"), 0, 0, 0)
+    assert sequence.usage == PromptUsage(20, expected.count("device"))
     sequence.append(1)
     sequence.note_rows(Rows([(0, 20)], [], 0, []))  # suspended in decode: no longer the prompt's first computation
     assert sequence.origins.ranges(20) == ranges

@@ -47,9 +47,6 @@ class TieredRunner(Runner):
             self.logits_by_request.setdefault(request_id, []).append(row.clone())
         return logits
 
-    def close(self) -> None:
-        self._tier.close()
-
 
 def load_decoder(name: str, directory: Path) -> Decoder:
     """A random checkpoint of `checkpoints.py`, float32."""

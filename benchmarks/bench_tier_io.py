@@ -1,0 +1,166 @@
+"""What each edge of the cache tier carries: bytes per second, milliseconds per chunk, beside plain copies and reads.
+
+    python benchmarks/bench_tier_io.py [--quick] [--rounds 15] [--shape 8x128] [--folder DIR] [--no-store] [--out DIR]
+
+Chunks of 256 tokens in bfloat16, of 32 layers with 8 KV heads of 128 (33.6 MB) and of the embedded model (0.8 MB):
+
+- device<->host: a chunk's layers into a pool's pages of 16 tokens, in random order, and out of them; on a CPU both are
+  host memory. Beside a copy of the same bytes.
+- host: out of plain memory into one buffer, with and without checksums; a put makes a chunk. Then the same by Ray's
+  object store: a chunk is one object that another process of this node owns; every round reads fresh objects.
+- peer: the same objects, owned on the other of two nodes of a cluster on this machine.
+- disk: chunks through `DiskTier`, checksums on, whole or layer by layer, beside one plain file of the same bytes, read
+  from its beginning to its end. Cold: written out, dropped with posix_fadvise, and mincore finds nothing of it.
+
+`share` is the rate as a share of the arm that `of` names, the median over the rounds; arms take turns. GB/s counts a
+chunk's payload once. What bounds it: memory bandwidth of one thread, the checksum (XXH3, one more read), the disk.
+Asking the kernel for what comes next (POSIX_FADV_WILLNEED) made cold reads slower by two fifths: what it then allocates
+are single pages, where its own readahead takes large ones. So the tier gives no hints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from session_plots import plot_rows
+from tier_io.chunks import LARGE, TINY, Chain, Shape
+from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
+from tier_io.memory import Pages, PlainHost, host_arms, page_arms
+from tier_io.rounds import table, take_turns
+from workloads import cpu_name, load_average
+
+from mneme.errors import MnemeError
+
+QUICK_ROUNDS = 3
+COLD_ROUNDS = 3  # as many times more than elsewhere: a disk is less even than memory
+MAX_WRITE_ROUNDS = 5
+SHAPES = {shape.name: shape for shape in (LARGE, TINY)}
+STORE_BYTES = 1 << 30  # of each node
+TARGETS = {  # shares, of the large shape
+    ("host get", "object store"): ("host_read_over_copy_and_checksum", 0.7),
+    ("host->device", "scatter"): ("scatter_over_copy", 0.5),
+    ("disk read, cold", "chunk by layer"): ("cold_disk_read_over_raw_read", 0.8),
+}
+
+
+def measure(shape: Shape, folder: Path, cluster: Any, num_rounds: int, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one edge after the other."""
+    chain = Chain(shape, seed)
+
+    def rows_of(arms: Sequence[Any], rounds: int = num_rounds) -> list[dict[str, Any]]:
+        return table(take_turns(arms, shape.num_chunks, rounds), shape.name, shape.chunk_bytes)
+
+    pages, host = Pages(chain, seed), PlainHost(chain)
+    yield rows_of(page_arms(pages))
+    if not pages.is_whole():
+        raise MnemeError("pages: what came out is not what went in")
+    del pages
+    yield rows_of(host_arms(host))
+    if cluster is not None:
+        yield from _store_rows(chain, host, cluster, rows_of, seed)
+    with closing(Disk(chain, folder)) as disk:
+        yield rows_of(write_arms(disk), min(num_rounds, MAX_WRITE_ROUNDS))
+        disk.clear()
+        disk.fill()
+        yield rows_of(cold_arms(disk), num_rounds * COLD_ROUNDS)
+        yield rows_of(warm_arms(disk))
+        disk.clear()
+
+
+def _store_rows(chain: Chain, host: PlainHost, cluster: Any, rows_of: Any, seed: int) -> Iterator[list[dict[str, Any]]]:
+    from tier_io.stores import ObjectStore, put_arms, read_arms
+
+    copy, checked, _ = host_arms(host)
+    with closing(ObjectStore(cluster, chain, seed)) as store:
+        yield _of_store(rows_of([copy, *read_arms(store, [checked])]))
+        yield _of_store(rows_of(put_arms(store, [copy])))
+
+
+def _of_store(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the copies, which have rows already: here they only took their turns."""
+    return [row for row in rows if row["edge"] != "host"]
+
+
+def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    """Every promise; what was not run is not measured."""
+    share = {(row["edge"], row["arm"]): row["share"] for row in rows if row["shape"] == LARGE.name}
+    return [at_least(name, share.get(arm), target) for arm, (name, target) in TARGETS.items()]
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    load_before, started = load_average(), time.perf_counter()
+    num_rounds = min(args.rounds, QUICK_ROUNDS) if args.quick else args.rounds
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
+        cluster = None if args.no_store else _cluster(stack)
+        for name in args.shape or SHAPES:
+            for found in measure(SHAPES[name], folder, cluster, num_rounds, args.seed):
+                rows += found
+    result = PartResult(name="tier_io", title="edges of the cache tier", rows=rows, checks=checks_of(rows))
+    print_part(result)
+    line = {
+        "benchmark": "tier_io", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
+        "elapsed_s": round(time.perf_counter() - started, 1), "dtype": "bfloat16", "tokens": LARGE.num_tokens,
+        "shapes": [shape._asdict() for shape in SHAPES.values()], "rounds": num_rounds,
+        "results": rounded(rows), "checks": [check.as_json() for check in result.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        write_closing(args.out, line)
+        _plot(args.out, rows)
+    print(json.dumps(line))
+
+
+def _cluster(stack: ExitStack) -> Any:
+    """Two nodes on this machine; None without Ray, which reads its environment when it is imported."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir="/tmp", ignore_cleanup_errors=True))
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ |= {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0",
+    }  # fmt: skip
+    try:
+        from tier_io.stores import TwoNodes
+    except ImportError:
+        print("no object store: Ray is not installed")
+        return None
+    return stack.enter_context(closing(TwoNodes(STORE_BYTES)))
+
+
+def _plot(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    title = f"chunks of {LARGE.num_tokens} tokens, {cpu_name()}, one thread"
+    for column, file in (("GB/s", "rate"), ("chunk ms", "latency")):
+        bars: dict[str, dict[str, float]] = {row["shape"]: {} for row in rows}
+        for row in rows:
+            bars[row["shape"]][f"{row['edge']}: {row['arm']}"] = row[column]
+        plot_rows(folder / f"tier_io_{file}.png", title, column, bars)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds; at most 90 s on 2 cores")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
+    parser.add_argument("--no-store", action="store_true", help="without Ray's object store")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

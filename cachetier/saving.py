@@ -1,0 +1,160 @@
+"""Chunks into a node: taken into memory if they are worth it, written to the disk behind that.
+
+Loads go the other way (`promoting.py`). What is on its way to the disk stays in memory until it is there; what is
+deleted or superseded meanwhile does not stay on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.chunk_memory import Held
+from mneme.cachetier.host_tier import chunk_bytes
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_tiers import NodeTiers
+from mneme.cachetier.write_behind import Pending, WriteBehind
+
+_WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
+
+
+class HostPut(Enum):
+    """What became of a chunk that was given; the values are the names of counters."""
+
+    TAKEN = "taken"
+    KEPT = "kept"  # it was there, or is about to be
+    TO_DISK = "to_disk"  # not worth what would go for it in memory
+    REFUSED = "refused"
+
+
+class Saver:
+    """`writer` is None without a disk."""
+
+    def __init__(self, tiers: NodeTiers, host_bytes: int, is_loading: Callable[[], bool], tail_delay_s: float) -> None:
+        self._tiers, self._host, self._lock = tiers, tiers.host, tiers.lock
+        self.writer: WriteBehind | None = None
+        if tiers.disk is not None:
+            self.writer = WriteBehind(
+                self._write,
+                self._written,
+                max_bytes=host_bytes // _WRITE_SHARE,
+                clock=tiers.clock,
+                is_loading=is_loading,
+                tail_delay_s=tail_delay_s,
+            )
+
+    def put(self, header: ChunkHeader, payload: object) -> HostPut:
+        """See `NodeCache.put`."""
+        outcome = self._put(header, payload)
+        with self._lock:
+            if outcome is HostPut.REFUSED:
+                self._host.index.note_refused(header.key)
+            self._host.counters[outcome.value] += 1
+            self._host.counters["put_bytes"] += chunk_bytes(header)
+        self._tiers.settle()
+        return outcome
+
+    def cancel(self, keys: Iterable[bytes]) -> None:
+        """These are not to be written."""
+        if self.writer is not None:
+            self.writer.cancel(keys)
+
+    def _put(self, header: ChunkHeader, payload: object) -> HostPut:
+        is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
+        with self._lock:
+            if self._is_kept(header.key):
+                return HostPut.KEPT
+            if self._is_orphan(header):
+                self._host.counters["orphan"] += 1
+                return HostPut.REFUSED
+            is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
+            if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
+                return HostPut.REFUSED
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        held = self._taken(header, payload, is_passing=not is_admitted)
+        if held is None:
+            return HostPut.REFUSED
+        if is_admitted:
+            self._arrive(header, held, is_to_write=is_to_write)
+        is_queued = is_to_write and self._submit(header, held, is_passing=not is_admitted)
+        if is_admitted:
+            return HostPut.TAKEN
+        return HostPut.TO_DISK if is_queued else HostPut.REFUSED
+
+    def _is_kept(self, key: bytes) -> bool:
+        entry = self._host.index.get(key)
+        if entry is not None:  # whoever computed it anew would have used it
+            self._host.index.use(entry, self._tiers.clock())
+        return self._host.holds(key)
+
+    def _is_orphan(self, header: ChunkHeader) -> bool:
+        """It follows a chunk that went, so nobody would find it; what went before it stays instead."""
+        parent = header.parent
+        is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
+        return not is_here and self._host.index.was_here(parent)
+
+    def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
+        """The bytes, now ours; without them the room is given back."""
+        held = None
+        try:
+            held = self._tiers.memory.take(payload)
+        except MemoryError:
+            with self._lock:
+                self._host.counters["memory_refused"] += 1
+        finally:
+            if held is None:
+                with self._lock:
+                    if is_passing:
+                        self._host.passed(header.key)
+                    else:
+                        self._host.cancel(header.key)
+        return held
+
+    def _arrive(self, header: ChunkHeader, held: Held, *, is_to_write: bool) -> None:
+        with self._lock:
+            if is_to_write:
+                self._host.index.hold(header.key)  # first: room that is made for the free share must not be this
+            superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+        self.cancel(superseded)
+
+    def _submit(self, header: ChunkHeader, held: Held, *, is_passing: bool) -> bool:
+        assert self.writer is not None
+        is_queued = self.writer.submit(header, held, is_passing=is_passing)
+        if not is_queued:
+            self._written(Pending(header, held, 0.0, is_passing=is_passing))
+        return is_queued
+
+    def _write(self, pending: Pending) -> None:
+        """On the writer's thread."""
+        disk, key = self._tiers.disk, pending.header.key
+        assert disk is not None
+        if not self._is_wanted(key):
+            return
+        layers = self._tiers.memory.layers(pending.held)
+        if isinstance(layers, Miss):
+            with self._lock:
+                self._host.missed(key, layers)
+            return
+        disk.put(Chunk(pending.header, layers))
+        if not self._is_wanted(key):
+            disk.delete([key])
+        with self._lock:
+            self._tiers.pin_on_disk(key)
+        self._tiers.settle()
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """It was not deleted, nor superseded; it cannot have been evicted."""
+        with self._lock:
+            return self._host.holds(key)
+
+    def _written(self, pending: Pending) -> None:
+        """It is on the disk, or will not be: it may go from memory."""
+        key = pending.header.key
+        with self._lock:
+            if pending.is_passing:
+                self._host.passed(key)
+            else:
+                self._host.index.let_go(key)
+        if pending.is_passing:
+            self._tiers.memory.drop(pending.held)

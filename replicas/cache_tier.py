@@ -1,0 +1,60 @@
+"""Gives an engine its cache tier: fingerprint of the model, store, cost model, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChunkStore
+from mneme.cachetier.cost_file import CostFile
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.kernels.native_library import cache_folder
+from mneme.replicas.calibration import machine_of, remembered_costs
+from mneme.replicas.chunk_cache import ChunkCache
+from mneme.replicas.chunk_mover import ChunkMover
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.model_config import DecoderConfig
+from mneme.replicas.model_fingerprint import model_fingerprint
+from mneme.replicas.runner import Runner
+
+_CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
+
+OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
+
+
+def process_store(config: CacheConfig, fingerprint: ModelFingerprint) -> ChunkStore:
+    """A tier of this process alone: what an engine without a cluster has."""
+    return ProcessChunkStore(config)
+
+
+def open_cache_tier(
+    runner: Runner,
+    engine: EngineConfig,
+    cache: CacheConfig,
+    model_dir: Path,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    open_store: OpenStore = process_store,
+) -> ChunkCache:
+    """Before there is traffic; the runner moves chunks from then on. Raises `ConfigError` or `CheckpointError`."""
+    folder = cache_folder()
+    fingerprint = model_fingerprint(
+        model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
+    )
+    disk_folder = None if cache.disk is None else Path(cache.disk.folder)
+    file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
+    costs = remembered_costs(
+        runner,
+        engine,
+        file,
+        chunk_tokens=cache.chunk_tokens,
+        disk_folder=disk_folder,
+        budget_s=_CALIBRATION_S,
+    )
+    store = open_store(cache, fingerprint)
+    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, cache))
+    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size, on_close=lambda: file.write(costs))

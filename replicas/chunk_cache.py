@@ -1,0 +1,115 @@
+"""The cache tier of one engine: what is looked for, loaded and saved, and what that costs.
+
+Engine._start     want        a sequence that begins is looked for; the scheduler waits for the answer, not for long
+Scheduler._admit              pages for what was found (`forest_paths.py: graft`)
+Engine._moves     add_saves   chunks that the step completes
+Runner.prepare                loads and saves begin (`chunk_mover.py`); layers are waited for, and told
+Engine._commit    settle      what did not come is taken back, what is sound goes to the store
+Engine._finish    end         a request's last chunk
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
+from mneme.cachetier.cost_model import CostModel
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.load_controller import LoadController
+from mneme.replicas.chunk_fetches import Fetches
+from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
+from mneme.replicas.forest import PrefixForest
+from mneme.replicas.forest_moves import Moves
+from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Sequence as RunningSequence
+
+if TYPE_CHECKING:
+    from mneme.replicas.runner import Runner
+    from mneme.replicas.scheduler import Scheduler
+
+
+class ChunkCache:
+    """Policy between an engine and its store; all but the threads of `Fetches` is the engine's thread's."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        fingerprint: ModelFingerprint,
+        costs: CostModel,
+        config: CacheConfig,
+        *,
+        page_size: int,
+        on_close: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store, self.fingerprint, self.config = store, fingerprint, config
+        self.saves = ChunkSaves(store, fingerprint, page_size)
+        self._costs, self._clock = costs, clock
+        self._step_began_s = 0.0
+        self._on_close = on_close
+        controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
+        self._fetches = Fetches(store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock)
+        self.counts: Counter[str] = Counter()
+
+    def want(self, sequence: RunningSequence, forest: PrefixForest) -> None:
+        """Begin to look for what the engine lacks of a sequence, if that is worth a question."""
+        if sequence.root is not None:
+            return
+        salt, context = sequence.request.salt, sequence.context
+        sequence.chain = ChunkChain(self.saves.lineage(salt))
+        resident = forest.resident(salt, context)
+        num_resident = resident.device + resident.host
+        if len(context) - num_resident < self.config.min_load_tokens:
+            return
+        sequence.found = self._fetches.begin(self._query(sequence, num_resident), num_resident)
+        self.counts["lookups"] += 1
+
+    def add_saves(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:
+        """What the step of these chunks completes for the store; the step begins."""
+        self._step_began_s = self._clock()
+        return moves._replace(completed=self.saves.of_step(chunks))
+
+    def settle(self, chunks: Sequence[Chunk], runner: Runner, scheduler: Scheduler) -> None:
+        """The step was computed: what should have come and did not is taken back, what is sound is saved."""
+        assert runner.chunks is not None
+        lost = runner.chunks.end_load()
+        if lost is None and chunks:  # else it may have waited
+            rows = [(chunk.num_rows, chunk.end - chunk.num_rows) for chunk in chunks]
+            self._costs.note_step(rows, self._clock() - self._step_began_s)
+        if lost:
+            scheduler.retract(lost)
+        runner.chunks.end_saves()
+
+    def end(self, sequence: RunningSequence, runner: Runner, *, is_sound: bool) -> None:
+        """A request ends: what it still has for the store is saved, if that is sound. It has its pages still."""
+        found, sequence.found = sequence.found, None
+        if found is not None:
+            found.close()
+        if is_sound and runner.chunks is not None:
+            runner.chunks.saver.save(self.saves.of_end(sequence))
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.counts, "read_buffer_bytes": self._fetches.room.num_used, "accuracy": self._costs.accuracy()}
+
+    def close(self) -> None:
+        self._fetches.close()
+        self.store.close()
+        self._on_close()
+
+    def _query(self, sequence: RunningSequence, num_resident: int) -> ChainQuery:
+        assert sequence.chain is not None
+        size = self.fingerprint.layout.chunk_tokens
+        query = ChainQuery.of(
+            sequence.chain.lineage,
+            self.fingerprint.digest,
+            sequence.context,
+            size,
+            request_id=sequence.request.request_id,
+            first=num_resident // size,
+        )
+        sequence.chain.keys = list(query.keys)
+        return query

@@ -1,0 +1,158 @@
+"""KV of chunks into the pages that a step took for it, layer by layer, while the step computes (AttentionStore 3.2.1).
+
+A thread takes each chunk's layer from its `Fetch`, checked, and copies it into the pool; the forward pass waits for a
+layer right before it needs it, and no longer than the fetch may take. What fails, or comes too late, is *lost*: the
+pass goes on with whatever lies there, and when it is over the engine takes back all that depends on it
+(`Scheduler.retract`). So a fault of the cache tier ends no request, and nobody gets a token that was computed from
+wrong bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mneme.cachetier.misses import Miss
+from mneme.kernels.page_table import IntArray
+from mneme.replicas.chunk_fetches import Fetch
+from mneme.replicas.chunk_pages import ChunkPages, Event
+from mneme.replicas.forest_moves import Graft, GraftPiece
+from mneme.replicas.forest_nodes import Node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One chunk on its way."""
+
+    fetch: Fetch
+    given: GraftPiece
+    runs: IntArray  # [r, 4]
+    num_done: int = 0  # layers in the pool
+    event: Event = None  # of the last of them
+    is_lost: bool = False
+
+
+class ChunkLoad:
+    """What one step loads; see `tier.Load`, but nothing is raised for what does not come."""
+
+    def __init__(self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages) -> None:
+        self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
+        self._num_layers, self._pages = num_layers, pages
+        self._condition = threading.Condition()
+        self._is_over = False
+        self._after = pages.issued()
+        self.num_lost = 0
+        for pieces in self._pieces:
+            pieces[0].fetch.begin_load()
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when this layer's pages may be read, but for what is lost."""
+        with self._condition:
+            for pieces in self._pieces:
+                fetch = pieces[0].fetch
+                while not _has(pieces, layer):
+                    if not self._condition.wait(max(fetch.left_s(layer), 0.0)) and not _has(pieces, layer):
+                        fetch.is_given_up = True
+                        self._lose(next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer))
+            events = {id(p.event): p.event for p in self._all if not p.is_lost and p.event is not None}
+        for event in events.values():
+            self._pages.wait(event)
+
+    def finish(self) -> list[Node]:
+        """The pass is over: nothing is written any more. Returns the nodes whose KV did not come."""
+        with self._condition:
+            for piece in self._all:
+                if piece.num_done < self._num_layers and not piece.is_lost:
+                    self._lose(piece)
+            self._is_over = True
+            lost = [piece for piece in self._all if piece.is_lost]
+        for pieces in self._pieces:
+            pieces[0].fetch.close()
+        self.num_lost = len(lost)
+        return [node for piece in lost for node in piece.given.nodes]
+
+    def run(self) -> None:
+        """Copy layer after layer; on the thread of loads."""
+        for layer in range(self._num_layers):
+            for piece in self._all:
+                if not piece.is_lost:
+                    self._copy(piece, layer)
+
+    @property
+    def _all(self) -> list[_Piece]:
+        return [piece for pieces in self._pieces for piece in pieces]
+
+    def _copy(self, piece: _Piece, layer: int) -> None:
+        fetch, index = piece.fetch, piece.given.chunk
+        taken = fetch.take(index, layer)
+        with self._condition:  # held while the pool is written: `finish` returns when nothing is
+            if self._is_over or piece.is_lost:
+                return
+            if isinstance(taken, Miss):
+                self._lose(piece)
+            else:
+                started_s = time.monotonic()
+                num_tokens = fetch.sources[index].header.num_tokens
+                piece.event = self._pages.scatter(layer, taken, num_tokens, piece.runs, self._after)
+                piece.num_done = layer + 1
+                fetch.note_read(index, 0, 0, time.monotonic() - started_s)
+            self._condition.notify_all()
+
+    def _lose(self, first: _Piece) -> None:
+        """A piece, and those of its sequence behind it."""
+        pieces = next(pieces for pieces in self._pieces if first in pieces)
+        for piece in pieces[pieces.index(first) :]:
+            piece.is_lost = True
+        if first is pieces[0]:
+            first.fetch.abandon()
+        self._condition.notify_all()
+
+
+class ChunkLoads:
+    """The thread that copies; it keeps nothing alive while it sleeps."""
+
+    def __init__(self, num_layers: int, pages: ChunkPages) -> None:
+        self._num_layers, self._pages = num_layers, pages
+        self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name="kv-chunk-loads", daemon=True)
+        self._thread.start()
+        self.close: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
+
+    def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
+        load = ChunkLoad(grafts, self._num_layers, self._pages)
+        self._queue.put(load)
+        return load
+
+
+def _run(loads: queue.SimpleQueue[ChunkLoad | None]) -> None:
+    while (load := loads.get()) is not None:
+        try:
+            load.run()
+        except Exception:  # the edge of a thread: what was not copied is lost
+            log.exception("a load of chunks failed")
+            load.finish()
+        del load
+
+
+def _has(pieces: Sequence[_Piece], layer: int) -> bool:
+    return all(piece.is_lost or piece.num_done > layer for piece in pieces)
+
+
+def _piece(graft: Graft, given: GraftPiece) -> _Piece:
+    fetch = graft.chunks
+    assert isinstance(fetch, Fetch)
+    start = fetch.spans[given.chunk][0]
+    position, runs = given.start, []
+    for page_id, offset, count in given.runs:
+        runs.append((page_id, offset, count, position - start))
+        position += count
+    return _Piece(fetch, given, np.array(runs, np.int64).reshape(-1, 4))

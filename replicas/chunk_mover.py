@@ -1,0 +1,68 @@
+"""The loads and the saves of chunks in one step, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChunkStore
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.host_memory import DevicePool
+from mneme.replicas.chunk_loads import ChunkLoad, ChunkLoads
+from mneme.replicas.chunk_pages import make_chunk_pages
+from mneme.replicas.chunk_saver import ChunkSaver, StepSaves
+from mneme.replicas.chunk_saves import SaveJob
+from mneme.replicas.forest_moves import Graft
+from mneme.replicas.forest_nodes import Node
+
+
+class ChunkMover:
+    """Between one device pool and a store; the engine's thread calls it."""
+
+    def __init__(self, pool: DevicePool, store: ChunkStore, fingerprint: ModelFingerprint, config: CacheConfig) -> None:
+        pages = make_chunk_pages(pool)
+        self.saver = ChunkSaver(store, fingerprint, pages, write_buffer_bytes=config.write_buffer_bytes)
+        self.num_lost = 0  # chunks that were to be loaded and did not come
+        self.num_loaded = 0
+        self._loads = ChunkLoads(fingerprint.layout.num_layers, pages)
+        self._load: ChunkLoad | None = None
+        self._saves: StepSaves | None = None
+
+    def load(self, grafts: Sequence[Graft]) -> ChunkLoad:
+        """The one load of chunks of the next step."""
+        self._load = self._loads.begin(grafts)
+        self.num_loaded += sum(len(graft.pieces) for graft in grafts)
+        return self._load
+
+    def save(self, jobs: Sequence[SaveJob]) -> StepSaves:
+        """The chunks that the next step completes."""
+        self._saves = self.saver.begin(jobs)
+        return self._saves
+
+    def end_load(self) -> list[Node] | None:
+        """The step's forward pass is over; returns the nodes whose KV did not come, None if none was to come."""
+        load, self._load = self._load, None
+        if load is None:
+            return None
+        lost = load.finish()
+        self.num_lost += load.num_lost
+        self.num_loaded -= load.num_lost
+        return lost
+
+    def end_saves(self) -> None:
+        """It is known which sequences computed what they were to compute."""
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.finish()
+
+    def abandon(self) -> None:
+        """The step failed, if it has not ended."""
+        self.end_load()
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.abandon()
+
+    def close(self) -> None:
+        self.abandon()
+        self._loads.close()
+        self.saver.close()

@@ -1,0 +1,233 @@
+"""Chunks out of the pool and into the cache tier, beside the engine (AttentionStore 3.2.2).
+
+The chunks that a step completes are copied layer by layer while it computes the layers above; what ends with a request
+is copied after the step. A second thread makes chunks of the copies, with their checksums, and puts them into the
+store. What is to be saved waits in a write buffer of bounded size; if that is full, chunks are not saved, and nobody
+waits. Before pages get another owner, `before_reuse` waits until their copies are done.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mneme.cachetier.chunk import U8Array, make_chunk
+from mneme.cachetier.chunk_store import ChunkStore
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.kernels.page_table import IntArray
+from mneme.replicas.chunk_pages import ChunkPages, Event
+from mneme.replicas.chunk_saves import SaveJob
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0  # how long a close waits for what is being saved
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One chunk on its way out."""
+
+    job: SaveJob
+    runs: IntArray  # [r, 4]
+    layers: U8Array  # [layers, layer_bytes]
+    num_left: int  # layers that are still to be copied, and one more until it is confirmed
+    is_void: bool = False
+
+
+class StepSaves:
+    """The chunks that one step completes."""
+
+    def __init__(self, saver: ChunkSaver, copies: list[_Copy]) -> None:
+        self._saver, self._copies = saver, copies
+        self._num_layers = 0  # that were handed over
+
+    def layer_done(self, layer: int) -> None:
+        """The layer's KV is written, or issued; a step that is replayed as a graph does not say so."""
+        self._num_layers = layer + 1
+        self._saver.copy_layer(self._copies, layer)
+
+    def finish(self) -> None:
+        """The step is over, and what went wrong in it is known."""
+        for layer in range(self._num_layers, self._saver.num_layers):
+            self._saver.copy_layer(self._copies, layer)
+        for copy in self._copies:
+            copy.is_void |= copy.job.is_void
+        self._saver.confirm(self._copies)
+
+    def abandon(self) -> None:
+        """The step failed: nothing of it is kept."""
+        for copy in self._copies:
+            copy.is_void = True
+        self.finish()
+
+
+@dataclass(slots=True)
+class _Task:
+    """A layer of some chunks to be copied, or chunks to be put."""
+
+    copies: list[_Copy]
+    layer: int = 0
+    after: Event = None
+
+
+@dataclass(slots=True)
+class SaveCounts:
+    """Since the start."""
+
+    chunks: int = 0  # put into the store
+    bytes: int = 0
+    refused: int = 0  # by the store
+    dropped: int = 0  # as the write buffer was full
+    void: int = 0  # the step went wrong
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the threads know: not the saver, so that it ends with its last user."""
+
+    store: ChunkStore
+    fingerprint: ModelFingerprint
+    pages: ChunkPages
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    counts: SaveCounts = field(default_factory=SaveCounts)
+    num_bytes: int = 0  # in the write buffer
+    num_reading: dict[int, int] = field(default_factory=dict)  # copies under way, by page
+    to_copy: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
+    to_put: queue.SimpleQueue[_Copy | None] = field(default_factory=queue.SimpleQueue)
+
+
+class ChunkSaver:
+    """The engine's thread calls it."""
+
+    def __init__(
+        self, store: ChunkStore, fingerprint: ModelFingerprint, pages: ChunkPages, *, write_buffer_bytes: int
+    ) -> None:
+        self.num_layers = fingerprint.layout.num_layers
+        self._layout = fingerprint.layout
+        self._max_bytes = write_buffer_bytes
+        self._shared = _Shared(store, fingerprint, pages)
+        self._threads = [
+            threading.Thread(target=work, args=(self._shared,), name=name, daemon=True)
+            for work, name in ((_copy_chunks, "kv-chunk-copies"), (_put_chunks, "kv-chunk-puts"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counts(self) -> SaveCounts:
+        return self._shared.counts
+
+    @property
+    def num_bytes(self) -> int:
+        """In the write buffer."""
+        return self._shared.num_bytes
+
+    def begin(self, jobs: Sequence[SaveJob]) -> StepSaves:
+        """Chunks that the next step completes."""
+        return StepSaves(self, [copy for job in jobs if (copy := self._copy(job)) is not None])
+
+    def save(self, jobs: Sequence[SaveJob]) -> None:
+        """Chunks that are complete."""
+        saves = self.begin(jobs)
+        saves.finish()
+
+    def copy_layer(self, copies: list[_Copy], layer: int) -> None:
+        if copies:
+            self._shared.to_copy.put(_Task(copies, layer, self._shared.pages.issued()))
+
+    def confirm(self, copies: list[_Copy]) -> None:
+        """What these hold is sound, but for those that are void."""
+        for copy in copies:
+            _layer_done(self._shared, copy)
+
+    def before_reuse(self, device_pages: IntArray) -> None:
+        """Return when no copy reads these pages any more."""
+        shared = self._shared
+        if not shared.num_reading:
+            return
+        with shared.condition:
+            pages = set(device_pages.tolist())
+            shared.condition.wait_for(lambda: pages.isdisjoint(shared.num_reading))
+
+    def close(self) -> None:
+        """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
+        self._shared.to_copy.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _copy(self, job: SaveJob) -> _Copy | None:
+        shared, num_bytes = self._shared, self.num_layers * self._layout.layer_bytes(len(job.token_ids))
+        with shared.condition:
+            if shared.num_bytes + num_bytes > self._max_bytes:
+                shared.counts.dropped += 1
+                return None
+            shared.num_bytes += num_bytes
+            for page_id, *_ in job.runs:
+                shared.num_reading[page_id] = shared.num_reading.get(page_id, 0) + 1
+        layers = np.empty((self.num_layers, num_bytes // self.num_layers), np.uint8)
+        return _Copy(job, np.array(job.runs, np.int64), layers, self.num_layers + 1)
+
+
+def _copy_chunks(shared: _Shared) -> None:
+    while (task := shared.to_copy.get()) is not None:
+        for copy in task.copies:
+            try:
+                if not copy.is_void:
+                    num_tokens = len(copy.job.token_ids)
+                    shared.pages.gather(task.layer, copy.layers[task.layer], num_tokens, copy.runs, task.after)
+            except Exception:  # the edge of a thread: this chunk is not saved, and its pages are free again
+                log.exception("a chunk could not be copied")
+                copy.is_void = True
+            if task.layer == len(copy.layers) - 1:
+                _release_pages(shared, copy)
+            _layer_done(shared, copy)
+        del task
+    shared.to_put.put(None)
+
+
+def _release_pages(shared: _Shared, copy: _Copy) -> None:
+    with shared.condition:
+        for page_id, *_ in copy.job.runs:
+            shared.num_reading[page_id] -= 1
+            if not shared.num_reading[page_id]:
+                del shared.num_reading[page_id]
+        shared.condition.notify_all()
+
+
+def _layer_done(shared: _Shared, copy: _Copy) -> None:
+    with shared.condition:
+        copy.num_left -= 1
+        is_whole = not copy.num_left
+    if is_whole:
+        shared.to_put.put(copy)
+
+
+def _put_chunks(shared: _Shared) -> None:
+    while (copy := shared.to_put.get()) is not None:
+        num_bytes = copy.layers.nbytes
+        try:
+            outcome = _put(shared, copy)
+        except Exception:  # the edge of a thread: a chunk that is not saved is computed again
+            log.exception("a chunk could not be put into the cache tier")
+            outcome = "failed"
+        with shared.condition:
+            shared.num_bytes -= num_bytes
+            setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
+            shared.counts.bytes += num_bytes if outcome == "chunks" else 0
+        del copy
+
+
+def _put(shared: _Shared, copy: _Copy) -> str:
+    """Which count it belongs to."""
+    if copy.is_void:
+        return "void"
+    job = copy.job
+    positions = np.arange(job.start, job.start + len(job.token_ids), dtype=np.int32)
+    chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, positions, list(copy.layers))
+    return "chunks" if shared.store.put(chunk, job.lineage) else "refused"

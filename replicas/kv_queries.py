@@ -1,0 +1,265 @@
+"""Questions about KV that is kept: in an engine's own pages, and in the cache tier behind it; plain values.
+
+    LookUpKv     -> what is kept of a sequence, and where; changes nothing
+    PinKv        -> what the tier keeps of it until the pin is over
+    UnpinKv      -> whether there was such a pin
+    ListKvPins   -> a tenant's
+    DropKv       -> what went: a prompt with all that begins with it, a session's own, or a document
+    DropTenantKv -> likewise, all of a tenant
+    KvStats      -> figures of the tier, and the tenant's own
+
+The engine's part is answered between two steps; the tier's, which may take milliseconds, on the thread that asks.
+Of several replicas one is asked for the tier's (`in_tier`), as they share it. Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mneme.cachetier.cache_admin import (
+    Amount,
+    CacheAdmin,
+    FoundChunk,
+    PinName,
+    PinnedPrefix,
+    leading,
+    num_leading_tokens,
+)
+from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
+from mneme.errors import KvNotFound, MnemeError, NoCacheTier
+from mneme.replicas.session_pages import delete_pages
+from mneme.replicas.sessions import SessionKey
+
+if TYPE_CHECKING:
+    from mneme.replicas.engine import Engine
+
+
+class LookUpKv(NamedTuple):
+    salt: str
+    token_ids: tuple[int, ...]
+    in_tier: bool
+
+
+class PinKv(NamedTuple):
+    salt: str
+    pin_id: str
+    token_ids: tuple[int, ...]
+    ttl_s: float | None
+    in_tier: bool = True
+
+
+class UnpinKv(NamedTuple):
+    salt: str
+    pin_id: str
+    in_tier: bool = True
+
+
+class ListKvPins(NamedTuple):
+    salt: str
+    in_tier: bool = True
+
+
+class DropKv(NamedTuple):
+    """`session`: only what is its own goes; `sink_ids`: the tokens are a document's, encoded behind these."""
+
+    salt: str
+    token_ids: tuple[int, ...]
+    in_tier: bool
+    session: SessionKey | None = None
+    sink_ids: tuple[int, ...] | None = None
+
+
+class DropTenantKv(NamedTuple):
+    salt: str
+    in_tier: bool
+
+
+class KvStats(NamedTuple):
+    salt: str
+    in_tier: bool
+
+
+class GetTokens(NamedTuple):
+    """Of a session, or None: `seen` what its next turn would look for, else all that was said."""
+
+    key: SessionKey
+    seen: bool
+    in_tier: bool = False
+
+
+KvQuery = LookUpKv | PinKv | UnpinKv | ListKvPins | DropKv | DropTenantKv | KvStats | GetTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTier:
+    """The cache tier of an engine's chunks."""
+
+    admin: CacheAdmin
+    fingerprint: ModelFingerprint
+    tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
+
+
+class KvAnswer(NamedTuple):
+    engine: Any  # the engine's own part
+    tier: Any  # None: not asked, or there is none
+
+
+def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier | None) -> KvAnswer | MnemeError:
+    """Both parts. Blocks; `ask_engine` gives `engine_part` on the engine's thread, or an error.
+
+    Raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`.
+    """
+    own = ask_engine(query)
+    if isinstance(own, MnemeError):
+        return own
+    if tier is None and isinstance(query, PinKv):
+        raise NoCacheTier
+    return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
+
+
+def engine_part(engine: Engine, query: KvQuery) -> Any:
+    """Called on the engine's thread."""
+    match query:
+        case LookUpKv(salt, ids):
+            return engine.forest.resident(salt, ids)._asdict()
+        case DropKv(sink_ids=None):
+            return _dropped_pages(engine, lambda: _drop(engine, query))
+        case DropTenantKv(salt):
+            tenant = tenant_of(salt)
+            drop = engine.forest.drop_salts
+            return _dropped_pages(engine, lambda: drop(lambda other: tenant_of(other) == tenant))
+        case GetTokens(key, seen):
+            log = engine.sessions.get(key)
+            if log is None:
+                return None
+            return tuple(log.seen.ids if seen and log.seen is not None else log.ids)
+    return None
+
+
+def tier_part(query: KvQuery, tier: KvTier) -> Any:
+    """Called on any thread."""
+    match query:
+        case LookUpKv(salt, ids):
+            return _lookup(tier, _chain(tier, prefix_lineage(tier.fingerprint, salt), ids))
+        case PinKv(salt, pin_id):
+            return _pin(tier, query, PinName(owner_of(salt), pin_id))
+        case UnpinKv(salt, pin_id):
+            return tier.admin.unpin(PinName(owner_of(salt), pin_id))
+        case ListKvPins(salt):
+            return [_pin_shown(pin) for pin in tier.admin.pins(owner_of(salt))]
+        case DropKv(salt, ids):
+            lineage = _lineage(tier, query)
+            dropped = tier.admin.delete(_chain(tier, lineage, ids), spares_longer=query.session is not None)
+            return _amount(dropped)
+        case DropTenantKv(salt):
+            return _amount(tier.admin.delete_owned(owner_of(salt)))
+        case KvStats(salt):
+            return _stats(tier, owner_of(salt))
+    return None
+
+
+def _drop(engine: Engine, query: DropKv) -> None:
+    if query.session is None:
+        engine.forest.drop_prefix(query.salt, query.token_ids)
+        return
+    log = engine.sessions.get(query.session)
+    if log is not None:
+        delete_pages(engine.forest, log)
+
+
+def _dropped_pages(engine: Engine, drop: Callable[[], None]) -> dict[str, int]:
+    """Pages that are free now and were not."""
+    device, host = engine.forest.device, engine.forest.host
+    before = len(device.free), len(host.free)
+    drop()
+    return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
+
+
+def _lineage(tier: KvTier, query: DropKv) -> Lineage:
+    if query.sink_ids is None:
+        return prefix_lineage(tier.fingerprint, query.salt)
+    return document_lineage(tier.fingerprint, query.salt, query.sink_ids)
+
+
+def _chain(tier: KvTier, lineage: Lineage, ids: Sequence[int]) -> ChainQuery:
+    return ChainQuery.of(lineage, tier.fingerprint.digest, ids, tier.fingerprint.layout.chunk_tokens)
+
+
+def _lookup(tier: KvTier, query: ChainQuery) -> dict[str, Any]:
+    """Leading tokens by where they are; one that is in several places counts in each."""
+    run = leading(tier.admin.lookup(query), query.chunk_tokens)
+    nodes: dict[str, Counter[str]] = {}
+    for each in run:
+        nodes.setdefault(each.node, Counter())[each.tier] += each.num_tokens
+    return {
+        "tokens": num_leading_tokens(run),
+        **_by_kind(run),
+        "nodes": [{"node": node, "host": sums["host"], "disk": sums["disk"]} for node, sums in sorted(nodes.items())],
+        "chunks": [_chunk_shown(each, query) for each in run],
+    }
+
+
+def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
+    """Tokens in this node's memory, on its disk, and on other nodes alone."""
+    sums: dict[str, int] = {}
+    near = {each.place for each in run if each.is_near}
+    for tier in ("host", "disk"):
+        sums[tier] = sum(each.num_tokens for each in run if each.is_near and each.tier == tier)
+    far = {each.place: each.num_tokens for each in run if each.place not in near}
+    return sums | {"peer": sum(far.values())}
+
+
+def _chunk_shown(each: FoundChunk, query: ChainQuery) -> dict[str, Any]:
+    start = each.place * query.chunk_tokens
+    return {
+        "start": start,
+        "tokens": each.num_tokens,
+        "bytes": each.num_bytes,
+        "tier": each.tier,
+        "node": each.node,
+    }
+
+
+def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
+    chain = _chain(tier, prefix_lineage(tier.fingerprint, query.salt), query.token_ids)
+    pin = tier.admin.pin(name, chain, query.ttl_s)
+    if pin is None:
+        raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
+    return _pin_shown(pin)
+
+
+def _pin_shown(pin: PinnedPrefix) -> dict[str, Any]:
+    return {
+        "id": pin.pin_id,
+        "num_tokens": pin.num_tokens,
+        "num_chunks": pin.amount.num_chunks,
+        "num_bytes": pin.amount.num_bytes,
+        "expires_in_s": pin.expires_in_s,
+    }
+
+
+def _amount(amount: Amount) -> dict[str, int]:
+    return {"chunks": amount.num_chunks, "bytes": amount.num_bytes}
+
+
+def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
+    """Of all tenants sums alone; what is kept by tenant is the owner's own here."""
+    nodes, own = [], Counter[str]()
+    for node in tier.admin.stats():
+        own.update(node.pop("owners", {}).get(owner.hex(), {}))
+        nodes.append(node)
+    return {
+        "nodes": nodes,
+        "tenant": {
+            "owner": owner.hex(),
+            "host_bytes": own["host"],
+            "disk_bytes": own["disk"],
+            "quota_bytes": tier.tenant_bytes,  # in each tier of each node
+            "pins": [_pin_shown(pin) for pin in tier.admin.pins(owner)],
+        },
+    }

@@ -1,0 +1,151 @@
+"""A cache tier of one process for tests of engines: chunks in a dictionary, and faults on request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk import Chunk, ChunkHeader, U8Array, checksum
+from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.cost_model import Calibration, CostModel
+from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.keys import Lineage
+from mneme.cachetier.misses import Miss
+from mneme.replicas.chunk_cache import ChunkCache
+from mneme.replicas.chunk_mover import ChunkMover
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.model import Decoder
+from tests.replicas.tiered_engine import PAGE_SIZE, TieredRunner
+
+CHUNK_TOKENS = 64
+Fault = Callable[[ChunkHeader, int], Miss | None]  # of a chunk's layer
+
+
+@dataclass
+class FakeStore:
+    """Finds the longest run of chunks, also the last in part."""
+
+    edge: Edge = "host"
+    fault: Fault = lambda header, layer: None
+    before_read: Callable[[int], None] = lambda layer: None
+    chunks: dict[bytes, Chunk] = field(default_factory=dict)
+    num_open: int = 0
+    waiting: set[str] = field(default_factory=set)
+    refuses: bool = False
+    num_reads: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        with self._lock:
+            self.waiting.add(query.request_id)
+            sources: list[ChunkSource] = []
+            for index in range(query.first, len(query.keys)):
+                chunk = self.chunks.get(query.keys[index])
+                if chunk is None:
+                    break
+                sources.append(FakeSource(self, chunk, chunk.header.num_tokens))
+            else:
+                index = len(query.keys)
+            wanted = query.tokens_of(index)
+            siblings = [c for c in self.chunks.values() if c.header.parent == query.parent(index)]
+            usable, best = max(((_common(c, wanted), i) for i, c in enumerate(siblings)), default=(0, 0))
+            if usable:
+                sources.append(FakeSource(self, siblings[best], usable))
+            self.num_open += len(sources)
+            return sources
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        self.waiting.difference_update(request_ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        return frozenset(key for key in keys if key in self.chunks)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        assert chunk.header.checksums == tuple(checksum(layer.data) for layer in chunk.layers)
+        if self.refuses:
+            return False
+        with self._lock:
+            self.chunks[chunk.header.key] = chunk
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeSource:
+    store: FakeStore
+    chunk: Chunk
+    num_usable: int
+    is_closed: bool = False
+
+    @property
+    def header(self) -> ChunkHeader:
+        return self.chunk.header
+
+    @property
+    def edge(self) -> Edge:
+        return self.store.edge
+
+    def read(self, layer: int) -> U8Array | Miss:
+        assert not self.is_closed
+        self.store.before_read(layer)
+        self.store.num_reads += 1
+        return self.store.fault(self.header, layer) or self.chunk.layers[layer]
+
+    def close(self) -> None:
+        with self.store._lock:
+            self.store.num_open -= not self.is_closed
+            self.is_closed = True
+
+
+def _common(chunk: Chunk, wanted: np.ndarray) -> int:
+    ours = chunk.header.token_ids[: len(wanted)]
+    differs = np.flatnonzero(ours != wanted[: len(ours)])
+    return int(differs[0]) if len(differs) else len(ours)
+
+
+def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
+    config = decoder.config
+    layout = ChunkLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype="float32",
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    return ModelFingerprint(weights="00", layout=layout, inv_freq=config.rope.inv_freq)
+
+
+class SlowRows(CostModel):
+    """Loading is always worth it, whatever is measured: a row takes so long."""
+
+    def __init__(self, row_s: float = 1.0) -> None:
+        terms = (0.0, row_s, 0.0)
+        super().__init__(Calibration(prefill=terms, decode=terms, step_rows=64, kv_bytes_per_token=1))
+
+    def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
+        pass
+
+
+def make_cached_engine(
+    decoder: Decoder,
+    store: FakeStore,
+    *,
+    num_pages: int = 64,
+    num_host_pages: int = 0,
+    costs: CostModel | None = None,
+    config: CacheConfig | None = None,
+    **options: object,
+) -> Engine:
+    """An engine with a cache tier."""
+    fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
+    runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, config))
+    chunks = ChunkCache(store, fingerprint, costs or SlowRows(), config, page_size=PAGE_SIZE)
+    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), chunks=chunks)  # type: ignore[arg-type]
