@@ -31,7 +31,6 @@ from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
 
-_OWN_SHARE = 0.7  # of a question's time, for the own node and the directory
 _PUT_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
@@ -55,7 +54,7 @@ class RayChunkStore:
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """See `ChunkStore.locate`."""
         start_s = time.monotonic()
-        found = self._ask_own(query, timeout_s, start_s + timeout_s * _OWN_SHARE)
+        found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
             return []
         sources = [self._own_source(each) for each in found.here]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -177,8 +178,14 @@ def cache_cluster() -> Iterator[CacheCluster]:
 
 
 def call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of an actor, in bounded time."""
-    return ray.get(method.remote(*args, **kwargs), timeout=CALL_LIMIT_S)
+    """Of an actor, in bounded time; made again while Ray makes the actor again."""
+    deadline_s = time.monotonic() + CALL_LIMIT_S
+    while True:
+        try:
+            return ray.get(method.remote(*args, **kwargs), timeout=CALL_LIMIT_S)
+        except ActorUnavailableError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
 
 
 def eventually(look: Callable[[], _T], limit_s: float = CALL_LIMIT_S) -> _T:

@@ -77,12 +77,12 @@ def tokens(first: int, num_chunks: int = 3, tail: int = TAIL) -> list[int]:
     return list(range(first * 10_000, first * 10_000 + num_chunks * CHUNK_TOKENS + tail))
 
 
-def await_located(engine: Any, token_ids: list[int], edge: str, fingerprint: ModelFingerprint = SMALL) -> None:
-    """Until an engine sees all of a sequence, each chunk by this edge."""
+def await_located(engine: Any, token_ids: list[int], *edges: str, fingerprint: ModelFingerprint = SMALL) -> None:
+    """Until an engine sees all of a sequence, each chunk by one of these edges."""
 
     def look() -> bool:
         found = call(engine.locate, token_ids, fingerprint)
-        return sum(n for _, n in found) == len(token_ids) and {e for e, _ in found} == {edge}
+        return sum(n for _, n in found) == len(token_ids) and {e for e, _ in found} <= {*edges}
 
     eventually(look)
 
@@ -97,7 +97,7 @@ def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: Tier
     ids = tokens(1, num_chunks=2)
     assert all(call(tier.a.put, ids, LARGE))
     for engine, edge in ((tier.a, "host"), (tier.b, "peer_host")):
-        await_located(engine, ids, edge, LARGE)
+        await_located(engine, ids, edge, fingerprint=LARGE)
         assert_all_read(call(engine.read), ids)
     assert call(tier.b.locate, [*ids[:-3], 7, 7, 7], LARGE)[-1] == ("peer_host", TAIL - 3)
 
@@ -160,7 +160,7 @@ def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: T
     read = call(engine.read)
     assert time.monotonic() - started_s < CALL_LIMIT_S / 2
     assert all(each.is_exact for each in read)
-    await_located(tier.a, ids, "disk")
+    await_located(tier.a, ids, "disk", "host")  # host: what the other node asked the new actor for
     assert_all_read(call(tier.a.read), ids)
 
 
@@ -228,6 +228,26 @@ def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluste
     eventually(is_back)
     engine.close()
     shutdown_cache_tier("ended")
+
+
+def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluster) -> None:
+    engine = EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "hanging")
+    ids = tokens(32, num_chunks=1)
+    engine.put(ids)
+    eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
+    pid = call(cluster.node_actor("head", "hanging").stats)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        assert engine.locate(ids, timeout_s=0.05) == []
+        assert time.monotonic() - started_s < 1.0
+        eventually(lambda: not engine.locate(ids, timeout_s=0.05) and engine.stats().get("not_asked", 0) > 0)
+        assert not any(engine.put(ids))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
+    engine.close()
+    shutdown_cache_tier("hanging")
 
 
 def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
