@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _PUT_WAIT_S = 0.1  # at most, for reads that are under way
-_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.4  # of the time that a question may take; the rest is for other nodes
+_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.3  # of the time that a question may take; the rest is for other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
