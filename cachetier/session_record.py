@@ -75,6 +75,7 @@ class RecordHead(NamedTuple):
     base: int  # the version it goes on from
     num_ids: int  # of the state it leads to, what is seen of a truncated one too
     ttl_s: float | None
+    is_from_prompt: bool  # it goes on from the prompt of a BEGAN right before it
 
 
 class RecordFields(NamedTuple):
@@ -105,7 +106,8 @@ class RecordFields(NamedTuple):
     @property
     def head(self) -> RecordHead:
         base = (self.base_epoch << _HALF) + self.base_time
-        return RecordHead(RecordKind(self.kind), self.version, base, self.num_ids + self.num_seen, self.own_ttl_s)
+        num_ids = self.num_ids + self.num_seen
+        return RecordHead(RecordKind(self.kind), self.version, base, num_ids, self.own_ttl_s, self.is_from_prompt)
 
     @property
     def own_ttl_s(self) -> float | None:
@@ -121,7 +123,6 @@ class RecordFields(NamedTuple):
 
     @property
     def is_from_prompt(self) -> bool:
-        """Its ids follow those of the prompt that the record before it is about."""
         return bool(self.flags & _FROM_PROMPT)
 
     @property

@@ -34,6 +34,11 @@ class Replay:
         return len(self._ids) + len(self._seen)
 
     @property
+    def has_prompt(self) -> bool:
+        """The last record began a turn."""
+        return self._prompt is not None
+
+    @property
     def ttl_s(self) -> float | None:
         return self._last.ttl_s
 

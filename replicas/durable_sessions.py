@@ -27,7 +27,7 @@ from mneme.replicas.token_log import is_usable
 
 log = logging.getLogger(__name__)
 
-READ_S = 0.05  # how long a turn waits for its session's log
+READ_S = 0.2  # how long a turn waits for its session's log, at most
 DELETE_S = 5.0
 _NUM_READERS = 4
 _MAX_READS = 64  # at a time: more are not begun, as the disk or the network hangs
