@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
-from session_plots import plot_bars
+from session_plots import plot_rows
 from tier_io.chunks import LARGE, TINY, Chain, Shape
 from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
 from tier_io.memory import Pages, PlainHost, host_arms, page_arms
@@ -142,15 +142,12 @@ def _cluster(stack: ExitStack) -> Any:
 
 
 def _plot(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    groups = list(dict.fromkeys(f"{row['edge']}: {row['arm']}" for row in rows))
+    title = f"chunks of {LARGE.num_tokens} tokens, {cpu_name()}, one thread"
     for column, file in (("GB/s", "rate"), ("chunk ms", "latency")):
-        bars = {}
-        for shape in SHAPES:
-            found = {f"{row['edge']}: {row['arm']}": row[column] for row in rows if row["shape"] == shape}
-            if found:
-                bars[shape] = [found[group] for group in groups]
-        title = f"chunks of {LARGE.num_tokens} tokens, {cpu_name()}, one thread"
-        plot_bars(folder / f"tier_io_{file}.png", title, column, groups, bars, x_label="edge")
+        bars: dict[str, dict[str, float]] = {row["shape"]: {} for row in rows}
+        for row in rows:
+            bars[row["shape"]][f"{row['edge']}: {row['arm']}"] = row[column]
+        plot_rows(folder / f"tier_io_{file}.png", title, column, bars)
 
 
 def _arguments() -> argparse.Namespace:

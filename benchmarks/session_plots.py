@@ -49,6 +49,23 @@ def plot_bars(
     return _save(path, title, draw)
 
 
+def plot_rows(path: Path, title: str, x_label: str, bars: Mapping[str, Mapping[str, float]]) -> bool:
+    """A row per name of a case, with a bar for each arm that has it, logarithmic; for names that are long."""
+    names = list(dict.fromkeys(name for values in bars.values() for name in values))
+
+    def draw(axes: Any) -> None:
+        height = 0.8 / len(bars)
+        for index, (arm, values) in enumerate(bars.items()):
+            places = [names.index(name) + index * height for name in values]
+            axes.barh(places, list(values.values()), height, label=arm)
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names, fontsize=6)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlabel(x_label)
+
+    return _save(path, title, draw)
+
+
 def _save(path: Path, title: str, draw: Callable[[Any], None]) -> bool:
     try:
         import matplotlib

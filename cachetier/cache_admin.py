@@ -7,11 +7,11 @@ a bounded time; none changes what is evicted when, but for what is pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk_store import ChainQuery
 
-TierName = Literal["host", "disk"]
 MAX_PINS = 64  # of one owner on one node
 
 

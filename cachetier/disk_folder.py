@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from contextlib import suppress
+from enum import Enum
 
 from mneme.cachetier.disk_names import ChunkName, folder_of, folders, is_temporary, parse_name, temporary_name
 from mneme.cachetier.file_operations import FileOperations, is_ours
@@ -16,6 +17,29 @@ from mneme.errors import ConfigError
 
 OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
 LOCK = "lock"
+
+
+class Kind(Enum):
+    """What a folder's entry is; the values are shown."""
+
+    CHUNK = "chunk"
+    TORN = "torn"  # a chunk's name on a file of another size, or in a folder where it does not belong
+    TEMPORARY = "temporary"  # being written, or left by a crash
+    NOT_OURS = "not_ours"  # a link, no plain file, or another user's
+    UNKNOWN = "unknown"  # no name that a tier gives
+
+
+def kind_of(folder: str, text: str, status: os.stat_result) -> tuple[Kind, ChunkName | None]:
+    """Of what lies under a name in one of the folders; of chunks and torn ones, the name in parts."""
+    name = parse_name(text)
+    if name is None and not is_temporary(text):
+        return Kind.UNKNOWN, None
+    if not is_ours(status):
+        return Kind.NOT_OURS, name
+    if name is None:
+        return Kind.TEMPORARY, None
+    is_sound = status.st_size == name.num_bytes and folder == folder_of(name.key)
+    return (Kind.CHUNK if is_sound else Kind.TORN), name
 
 
 class DiskFolder:
@@ -58,9 +82,11 @@ class DiskFolder:
                 counters["scan_error"] += 1
                 continue
             for text, status in listed:
-                name = self._judge(path, text, status, counters)
-                if name is not None:
+                kind, name = kind_of(folder, text, status)
+                if kind is Kind.CHUNK and name is not None:
                     found.append((status.st_mtime, name))
+                else:
+                    self._reject(kind, os.path.join(path, text), counters)
         return found
 
     def close(self) -> None:
@@ -68,19 +94,14 @@ class DiskFolder:
         with suppress(OSError):
             self._files.close(self._lock)
 
-    def _judge(self, folder: str, text: str, status: os.stat_result, counters: Counter[str]) -> ChunkName | None:
-        name = parse_name(text)
-        if name is None and not is_temporary(text):
-            counters["scan_unknown"] += 1
-        elif not is_ours(status):
-            counters["scan_not_ours"] += 1
-        elif name is not None and status.st_size == name.num_bytes and folder.endswith(folder_of(name.key)):
-            return name
-        else:
-            counters["scan_removed"] += 1
-            with suppress(OSError):
-                self._files.unlink(os.path.join(folder, text))
-        return None
+    def _reject(self, kind: Kind, path: str, counters: Counter[str]) -> None:
+        """What is no sound chunk is removed if a crash may have left it."""
+        if kind in (Kind.UNKNOWN, Kind.NOT_OURS):
+            counters[f"scan_{kind.value}"] += 1
+            return
+        counters["scan_removed"] += 1
+        with suppress(OSError):
+            self._files.unlink(path)
 
 
 def _text(error: OSError) -> str:

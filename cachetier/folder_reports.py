@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
+from mneme.cachetier.disk_folder import Kind
 from mneme.cachetier.disk_names import ChunkName
-from mneme.cachetier.folder_view import FolderView, Kind, SeenFile
+from mneme.cachetier.folder_view import FolderView, SeenFile
 from mneme.cachetier.keys import LineageKind
 from mneme.cachetier.misses import Miss
 

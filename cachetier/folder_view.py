@@ -10,25 +10,14 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
-from enum import Enum
 from typing import NamedTuple
 
 from mneme.cachetier.chunk_file import ChunkReader, open_chunk
-from mneme.cachetier.disk_folder import LOCK, OWN_FOLDER
-from mneme.cachetier.disk_names import ChunkName, folder_of, folders, is_temporary, name_of, parse_name
-from mneme.cachetier.file_operations import FileOperations, is_ours
+from mneme.cachetier.disk_folder import LOCK, OWN_FOLDER, Kind, kind_of
+from mneme.cachetier.disk_names import ChunkName, folders, name_of
+from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError
-
-
-class Kind(Enum):
-    """What a folder's entry is; the values are shown."""
-
-    CHUNK = "chunk"
-    TORN = "torn"  # a chunk's name on a file of another size, or in a folder where it does not belong
-    TEMPORARY = "temporary"  # being written, or left by a crash
-    NOT_OURS = "not_ours"  # a link, no plain file, or another user's
-    UNKNOWN = "unknown"  # no name that a tier gives
 
 
 class SeenFile(NamedTuple):
@@ -60,7 +49,8 @@ class FolderView:
             path = os.path.join(self._root, folder)
             try:
                 for text, status in self.files.walk_folder(path):
-                    yield _seen(folder, os.path.join(path, text), text, status)
+                    kind, name = kind_of(folder, text, status)
+                    yield SeenFile(kind, os.path.join(path, text), status.st_size, status.st_mtime, name)
             except FileNotFoundError:
                 continue
             except NotADirectoryError:  # a link in a folder's place, too
@@ -101,20 +91,6 @@ class FolderView:
             yield
         finally:
             self.files.close(lock)
-
-
-def _seen(folder: str, path: str, text: str, status: os.stat_result) -> SeenFile:
-    name = parse_name(text)
-    if name is None and not is_temporary(text):
-        kind = Kind.UNKNOWN
-    elif not is_ours(status):
-        kind = Kind.NOT_OURS
-    elif name is None:
-        kind = Kind.TEMPORARY
-    else:
-        is_sound = status.st_size == name.num_bytes and folder == folder_of(name.key)
-        kind = Kind.CHUNK if is_sound else Kind.TORN
-    return SeenFile(kind, path, status.st_size, status.st_mtime, name)
 
 
 def _is_private_folder(status: os.stat_result) -> bool:

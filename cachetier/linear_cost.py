@@ -60,8 +60,8 @@ def fit(points: Sequence[Point]) -> Terms:
 class LearnedCost:
     """Of one kind of work. Not thread-safe.
 
-    The scale is an EWMA of log(actual / predicted): a ratio of 10 and one of a tenth weigh alike. One measurement that is
-    far off is clipped and moves it by little; a second one alike moves it all the way.
+    The scale is an EWMA of log(actual / predicted): a ratio of 10 and one of a tenth weigh alike. One measurement that
+    is far off is clipped and moves it by little; a second one alike moves it all the way.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LearnedCost:
         That is a guess, which the next measurement replaces.
         """
         self._move(math.log(min(max(ratio, _MISS_RATIO), _MAX_SCALE)))
-        self._is_guess, self._missed_s = True, self._clock()
+        self._is_guess, self._missed_s, self._left = True, self._clock(), 0.0
 
     def _move(self, step: float) -> None:
         bound = math.log(_MAX_SCALE)

@@ -1,59 +1,33 @@
-"""`CacheAdmin` of one node, over what the node's cache offers."""
+"""`CacheAdmin` of one node, over its cache."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.cache_admin import Amount, FoundChunk, PinName, PinnedPrefix, TierName
+from mneme.cachetier.cache_admin import Amount, FoundChunk, PinName, PinnedPrefix
+from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.keys import U32Array
-from mneme.cachetier.named_pins import NamedPin, NamedPins, PinnedKeys
+from mneme.cachetier.named_pins import NamedPin, NamedPins
+from mneme.cachetier.node_cache import NodeCache
 
+_SEARCH_S = 5.0  # for one sequence
 _MAX_CHILDREN = 10_000  # of one chunk, whose headers are read; some 50 us each from a disk
-
-
-class Located(Protocol):
-    """A chunk that a search found."""
-
-    @property
-    def header(self) -> ChunkHeader: ...
-
-    @property
-    def num_usable(self) -> int: ...
-
-
-class NodeChunks(PinnedKeys, Protocol):
-    """What is asked of a node's cache. None of it counts as a use."""
-
-    def search(self, query: ChainQuery) -> Collection[Located]:
-        """From `query.first` on, without a gap; the last may be usable in part. Nobody waits for it."""
-
-    def places(self, key: bytes) -> Mapping[TierName, int]:
-        """Bytes by the tier that has them."""
-
-    def children(self, parent: bytes) -> Collection[bytes]: ...
-
-    def header(self, key: bytes) -> ChunkHeader | None: ...
-
-    def delete(self, keys: Collection[bytes]) -> int: ...
-
-    def owned(self, owner: bytes) -> Collection[bytes]: ...
-
-    def stats(self) -> dict[str, Any]: ...
 
 
 class NodeAdmin:
     """Thread-safe; what happens meanwhile to the cache is seen or not."""
 
-    def __init__(self, node: NodeChunks, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._node, self._name, self._clock = node, name, clock
+    def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is the node's; `clock` is the cache's."""
+        self._node, self._contents, self._name, self._clock = node, node.contents, name, clock
         self._pins = NamedPins(node, clock)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
@@ -61,7 +35,7 @@ class NodeAdmin:
         return [
             FoundChunk(place, each.header.key, each.num_usable, num_bytes, tier, self._name)
             for place, each in self._found(query)
-            for tier, num_bytes in self._node.places(each.header.key).items()
+            for tier, num_bytes in self._contents.places(each.header.key).items()
         ]
 
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
@@ -92,15 +66,15 @@ class NodeAdmin:
         for place in reversed(range(len(query.keys) + 1)):
             parent, ids = query.parent(place), query.tokens_of(place)
             parts = {key for key, header in self._children(parent) if _starts(ids, header.token_ids)}
-            removed = removed.plus(self._remove({key for key in parts if not self._node.children(key)}))
-            if self._node.children(parent):
+            removed = removed.plus(self._remove({key for key in parts if not self._contents.children(key)}))
+            if self._contents.children(parent):
                 break  # others go on from here
         return removed
 
     def delete_owned(self, owner: bytes) -> Amount:
         """See `CacheAdmin.delete_owned`; the owner's pins go too."""
         self._pins.drop_owned(owner)
-        return self._remove(set(self._node.owned(owner)))
+        return self._remove(set(self._contents.owned(owner)))
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
@@ -108,12 +82,12 @@ class NodeAdmin:
 
     def _found(self, query: ChainQuery) -> Iterator[tuple[int, Located]]:
         """All chunks of the sequence that are here, whatever is missing between, with their places in it."""
-        place = 0
-        while place <= len(query.keys):
-            found = self._node.search(replace(query, first=place, request_id=""))
+        place, deadline_s = 0, self._clock() + _SEARCH_S
+        while place <= len(query.keys) and self._clock() < deadline_s:
+            found = self._contents.search(replace(query, first=place), deadline_s)
             yield from enumerate(found, place)
             place += max(1, len(found))
-            while place < len(query.keys) and not self._node.places(query.keys[place]):
+            while place < len(query.keys) and not self._contents.places(query.keys[place]):
                 place += 1
 
     def _keys_of(self, query: ChainQuery) -> set[bytes]:
@@ -132,14 +106,14 @@ class NodeAdmin:
         found: set[bytes] = set()
         unseen = list(keys)
         while unseen:
-            children = set(self._node.children(unseen.pop())) - found
+            children = set(self._contents.children(unseen.pop())) - found
             found |= children
             unseen += children
         return found
 
     def _children(self, parent: bytes) -> Iterator[tuple[bytes, ChunkHeader]]:
-        for key in sorted(self._node.children(parent))[:_MAX_CHILDREN]:
-            header = self._node.header(key)
+        for key in sorted(self._contents.children(parent))[:_MAX_CHILDREN]:
+            header = self._contents.header(key)
             if header is not None:
                 yield key, header
 
@@ -150,7 +124,7 @@ class NodeAdmin:
         return Amount(len(sizes), sum(sizes))
 
     def _sizes(self, keys: Collection[bytes]) -> list[int]:
-        return [size for key in keys for size in self._node.places(key).values()]
+        return [size for key in keys for size in self._contents.places(key).values()]
 
     def _described(self, name: PinName, pin: NamedPin) -> PinnedPrefix:
         sizes = self._sizes(pin.keys)

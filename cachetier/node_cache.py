@@ -24,6 +24,7 @@ from mneme.cachetier.chunk_memory import ChunkMemory
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_contents import NodeContents
 from mneme.cachetier.node_stats import node_stats
 from mneme.cachetier.node_tiers import NodeTiers
 from mneme.cachetier.promoting import Promoter
@@ -54,6 +55,7 @@ class NodeCache:
         self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
         self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
+        self.contents = NodeContents(tiers, self._search)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
         self._thread = Background("mneme-node-cache", self.step, lambda: self._count("thread_error"))
@@ -125,15 +127,11 @@ class NodeCache:
 
     def delete_descendants(self, key: bytes) -> int:
         """Of a chunk or of a lineage's root, in all tiers."""
-        return self.delete(descendants(key, self._children))
+        return self.delete(descendants(key, self.contents.children))
 
     def delete_owned(self, owner: bytes) -> int:
         """All chunks of a tenant; looks at every chunk."""
-        with self._lock:
-            keys = self._host.keys_of(owner)
-        if self._disk is not None:
-            keys += self._disk.keys_of(owner)
-        return self.delete(keys)
+        return self.delete(self.contents.owned(owner))
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
         """Keep these for a time in each tier that has them, at most half of it; how many are pinned.
@@ -181,7 +179,7 @@ class NodeCache:
 
     def stats(self) -> dict[str, Any]:
         """Per tier, tenant and queue; see `node_stats`."""
-        return node_stats(self._tiers, self._promoter, self.writer)
+        return node_stats(self._tiers, self.writer)
 
     def flush(self, timeout_s: float) -> bool:
         """Write all that waits to be; False if that took too long."""
@@ -224,11 +222,6 @@ class NodeCache:
             self._host.counters["hit"] += len(in_host)
             self._host.counters["located_on_disk"] += len(chain) - len(in_host)
         return chain
-
-    def _children(self, key: bytes) -> frozenset[bytes]:
-        with self._lock:
-            found = self._host.index.children(key)
-        return found if self._disk is None else found | self._disk.children(key)
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -6,11 +6,10 @@ from typing import Any
 
 from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.node_tiers import NodeTiers
-from mneme.cachetier.promoting import Promoter
 from mneme.cachetier.write_behind import WriteBehind
 
 
-def node_stats(tiers: NodeTiers, promoter: Promoter, writer: WriteBehind | None) -> dict[str, Any]:
+def node_stats(tiers: NodeTiers, writer: WriteBehind | None) -> dict[str, Any]:
     """`host` and `disk` (None without one): chunks, bytes, capacity_bytes and counters; `writer`: the queue of writes;
     `owners`: bytes of each tenant by its name in hex; `waiting`: requests; `pins`: keys, bytes.
 
@@ -24,7 +23,6 @@ def node_stats(tiers: NodeTiers, promoter: Promoter, writer: WriteBehind | None)
             "bytes": host.used_blocks * BLOCK_BYTES,
             "capacity_bytes": host.max_blocks * BLOCK_BYTES,
             **host.counters,
-            **promoter.counters,
         }
         owners = {
             owner.hex(): {"host": num_blocks * BLOCK_BYTES, "disk": 0}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.change_log import Change, ChangeLog, OnChange
 from mneme.cachetier.chunk import ChunkHeader
-from mneme.cachetier.chunk_index import BLOCK_BYTES
+from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.chunk_memory import ChunkMemory, Held
 from mneme.cachetier.disk_room import DiskEntry
 from mneme.cachetier.disk_tier import DiskTier
@@ -63,14 +63,14 @@ class NodeTiers:
     def pin_in_host(self, key: bytes) -> bool:
         """Under the lock: if it is to be pinned and is there."""
         entry = self.host.index.get(key)
-        return entry is not None and key in self.pins and self.host_pins.pin(key, entry.num_bytes)
+        return entry is not None and key in self.pins and self.host_pins.pin(key, entry.num_blocks * BLOCK_BYTES)
 
     def pin_on_disk(self, key: bytes) -> bool:
         """Under the lock, likewise."""
         if self.disk is None or self.disk_pins is None or key not in self.pins:
             return False
         num_bytes = self.disk.num_bytes(key)
-        return num_bytes is not None and self.disk_pins.pin(key, num_bytes)
+        return num_bytes is not None and self.disk_pins.pin(key, blocks_of(num_bytes) * BLOCK_BYTES)
 
     def settle(self) -> None:
         """Outside of the lock: let go of the bytes of what is gone, tell of what has changed."""

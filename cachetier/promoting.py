@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,6 @@ class Promoter:
     """Reads outside of the node's lock."""
 
     def __init__(self, tiers: NodeTiers) -> None:
-        self.counters: Counter[str] = Counter()
         self._tiers = tiers
         self._num_loading = 0
 
@@ -123,4 +121,4 @@ class Promoter:
 
     def _count(self, name: str) -> None:
         with self._tiers.lock:
-            self.counters[name] += 1
+            self._tiers.host.counters[name] += 1

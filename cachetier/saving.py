@@ -48,6 +48,8 @@ class Saver:
         """See `NodeCache.put`."""
         outcome = self._put(header, payload)
         with self._lock:
+            if outcome is HostPut.REFUSED:
+                self._host.index.note_refused(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
         self._tiers.settle()
@@ -63,6 +65,9 @@ class Saver:
         with self._lock:
             if self._is_kept(header.key):
                 return HostPut.KEPT
+            if self._is_orphan(header):
+                self._host.counters["orphan"] += 1
+                return HostPut.REFUSED
             is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
             if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
                 return HostPut.REFUSED
@@ -71,17 +76,22 @@ class Saver:
             return HostPut.REFUSED
         if is_admitted:
             self._arrive(header, held, is_to_write=is_to_write)
-        if is_to_write and self.writer is not None:
-            is_queued = self.writer.submit(header, held, is_passing=not is_admitted)
-            if not is_queued:
-                self._written(Pending(header, held, 0.0, is_passing=not is_admitted))
-        return HostPut.TAKEN if is_admitted else HostPut.TO_DISK
+        is_queued = is_to_write and self._submit(header, held, is_passing=not is_admitted)
+        if is_admitted:
+            return HostPut.TAKEN
+        return HostPut.TO_DISK if is_queued else HostPut.REFUSED
 
     def _is_kept(self, key: bytes) -> bool:
         entry = self._host.index.get(key)
         if entry is not None:  # whoever computed it anew would have used it
             self._host.index.use(entry, self._tiers.clock())
         return self._host.holds(key)
+
+    def _is_orphan(self, header: ChunkHeader) -> bool:
+        """It follows a chunk that went, so nobody would find it; what went before it stays instead."""
+        parent = header.parent
+        is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
+        return not is_here and self._host.index.was_here(parent)
 
     def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
         """The bytes, now ours; without them the room is given back."""
@@ -106,6 +116,13 @@ class Saver:
                 self._host.index.hold(header.key)  # first: room that is made for the free share must not be this
             superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt())
         self.cancel(superseded)
+
+    def _submit(self, header: ChunkHeader, held: Held, *, is_passing: bool) -> bool:
+        assert self.writer is not None
+        is_queued = self.writer.submit(header, held, is_passing=is_passing)
+        if not is_queued:
+            self._written(Pending(header, held, 0.0, is_passing=is_passing))
+        return is_queued
 
     def _write(self, pending: Pending) -> None:
         """On the writer's thread."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from mneme.cachetier.background import Background
 from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.host_tier import chunk_bytes
 
@@ -31,7 +32,8 @@ class Pending:
 
     @property
     def num_bytes(self) -> int:
-        return chunk_bytes(self.header)
+        """As the host tier counts them."""
+        return blocks_of(chunk_bytes(self.header)) * BLOCK_BYTES
 
 
 class WriteBehind:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mneme.cachetier.disk_folder import Kind
 from mneme.cachetier.disk_names import MODEL_BYTES
 from mneme.cachetier.folder_reports import (
     ChunkFilter,
@@ -26,7 +27,7 @@ from mneme.cachetier.folder_reports import (
     collect,
     listing,
 )
-from mneme.cachetier.folder_view import FolderView, Kind, SeenFile
+from mneme.cachetier.folder_view import FolderView, SeenFile
 from mneme.cachetier.keys import KEY_BYTES, OWNER_BYTES, LineageKind
 from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError, shown

@@ -29,6 +29,8 @@ from mneme.errors import MnemeError
 
 logger = logging.getLogger(__name__)
 
+APPLICATION = "mneme"
+_CACHE_CLOSE_S = 1.5
 GRACE_S = 3.5  # for ray.shutdown; with the janitor's work everything has stopped within 5 s
 _READY_POLL_S = 0.1
 
@@ -83,6 +85,8 @@ class LocalCluster:
         deadline = threading.Timer(GRACE_S, self._stop_now)
         deadline.daemon = True
         deadline.start()
+        if self._is_up and self.config.cache.enabled:
+            _close_cache_tier()
         _shut_ray_down()
         self._janitor.clean()
         deadline.cancel()
@@ -120,7 +124,7 @@ class LocalCluster:
         http = {"host": self.config.host, "port": self.config.port}
         try:
             serve.start(proxy_location="HeadOnly", http_options=http)
-            serve.run(application(), name="mneme", route_prefix="/")
+            serve.run(application(), name=APPLICATION, route_prefix="/")
         except Exception as error:
             raise StartFailed(_reason(error)) from error
 
@@ -167,6 +171,16 @@ class _ProgressReader:
             notes = read_progress().values()
             if notes:
                 self._on_progress(*min(notes, key=lambda note: note[1]))
+
+
+def _close_cache_tier() -> None:
+    """Let it write what waits: a restart is warm then."""
+    from mneme.cachetier.ray_tier import shutdown_cache_tier
+
+    try:
+        shutdown_cache_tier(APPLICATION, timeout_s=_CACHE_CLOSE_S)
+    except Exception:  # a cache may lose what was not written
+        logger.exception("the cache tier was not closed")
 
 
 def _shut_ray_down() -> None:

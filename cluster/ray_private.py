@@ -33,6 +33,11 @@ def own_replica_id() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def own_application() -> str:
+    """The Serve application that this process is part of."""
+    return str(serve.get_replica_context().app_name)
+
+
 def start_router(handle: DeploymentHandle[Any]) -> None:
     """Start the handle's router now: replicas become known before the first call."""
     if not handle.is_initialized:

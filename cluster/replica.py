@@ -10,14 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChunkStore
+from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
-from mneme.cluster.ray_private import keep_to_loopback, own_replica_id, report_progress
+from mneme.cluster.ray_private import keep_to_loopback, own_application, own_replica_id, report_progress
 from mneme.cluster.replica_server import Engine, ReplicaServer
 from mneme.cluster.tenancy import tenants
 from mneme.config import parse
 
 LoadEngine = Callable[..., Engine]  # called like `mneme.replicas.load.load_engine_loop`
+
+
+def _open_store(config: CacheConfig, fingerprint: ModelFingerprint) -> ChunkStore:
+    """The cache tier that this application's replicas share."""
+    from mneme.cachetier.ray_tier import start_cache_tier
+
+    return start_cache_tier(config, own_application())
 
 
 class EngineReplica(ReplicaServer):
@@ -33,6 +43,8 @@ class EngineReplica(ReplicaServer):
             cluster.engine,
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
             tenants=tenants(cluster.http.api_keys),
+            cache=cluster.cache,
+            open_store=_open_store,
         )
         engine.start()
         super().__init__(replica_id, engine)

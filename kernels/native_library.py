@@ -139,7 +139,7 @@ def _build_in(folder: Path, name: str, command: list[str]) -> Path:
             os.utime(_checksum_path(path))
         return path
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
+    with locked(folder / "lock"):
         if not _is_whole(path):
             started = time.monotonic()
             _remove_old(folder)
@@ -179,7 +179,7 @@ def _checksum_path(path: Path) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Alone among processes; not waited for longer than a build may take."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as lock:

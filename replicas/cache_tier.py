@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +13,10 @@ import torch
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChunkStore
 from mneme.cachetier.cost_file import CostFile
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.process_store import ProcessChunkStore
-from mneme.kernels.native_library import cache_folder
+from mneme.kernels.native_library import BuildError, cache_folder, locked
 from mneme.replicas.calibration import machine_of, remembered_costs
 from mneme.replicas.chunk_cache import ChunkCache
 from mneme.replicas.chunk_mover import ChunkMover
@@ -20,6 +24,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.model_config import DecoderConfig
 from mneme.replicas.model_fingerprint import model_fingerprint
 from mneme.replicas.runner import Runner
+
+log = logging.getLogger(__name__)
 
 _CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
 
@@ -41,19 +47,34 @@ def open_cache_tier(
     open_store: OpenStore = process_store,
 ) -> ChunkCache:
     """Before there is traffic; the runner moves chunks from then on. Raises `ConfigError` or `CheckpointError`."""
-    folder = cache_folder()
+    folder = _kept_folder()
     fingerprint = model_fingerprint(
         model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
     )
-    disk_folder = None if cache.disk is None else Path(cache.disk.folder)
-    costs = remembered_costs(
-        runner,
-        engine,
-        CostFile(folder, fingerprint.digest, machine_of(runner, engine)),
-        chunk_tokens=cache.chunk_tokens,
-        disk_folder=disk_folder,
-        budget_s=_CALIBRATION_S,
-    )
+    file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
+    costs = _costs(runner, engine, cache, file)
     store = open_store(cache, fingerprint)
     runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, cache))
-    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size)
+    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size, on_close=lambda: file.write(costs))
+
+
+def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:
+    """Processes that start at once measure one after the other; the later ones read what the first has left."""
+    disk_folder = None if cache.disk is None else Path(cache.disk.folder)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, BuildError):  # then they measure beside each other
+            held.enter_context(locked(file.path.with_name("costs.lock")))
+        return remembered_costs(
+            runner, engine, file, chunk_tokens=cache.chunk_tokens, disk_folder=disk_folder, budget_s=_CALIBRATION_S
+        )
+
+
+def _kept_folder() -> Path:
+    """Where digests and costs are kept from start to start; for a user without a home they are not."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("digests and costs are not kept: %s", error)
+        return Path(os.devnull)
+    return folder

@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mneme.cachetier.cost_model import CostModel
-from mneme.cachetier.load_controller import LoadController
-
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.load_controller import LoadController
 from mneme.replicas.chunk_fetches import Fetches
 from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
 from mneme.replicas.forest import PrefixForest
@@ -44,12 +43,14 @@ class ChunkCache:
         config: CacheConfig,
         *,
         page_size: int,
+        on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.saves = ChunkSaves(store, fingerprint, page_size)
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
+        self._on_close = on_close
         controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
         self._fetches = Fetches(store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock)
         self.counts: Counter[str] = Counter()
@@ -97,6 +98,7 @@ class ChunkCache:
     def close(self) -> None:
         self._fetches.close()
         self.store.close()
+        self._on_close()
 
     def _query(self, sequence: RunningSequence, num_resident: int) -> ChainQuery:
         assert sequence.chain is not None

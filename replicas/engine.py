@@ -27,6 +27,7 @@ from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloade
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
+from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.engine_pool import make_forest
 from mneme.replicas.engine_stats import engine_stats
 from mneme.replicas.forest_moves import Moves
@@ -64,9 +65,10 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         chunks: ChunkCache | None = None,
         clock: Callable[[], float] = time.monotonic,
+        durable: DurableSessions | None = None,
     ) -> None:
-        """`chunks`: the cache tier, which the runner uses too."""
-        self._runner, self.chunks = runner, chunks
+        """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        self._runner, self.chunks, self.durable = runner, chunks, durable
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._decoding = Decoding(tokenizer, known_eos)
         self.clock = clock
@@ -87,6 +89,7 @@ class Engine:
             decode=None if tokenizer is None else self._decoding.decode,
             on_drop=partial(let_go, self.forest),
             on_delete=partial(delete_pages, self.forest),
+            journal=None if durable is None else durable.writer,
         )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
@@ -288,9 +291,9 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        self._runner.close()
-        if self.chunks is not None:
-            self.chunks.close()
+        for part in (self._runner, self.chunks, self.durable):
+            if part is not None:
+                part.close()
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""

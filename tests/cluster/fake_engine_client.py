@@ -15,6 +15,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.explanations import Explanations
 from mneme.replicas.forest import PrefixForest
+from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
 from mneme.replicas.pins import Pins
 from mneme.replicas.queries import DeleteSession, DropPin, GetSession, Query, answer
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
@@ -51,6 +52,7 @@ class FakeEngineClient:
     explanations: Explanations = field(default_factory=Explanations)
     forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
     clock: Callable[[], float] = time.monotonic
+    kv_tier: KvTier | None = None
     _running: set[_Speaker] = field(default_factory=set)
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
@@ -118,9 +120,21 @@ class FakeEngineClient:
         """Replica "b" has all sessions; "a" knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
+        if isinstance(query, KvQuery):
+            return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
         nothing = {GetSession: None, DeleteSession: False, DropPin: False}.get(type(query), [])
         return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
+
+    def _answer_kv(self, query: KvQuery, replica_id: str | None) -> dict[str, Any]:
+        """Both replicas ask the same tier; only "b" has pages."""
+
+        def ask(query: KvQuery) -> Any:
+            return engine_part(self, query)  # type: ignore[arg-type]
+
+        known = answer_kv(query, ask, self.kv_tier)
+        other = answer_kv(query, lambda _query: None, self.kv_tier)
+        return {name: each for name, each in (("a", other), ("b", known)) if replica_id in (None, name)}
 
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         self.forks[key] = replica_id

@@ -17,9 +17,9 @@ from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.disk_interface import DiskTierConfig, Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
-from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage
+from mneme.cachetier.keys import document_lineage, owner_of, prefix_lineage
 from mneme.cluster.cli import main
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_files, chunk_of, make_fingerprint
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chain_of, chunk_files, chunk_of, make_fingerprint
 
 OTHER = prefix_lineage(FINGERPRINT, "other")
 DOCUMENT = document_lineage(FINGERPRINT, "tenant", [1])
@@ -42,8 +42,8 @@ def open_tier(folder: Path) -> DiskTier:
     return DiskTier(DiskTierConfig(folder=str(folder), capacity_bytes=1 << 22), LruPolicy())
 
 
-def put(tier: DiskTier, chunks: list[Chunk], lineage: Lineage = LINEAGE) -> list[Chunk]:
-    assert {tier.put(chunk, lineage) for chunk in chunks} == {Put.WRITTEN}
+def put(tier: DiskTier, chunks: list[Chunk]) -> list[Chunk]:
+    assert {tier.put(chunk) for chunk in chunks} == {Put.WRITTEN}
     return chunks
 
 
@@ -51,8 +51,8 @@ def filled(folder: Path) -> list[Chunk]:
     """Three chunks of a prefix, one of another tenant, one of a document; nobody holds the lock."""
     tier = open_tier(folder)
     chunks = put(tier, chain_of(list(range(20))))
-    chunks += put(tier, [chunk_of([7, 8], lineage=OTHER)], OTHER)
-    chunks += put(tier, [chunk_of(list(range(CHUNK_TOKENS)), lineage=DOCUMENT)], DOCUMENT)
+    chunks += put(tier, [chunk_of([7, 8], lineage=OTHER)])
+    chunks += put(tier, [chunk_of(list(range(CHUNK_TOKENS)), lineage=DOCUMENT)])
     tier.close()
     return chunks
 

@@ -1,0 +1,86 @@
+"""KV and sessions outlive their replica and their cluster: another replica goes on, and so does the next cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.metrics import replica_of
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "mneme-tiny"
+STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 30
+NUM_OUTPUT = 16
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[ServerProcess, httpx.Client]]:
+    settings = (
+        *("--set", "engine.dtype=float32"),
+        *("--set", f"cache.disk.folder={folder}"),
+        *("--set", f"cache.disk.capacity_bytes={64 * 2**20}"),
+    )
+    process = ServerProcess([*SERVE, MODEL, "--replicas", "2", "--port", str(free_port()), *settings])
+    try:
+        with httpx.Client(base_url=process.await_ready(), timeout=120) as http:
+            yield process, http
+        process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert process.left_behind() == []
+    finally:
+        process.discard()
+
+
+def say(http: httpx.Client, text: str, session: str, **options: Any) -> dict[str, Any]:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": NUM_OUTPUT,
+        "min_tokens": NUM_OUTPUT,
+        "temperature": 0,
+        "session": {"id": session, "append": True} if options.pop("append", False) else {"id": session},
+    }
+    found: dict[str, Any] = http.post("/v1/chat/completions", json={**body, **options}).raise_for_status().json()
+    return found
+
+
+def answer(found: dict[str, Any]) -> str:
+    text: str = found["choices"][0]["message"]["content"]
+    return text
+
+
+def check_goes_on(found: dict[str, Any], num_history: int, *sources: str) -> None:
+    """At least 99% of what was said before came from these tiers."""
+    details = found["usage"]["kv_details"]
+    assert sum(details[source] for source in sources) >= 0.99 * (num_history - 1), details
+
+
+def test_sessions_outlive_their_replica_and_their_cluster(tmp_path: Path) -> None:
+    """The answers are those of a session that stayed where it was (float32)."""
+    with served(tmp_path) as (process, http):
+        first = say(http, STORY, "stays")
+        stayed = [answer(first), answer(say(http, "And then?", "stays", append=True))]
+        told = say(http, STORY, "moves", cache_salt="other")
+        assert answer(told) == stayed[0]
+        num_history = told["usage"]["total_tokens"]
+        os.kill(replica_of(http, process, "moves", "other"), signal.SIGKILL)
+        moved = say(http, "And then?", "moves", append=True, cache_salt="other")
+        assert answer(moved) == stayed[1]
+        check_goes_on(moved, num_history, "host", "disk")
+        say(http, STORY, "waits", cache_salt="third")
+    with served(tmp_path) as (_, http):
+        waited = say(http, "And then?", "waits", append=True, cache_salt="third")
+        assert answer(waited) == stayed[1]
+        check_goes_on(waited, num_history, "disk")
+        gone_on = say(http, "And then?", "moves", append=True, cache_salt="other")
+        check_goes_on(gone_on, moved["usage"]["total_tokens"], "disk")
+        assert http.get("/v1/sessions/moves", params={"cache_salt": "other"}).status_code in (200, 404)
