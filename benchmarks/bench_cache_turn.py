@@ -109,7 +109,9 @@ def main() -> None:
             pairs.append(found.row())
     result = PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns)
     print_part(result)
-    result = PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks_of(turns, pairs))
+    result = PartResult(
+        name="never slower", title="with a tier over without", rows=pairs, checks=checks_of(turns, pairs)
+    )
     print_part(result)
     line = {
         "benchmark": "cache_turn", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,

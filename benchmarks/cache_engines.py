@@ -55,7 +55,9 @@ class CachedModel(NamedTuple):
 def cache_config(folder: Path, *, host_bytes: int = HOST_BYTES, **more: Any) -> CacheConfig:
     """Of a node with its files in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return CacheConfig(host_bytes=host_bytes, disk=DiskTierConfig(folder=str(folder), capacity_bytes=DISK_BYTES), **more)
+    return CacheConfig(
+        host_bytes=host_bytes, disk=DiskTierConfig(folder=str(folder), capacity_bytes=DISK_BYTES), **more
+    )
 
 
 def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> CachedModel:
