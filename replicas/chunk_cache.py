@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mneme.cachetier.cost_model import CostModel
-from mneme.cachetier.load_controller import LoadController
-
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.load_controller import LoadController
 from mneme.replicas.chunk_fetches import Fetches
 from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
 from mneme.replicas.forest import PrefixForest
@@ -60,6 +59,8 @@ class ChunkCache:
             return
         salt, context = sequence.request.salt, sequence.context
         sequence.chain = ChunkChain(self.saves.lineage(salt))
+        if sequence.request.choice_index:  # follows the first choice, which asks
+            return
         resident = forest.resident(salt, context)
         num_resident = resident.device + resident.host
         if len(context) - num_resident < self.config.min_load_tokens:
@@ -90,6 +91,12 @@ class ChunkCache:
             found.close()
         if is_sound and runner.chunks is not None:
             runner.chunks.saver.save(self.saves.of_end(sequence))
+
+    def abandon(self, runner: Runner) -> None:
+        """A step failed: nothing that it was to load or to save counts, nor what was found for others."""
+        if runner.chunks is not None:
+            runner.chunks.abandon()
+        self._fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "read_buffer_bytes": self._fetches.room.num_used, "accuracy": self._costs.accuracy()}

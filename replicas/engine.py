@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 0.0005  # how often an engine that is blocked looks whether the cache tier has answered
+_MAX_RETRIES = 2  # of a request's steps, while the host tier fails
+_FAILED = "the engine failed; the request was not completed"
 
 
 class Engine:
@@ -160,8 +162,10 @@ class Engine:
         """Run one batch; returns what happened to each request, in order."""
         self._begin_step()
         chunks = self.scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self._moves(chunks))
-        logits = self._runner.forward(inputs)
+        try:
+            logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
+        except TransferFailed:
+            return self._compute_again()
         sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
 
@@ -191,9 +195,12 @@ class Engine:
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
         for sequence in list(self._sequence_by_id.values()):
             self._finish(sequence, "error", message)
         self.forest.forget_all()
+        self.pins.renew()
         return self.take_events()
 
     def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
@@ -225,7 +232,19 @@ class Engine:
                 self._append(sequence, outcome)
             except Exception:  # one request may fail, the batch may not
                 log.exception("commit failed request_id=%s", sequence.request.request_id)
-                self._finish(sequence, "error", "the engine failed; the request was not completed")
+                self._finish(sequence, "error", _FAILED)
+        return self.take_events()
+
+    def _compute_again(self) -> list[TokenEvent]:
+        """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
+        log.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
+        for sequence in self.scheduler.retract_all():
+            sequence.num_retries += 1
+            if sequence.num_retries > _MAX_RETRIES:  # a tier that always fails
+                self._finish(sequence, "error", _FAILED)
+        self.pins.renew()
         return self.take_events()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:

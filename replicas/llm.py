@@ -155,7 +155,7 @@ class LLM:
         key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
         self._engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
         while self._engine.has_work:
-            self._engine.step()
+            self._step()
         described = self._engine.pins.describe(key)
         error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
         if error is not None:
@@ -217,13 +217,20 @@ class LLM:
                     self._engine.submit(unsent.popleft())
                 if self._engine.is_blocked:
                     time.sleep(BLOCKED_S)
-                for event in self._engine.step():
+                for event in self._step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)
         finally:  # an error, or Ctrl-C: nothing of this call may run on
             for request_id in job_by_id:
                 self._engine.abort(request_id)
             self._engine.take_events()
+
+    def _step(self) -> list[TokenEvent]:
+        try:
+            return self._engine.step()
+        except BaseException:  # Ctrl-C too: what the step was to compute is not there
+            self._engine.fail_all("the step was not completed")
+            raise
 
 
 class _Job:
