@@ -27,6 +27,8 @@ class CacheConfig:
     read_buffer_bytes: int = 256 << 20  # likewise, of chunks on their way in
     min_load_tokens: int = 64  # fewer are computed without a question
     directory_shards: int = 1
+    session_log_bytes: int = 1 << 30  # of token logs beside `disk`'s chunks; nothing is written without it
+    session_log_sync: bool = False  # wait for the disk at each record: a log survives its machine's fall too
 
     def __post_init__(self) -> None:
         is_multiple = self.chunk_tokens % 64 == 0 and 64 <= self.chunk_tokens <= MAX_CHUNK_TOKENS
@@ -43,4 +45,5 @@ class CacheConfig:
         check_range("cache.write_buffer_bytes", self.write_buffer_bytes, 0, 2**48)
         check_range("cache.read_buffer_bytes", self.read_buffer_bytes, 0, 2**48)
         check_range("cache.min_load_tokens", self.min_load_tokens, 1, 2**31)
+        check_range("cache.session_log_bytes", self.session_log_bytes, 0, 2**60)
         check_range("cache.directory_shards", self.directory_shards, 1, 256)

@@ -132,8 +132,9 @@ class ChunkIndex(Generic[E]):
         """Many at once, oldest use first, of keys that are not there: what has descendants is never ranked."""
         for entry in entries:
             self._insert(entry)
-        for entry in self._entries.values():
-            self._offer(entry)
+        for key, entry in self._entries.items():
+            if key not in self._children:
+                self._offer(entry)
 
     def use(self, entry: E, now_s: float) -> None:
         entry.last_used_s = now_s
@@ -217,11 +218,11 @@ class ChunkIndex(Generic[E]):
         return Candidate(entry.key, entry.num_blocks, entry.last_used_s, entry.num_uses, entry.has_returned)
 
     def _insert(self, entry: E) -> None:
-        key, owner = entry.key, entry.owner
+        key, owner, num_blocks = entry.key, entry.owner, entry.num_blocks
         assert key not in self._entries
         self._entries[key] = entry
-        self.num_blocks += entry.num_blocks
-        self.blocks_by_owner[owner] += entry.num_blocks
+        self.num_blocks += num_blocks
+        self.blocks_by_owner[owner] += num_blocks
         if self._keys_by_owner is not None:
             self._keys_by_owner.setdefault(owner, {})[key] = None
         self._adopt(entry.parent, key)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from mneme.cachetier.chunk_store import Edge
 from mneme.cachetier.linear_cost import LearnedCost, Point, Terms, fit
@@ -61,13 +61,6 @@ class Calibration:
                 raise ConfigError(f"{name}: must be seconds from 0 to {_LARGEST:g} (got {shown(terms)})")
         if self.step_rows < 1 or self.kv_bytes_per_token < 1:
             raise ConfigError(f"step_rows, kv_bytes_per_token: must be positive (got {shown(self)})")
-
-
-class Rows(NamedTuple):
-    """Rows of one sequence in a step, behind so many tokens of it."""
-
-    num_rows: int
-    context: int
 
 
 class _Accuracy:
@@ -153,6 +146,11 @@ class CostModel:
         """False for a minute after a load over the edge was given up, or until one has come."""
         with self._lock:
             return self._costs[edge].is_trusted
+
+    def is_measured(self, edge: CostEdge) -> bool:
+        """False if what the edge takes is a guess."""
+        with self._lock:
+            return self._costs[edge].is_measured
 
     def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step has computed these (rows, context) of each sequence in so many seconds, the device's work included.
@@ -283,14 +281,14 @@ def prefetch_window(capacity_bytes: int, session_bytes: float) -> int:
 
 def _parts(sequences: Sequence[tuple[int, int]]) -> dict[str, Terms]:
     """Terms of what is computed, by kind."""
-    prefill = [Rows(*each) for each in sequences if each[0] > 1]
-    decode = [Rows(*each) for each in sequences if each[0] == 1]
+    prefill = [each for each in sequences if each[0] > 1]
+    contexts = [context for num_rows, context in sequences if num_rows == 1]
     parts: dict[str, Terms] = {}
     if prefill:
-        num_rows = sum(each.num_rows for each in prefill)
-        parts["prefill"] = (1, num_rows, sum(each.num_rows * (each.context + each.num_rows / 2) for each in prefill))
-    if decode:
-        parts["decode"] = (0 if prefill else 1, len(decode), sum(each.context + 1 for each in decode))
+        num_rows = sum(rows for rows, _ in prefill)
+        parts["prefill"] = (1, num_rows, sum(rows * (context + rows / 2) for rows, context in prefill))
+    if contexts:
+        parts["decode"] = (0 if prefill else 1, len(contexts), sum(contexts) + len(contexts))
     return parts
 
 

@@ -5,11 +5,12 @@ The lock is never held during a call to the file system.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from mneme.cachetier.chunk import ChunkHeader, Wanted
 from mneme.cachetier.chunk_file import ChunkReader, open_chunk
@@ -28,6 +29,18 @@ OnDiskChange = Callable[[DiskEntry, bool], None]  # a chunk that is there now (T
 
 _HARMLESS = (Miss.BUSY, Miss.OTHER_TOKENS)  # say nothing against the file
 _TOUCH_AGAIN_S = 60.0  # the time of a file is set no more often; it orders chunks after a restart
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A million objects that stay: looking at all of them again and again for garbage would take most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DiskContents:
@@ -131,6 +144,11 @@ class DiskContents:
 
     def rebuild(self, wall_s: float) -> None:
         """The index from names. Ages count from the newest file: no halt and no jump of a clock makes all old."""
+        with _no_collections():
+            self._rebuild(wall_s)
+        self.sweep()
+
+    def _rebuild(self, wall_s: float) -> None:
         found = sorted(self.folder.scan(self.counters))
         newest_s = min(wall_s, found[-1][0]) if found else wall_s
         now_s = self.clock()
@@ -142,7 +160,6 @@ class DiskContents:
                 entries[name.key] = DiskEntry(name, now_s - max(0.0, newest_s - time_s))
         self.room.index.fill(entries.values())
         self.room.evict()
-        self.sweep()
 
     def _changed(self, entry: DiskEntry, is_added: bool) -> None:
         if not is_added:

@@ -1,4 +1,4 @@
-"""Every call of the disk tier to the file system, in one object: tests make the k-th of them fail."""
+"""Every call of the disk tier and of session logs to the file system: tests make the k-th of them fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
+_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -20,6 +21,10 @@ class FileOperations:
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, _READ_FLAGS)
+
+    def open_to_write(self, path: str) -> int:
+        """A file that is there, as it is."""
+        return os.open(path, _WRITE_FLAGS)
 
     def create(self, path: str) -> int:
         """A new file, for the owner alone; it must not be there."""
@@ -37,6 +42,10 @@ class FileOperations:
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers), offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's bytes are on the disk."""
+        os.fdatasync(fd)
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)

@@ -123,7 +123,7 @@ class LearnedCost:
         That is a guess, which the next measurement replaces.
         """
         self._move(math.log(min(max(ratio, _MISS_RATIO), _MAX_SCALE)))
-        self._is_guess, self._missed_s = True, self._clock()
+        self._is_guess, self._missed_s, self._left = True, self._clock(), 0.0
 
     def _move(self, step: float) -> None:
         bound = math.log(_MAX_SCALE)

@@ -25,8 +25,8 @@ as well, and noise of 0.05 C is all that is borne.
 
 Either way a miss tells the cost model, and nothing more is staked on that edge for a minute, or until it has been
 tried with success: on one chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that
-has become too slow for a plan is tried so too, if at its calibrated rate that chunk would come in time; where a head is
-loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
+has become too slow for a plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come
+in time; where a head is loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,7 +96,7 @@ class LoadController:
         self._num_layers = num_layers
         self._lock = threading.Lock()
         self._tried_s: dict[Edge, float] = {}
-        self.num_probes = 0
+        self.num_plans: Counter[str] = Counter()  # "load" (all), "split", "compute" (all), "probe"
 
     def plan(self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable]) -> LoadPlan:
         """Of the chunks behind `num_resident` tokens, in order and without a gap: how many to load.
@@ -103,18 +104,12 @@ class LoadController:
         `num_tokens`: of the prompt; its last is always computed.
         """
         choices = list(self._choices(num_resident, num_tokens, chunks))
-        trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
-        num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
-        best = choices[0]
-        for choice in choices[: num_trusted + 1]:
-            if choice.ttft_s < best.ttft_s * (1 - _TIE):
-                best = choice
         recompute_s = choices[0].ttft_s
-        if best.ttft_s > recompute_s * (1 - _LEAST_GAIN):
-            best = choices[0]
+        best = self._best(choices, chunks)
         is_probe = best.num_chunks < len(chunks) and self._probes(best, choices, chunks)
         if is_probe:
             best = choices[best.num_chunks + 1]
+        self._count(best.num_chunks, len(chunks), is_probe)
         self._note_tried(chunks[: best.num_chunks])
         slack_s = TOLERANCE * recompute_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
@@ -132,6 +127,16 @@ class LoadController:
     def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
         """How long a question to the tier may take: 5 ms, or a twentieth of what computing takes."""
         return max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+
+    def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> _Choice:
+        """Of the heads over edges that are trusted."""
+        trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
+        num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
+        best = choices[0]
+        for choice in choices[: num_trusted + 1]:
+            if choice.ttft_s < best.ttft_s * (1 - _TIE):
+                best = choice
+        return best if best.ttft_s <= choices[0].ttft_s * (1 - _LEAST_GAIN) else choices[0]
 
     def _choices(self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable]) -> Iterable[_Choice]:
         """Item k: the first k chunks are loaded."""
@@ -163,7 +168,8 @@ class LoadController:
         slack_s = TOLERANCE * choices[0].ttft_s
         chunk, more = chunks[best.num_chunks], choices[best.num_chunks + 1]
         is_trusted = self._costs.is_trusted(chunk.edge)
-        if is_trusted and self._costs.edge_scale(chunk.edge) < _SLOWER:
+        is_known = is_trusted and self._costs.is_measured(chunk.edge)
+        if is_known and self._costs.edge_scale(chunk.edge) < _SLOWER:
             return False  # as fast as ever: it would not help
         if best.num_chunks:  # given up, it would take the rest of the load with it
             is_cheap = is_trusted and more.ttft_s <= min(best.ttft_s + slack_s, choices[0].ttft_s)
@@ -171,8 +177,12 @@ class LoadController:
             is_cheap = self._costs.calibrated_edge_s(chunk.edge, chunk.num_bytes) <= slack_s
         with self._lock:
             is_due = self._clock() - self._tried_s.get(chunk.edge, -math.inf) >= _PROBE_AFTER_S
-            self.num_probes += is_cheap and is_due
         return is_cheap and is_due
+
+    def _count(self, num_loaded: int, num_chunks: int, is_probe: bool) -> None:
+        kind = "compute" if not num_loaded else "load" if num_loaded == num_chunks else "split"
+        with self._lock:
+            self.num_plans["probe" if is_probe else kind] += 1
 
     def _note_tried(self, chunks: Sequence[Loadable]) -> None:
         now_s = self._clock()

@@ -18,7 +18,7 @@ from mneme.cluster.kv_protocol import DropRequest, LookupRequest, PinRequest, Un
 from mneme.cluster.kv_selection import Selection, encoded_text, one_given, select_sequence, served_model
 from mneme.cluster.protocol import validate
 from mneme.cluster.tenancy import kv_salt
-from mneme.errors import ContextLengthExceeded, PinNotFound, ReplicaUnavailable
+from mneme.errors import PinNotFound, ReplicaUnavailable
 from mneme.replicas.kv_queries import (
     DropKv,
     DropTenantKv,
@@ -39,7 +39,7 @@ _MAX_LISTED_CHUNKS = 10_000
 async def lookup(api: ApiState, request: Request) -> JSONResponse:
     """How much of a prompt is kept, and where; changes nothing."""
     body = validate(LookupRequest, await api.parsed(request))
-    chosen = _checked(api, await select_sequence(api, request, body, seen=True), body.model)
+    chosen = await select_sequence(api, request, body, seen=True)
     engines, tier = await _ask_all(api, LookUpKv(chosen.salt, chosen.token_ids, in_tier=False))
     replicas = [{"replica": replica_id, **found} for replica_id, found in sorted(engines.items())]
     if tier is not None:
@@ -52,7 +52,7 @@ async def lookup(api: ApiState, request: Request) -> JSONResponse:
 async def pin(api: ApiState, request: Request) -> JSONResponse:
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
     body = validate(PinRequest, await api.parsed(request))
-    chosen = _checked(api, await select_sequence(api, request, body, seen=True), body.model)
+    chosen = await select_sequence(api, request, body, seen=True)
     pin_id = body.pin_id or _pin_id(chosen)
     pinned = await ask_tier(api, PinKv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
     return JSONResponse(tier_pin_object(pinned))
@@ -99,8 +99,6 @@ async def drop(api: ApiState, request: Request) -> JSONResponse:
     else:
         others = ("document", "tenant")
         chosen = await select_sequence(api, request, body, seen=False, others=others)
-        if chosen.session is None:
-            _checked(api, chosen, body.model)
         query = DropKv(chosen.salt, chosen.token_ids, in_tier=False, session=chosen.session)
     engines, tier = await _ask_all(api, query)
     replicas = [{"replica": replica_id, **gone} for replica_id, gone in sorted(engines.items()) if gone is not None]
@@ -144,14 +142,6 @@ async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> 
     bos = api.tokenizer.bos_token_id
     sink_ids = () if bos is None else (bos,)
     return DropKv(kv_salt(request.state.tenant, body.cache_salt), ids, in_tier=False, sink_ids=sink_ids)
-
-
-def _checked(api: ApiState, chosen: Selection, model: str | None) -> Selection:
-    """Raises `ContextLengthExceeded` for what no completion could have computed."""
-    limit = served_model(api, model).max_context
-    if chosen.session is None and len(chosen.token_ids) > limit:
-        raise ContextLengthExceeded(chosen.field, f"{len(chosen.token_ids)} tokens", f"may have {limit} tokens")
-    return chosen
 
 
 def _pin_id(chosen: Selection) -> str:

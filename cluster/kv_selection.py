@@ -12,7 +12,7 @@ from mneme.cluster.protocol import template_variables
 from mneme.cluster.request_values import check_prompt
 from mneme.cluster.session_homes import newest
 from mneme.cluster.tenancy import kv_salt, session_key
-from mneme.errors import InvalidRequest, SessionNotFound
+from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.kv_queries import GetTokens
 from mneme.replicas.queries import GetSession
 from mneme.replicas.sessions import SessionKey
@@ -68,7 +68,7 @@ async def encoded_text(api: ApiState, field: str, given: Any, model: ServedModel
         prompt = await api.off_loop(len(given), lambda: api.encode(field, given, model, add_special_tokens=special))
     else:
         prompt = await api.off_loop(len(given), lambda: api.take_ids(field, given, model))
-    return prompt.token_ids
+    return _bounded(field, prompt.token_ids, model)
 
 
 def served_model(api: ApiState, name: str | None) -> ServedModel:
@@ -82,7 +82,14 @@ async def _prompt(api: ApiState, request: Request, body: PromptSelector, field: 
         ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
         if not ids:
             raise InvalidRequest(field, "nothing", "the chat template writes nothing for them alone")
-        return Selection(field, salt, ids)
+        return Selection(field, salt, _bounded(field, ids, model))
     if field != "prompt" and not isinstance(given, list):
         raise InvalidRequest(field, given, "must be a list of token ids")
     return Selection(field, salt, await encoded_text(api, field, given, model, special=body.add_special_tokens))
+
+
+def _bounded(field: str, ids: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
+    """Raises `ContextLengthExceeded` for what no completion could have computed."""
+    if len(ids) >= model.max_context:
+        raise ContextLengthExceeded(field, f"{len(ids)} tokens", f"may have {model.max_context - 1} tokens")
+    return ids

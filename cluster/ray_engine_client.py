@@ -20,8 +20,8 @@ from mneme.cluster.placement import PlacedChoice, Placement, failures
 from mneme.cluster.replica_calls import ReplicaCalls
 from mneme.cluster.replica_link import LinkLost, ReplicaLink
 from mneme.cluster.session_homes import SessionHomes, newest
-from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, SessionNotFound
-from mneme.replicas.queries import DeleteSession, GetSession, Query
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
+from mneme.replicas.queries import GetSession, LeaveSession, Query
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -157,6 +157,8 @@ class RayEngineClient:
                 return await self._submit(choices, reservation)
             except LinkLost as lost:
                 refusal = ReplicaUnavailable(str(lost))
+            except ReplicaUnavailable as unavailable:  # it stops, or cannot read the session's log
+                refusal = unavailable
             except Overloaded as overloaded:
                 refusal, request = _sooner(overloaded, refusal), choices[0].request
                 if not is_resumed and self._chooser.is_answering(request.session_id, salt=request.salt):
@@ -174,16 +176,17 @@ class RayEngineClient:
         )
 
     async def _barred(self, request: GenerationRequest) -> set[str]:
-        """Replicas where a request must not run: what is appended runs where its session is."""
+        """Replicas where a request must not run: what is appended runs where its session is.
+
+        One that no replica knows may have a durable log: whichever replica gets the turn looks there.
+        """
         if request.session_id is None:
             return set()
         key = (request.salt, request.session_id)
         home = self._homes.fork_home(key)
         if request.append:
             found = newest(await self.query(GetSession(key)))
-            if found is None:
-                raise SessionNotFound("session_id", request.session_id.partition(":")[2])
-            home, _ = found
+            home = None if found is None else found[0]
         return self._links.keys() - {home} if home in self._links else set()
 
     def _settle(self, request: GenerationRequest, replica_id: str) -> None:
@@ -193,13 +196,13 @@ class RayEngineClient:
         key = (request.salt, request.session_id)
         left = self._homes.move(key, replica_id)
         if left in self._links:
-            task = asyncio.get_running_loop().create_task(self._forget(DeleteSession(key), left))
+            task = asyncio.get_running_loop().create_task(self._leave(LeaveSession(key), left))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _forget(self, deletion: DeleteSession, replica_id: str) -> None:
+    async def _leave(self, query: LeaveSession, replica_id: str) -> None:
         with contextlib.suppress(MnemeError):  # it expires by itself
-            await self.query(deletion, replica_id=replica_id)
+            await self.query(query, replica_id=replica_id)
 
     async def _query_one(self, replica_id: str, query: Query) -> Any:
         try:

@@ -35,9 +35,12 @@ class SessionHomes:
 
 
 def newest(answers: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Of all replicas' answers to `GetSession` the one that was used last, with its replica; None: nobody knows it."""
+    """Of all replicas' answers to `GetSession` the newest, with its replica; None: nobody knows it.
+
+    Where there are durable logs, their versions tell; else the session is where it was used last.
+    """
     known = [(replica_id, answer) for replica_id, answer in answers.items() if answer is not None]
-    return min(known, key=lambda entry: entry[1]["idle_s"], default=None)
+    return max(known, key=lambda entry: (entry[1]["version"], -entry[1]["idle_s"]), default=None)
 
 
 def _put(homes: OrderedDict[SessionKey, str], key: SessionKey, replica_id: str) -> None:

@@ -47,7 +47,7 @@ async def fork_session(api: ApiState, request: Request) -> JSONResponse:
         raise InvalidRequest("session_id", body.session_id, "must not be empty")
     new_key = (key[0], new_id)
     replica_id, _ = await _find(api, key)
-    if newest(await api.client.query(GetSession(new_key))) is not None:
+    if await _look_up(api, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
     forked = (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
     if forked is None:  # made, and dropped at once
@@ -71,14 +71,25 @@ async def explain(api: ApiState, request: Request) -> JSONResponse:
 
 
 async def _find(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]]:
-    found = newest(await api.client.query(GetSession(key)))
+    found = await _look_up(api, key)
     if found is None:
         raise SessionNotFound("session_id", _name(key))
     return found
 
 
+async def _look_up(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]] | None:
+    """Where no replica knows it, one that is asked to takes it from its durable log."""
+    answers = await api.client.query(GetSession(key))
+    found = newest(answers)
+    if found is None and answers:
+        replica_id = next(iter(answers))
+        found = newest(await api.client.query(GetSession(key, restores=True), replica_id=replica_id))
+    return found
+
+
 def _session_object(name: str, replica_id: str, known: dict[str, Any]) -> dict[str, Any]:
-    return {"id": name, "object": "session", "replica": replica_id, **known}
+    shown = {field: value for field, value in known.items() if field != "version"}
+    return {"id": name, "object": "session", "replica": replica_id, **shown}
 
 
 def _key(request: Request) -> SessionKey:

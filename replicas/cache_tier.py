@@ -46,14 +46,15 @@ def open_cache_tier(
         model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
     )
     disk_folder = None if cache.disk is None else Path(cache.disk.folder)
+    file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
     costs = remembered_costs(
         runner,
         engine,
-        CostFile(folder, fingerprint.digest, machine_of(runner, engine)),
+        file,
         chunk_tokens=cache.chunk_tokens,
         disk_folder=disk_folder,
         budget_s=_CALIBRATION_S,
     )
     store = open_store(cache, fingerprint)
     runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, cache))
-    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size)
+    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size, on_close=lambda: file.write(costs))

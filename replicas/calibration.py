@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _PIECES = (32, 96, 384, 2048, 2048, 64)  # rows, one after the other
 _FEWEST_ROWS = 16  # of a piece behind the first, where it is shortened
 _BATCH, _BATCH_CONTEXT = 8, 48  # sequences that decode together, tokens of each
-_NUM_DECODES = 4  # of each batch; the first makes its plan and does not count
+_NUM_DECODES = 4  # of each batch, at most
 _NUM_PASSES = 4  # at most; no pass is begun that would take longer than is left
 _PIECE_SHARE = 1 / 12  # of the time
 _FAR = 3.0  # times what was measured, or a part of it
@@ -110,16 +110,15 @@ def calibrate(
 def _measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
     """The same pieces in every pass, of each the fastest: whatever else the machine does only makes them slower."""
     started_s = clock()
-    pieces: list[int] | None = None
+    plan: _Plan | None = None
     fastest: dict[tuple[tuple[int, int], ...], float] = {}
     longest_s = 0.0  # of a pass
     for number in range(_NUM_PASSES):
         pass_started_s = clock()
         if number and pass_started_s + longest_s > started_s + budget_s:
             break
-        bench = _Bench(runner, config, clock, random.Random(number))
-        pieces = bench.prefill(pieces, budget_s * _PIECE_SHARE)
-        bench.decode_short()
+        bench = _Bench(runner, config, clock, random.Random(number), budget_s * _PIECE_SHARE)
+        plan = bench.run(plan)
         longest_s = max(longest_s, clock() - pass_started_s)
         for sequences, seconds in bench.steps:
             shape = tuple(sequences)
@@ -127,12 +126,23 @@ def _measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock
     return [([*shape], seconds) for shape, seconds in fastest.items()]
 
 
+class _Plan(NamedTuple):
+    """What one pass has measured, and others repeat."""
+
+    pieces: list[int]  # rows of each piece of a prompt
+    context_by_batch: dict[int, int]  # tokens of each prompt that is decoded behind, by how many there are
+
+
 class _Bench:
     """One pass over a forest of its own."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, clock: Callable[[], float], draw: random.Random) -> None:
+    def __init__(
+        self, runner: Runner, config: EngineConfig, clock: Callable[[], float], draw: random.Random, piece_s: float
+    ) -> None:
+        """`piece_s`: what a piece, or the prompts of a batch, may take."""
         self.steps: list[Step] = []
-        self._runner, self._clock, self._draw = runner, clock, draw
+        self._runner, self._clock, self._draw, self._piece_s = runner, clock, draw, piece_s
+        self._row_s = 0.0  # of the last piece
         self._forest = make_forest(runner, replace(config, copy_out_below=0.0, prefix_sharing=True), clock)
         self._scheduler = Scheduler(
             self._forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
@@ -141,39 +151,55 @@ class _Bench:
         self._num_room = num_room - _NUM_DECODES - 1
         self._max_rows, self._max_batch = config.max_batch_tokens, min(_BATCH, config.max_running)
 
-    def prefill(self, pieces: list[int] | None, piece_s: float) -> list[int]:
-        """Pieces of one prompt, then what is decoded behind all of it. None: as large as may be, but for what takes
-        longer than `piece_s`."""
+    def run(self, plan: _Plan | None) -> _Plan:
+        """Do as was done before, or, the first time, as much as fits."""
+        pieces = self._prefill(None if plan is None else plan.pieces)
+        contexts = self._contexts() if plan is None else plan.context_by_batch
+        for batch, context in contexts.items():
+            self._forest.clear()
+            self._decode([self._drawn(context) for _ in range(batch)])
+        return _Plan(pieces, contexts)
+
+    def _prefill(self, pieces: list[int] | None) -> list[int]:
+        """Pieces of one prompt, then what is decoded behind all of it; returns the rows of each."""
         ids, done = list[int](), list[int]()
-        row_s = 0.0
         for wanted in pieces or _PIECES:
-            affordable = wanted if pieces or not row_s else int(piece_s / row_s)
-            num_rows = min(wanted, self._max_rows, self._num_room - len(ids), affordable)
+            affordable = wanted if pieces or not done else self._affordable()
+            num_rows = max(min(wanted, self._max_rows, self._num_room - len(ids), affordable), 1)
             if done and num_rows < min(_FEWEST_ROWS, wanted):
                 continue
-            ids += self._drawn(max(num_rows, 1))
+            ids += self._drawn(num_rows)
             sequence = self._begin(ids)
             self.steps.append(self._step())
             self._scheduler.remove(sequence)
-            row_s = self.steps[-1][1] / num_rows
+            self._row_s = self.steps[-1][1] / num_rows
             done.append(num_rows)
         self._decode([ids])
         return done
 
-    def decode_short(self) -> None:
-        """A batch behind short prompts, and one sequence alone."""
-        for batch in sorted({self._max_batch, 1}):
-            self._forest.clear()
-            context = min(_BATCH_CONTEXT, self._max_rows, self._num_room // batch - self._runner.page_size)
+    def _contexts(self) -> dict[int, int]:
+        """A batch behind short prompts, if there is time for them, and one sequence alone."""
+        found = {}
+        for batch in {self._max_batch, 1}:
+            room = min(self._affordable() // batch, self._num_room // batch - self._runner.page_size)
+            context = min(_BATCH_CONTEXT, self._max_rows, room)
             if context > 0:
-                self._decode([self._drawn(context) for _ in range(batch)])
+                found[batch] = context
+        return found
+
+    def _affordable(self) -> int:
+        """Rows that take no longer than a piece may."""
+        return int(self._piece_s / max(self._row_s, 1e-9))
 
     def _decode(self, prompts: list[list[int]]) -> None:
+        """A few steps, fewer if they are slow; the first makes the plan of the others."""
         sequences = [self._begin(ids) for ids in prompts]
         while any(sequence.num_output == 0 for sequence in sequences):
             self._step()
-        measured = [self._step() for _ in range(_NUM_DECODES)]
-        self.steps.append(min(measured[1:], key=lambda step: step[1]))
+        measured = [self._step(), self._step()]
+        while len(measured) < _NUM_DECODES and sum(seconds for _, seconds in measured) < self._piece_s:
+            measured.append(self._step())
+        self.steps.append((measured[0][0], min(seconds for _, seconds in measured[1:])))
         for sequence in sequences:
             self._scheduler.remove(sequence)
 

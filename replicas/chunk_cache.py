@@ -43,12 +43,14 @@ class ChunkCache:
         config: CacheConfig,
         *,
         page_size: int,
+        on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.saves = ChunkSaves(store, fingerprint, page_size)
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
+        self._on_close = on_close
         controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
         self._fetches = Fetches(store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock)
         self.counts: Counter[str] = Counter()
@@ -104,6 +106,7 @@ class ChunkCache:
     def close(self) -> None:
         self._fetches.close()
         self.store.close()
+        self._on_close()
 
     def _query(self, sequence: RunningSequence, num_resident: int) -> ChainQuery:
         assert sequence.chain is not None

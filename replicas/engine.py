@@ -20,13 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
+from mneme.replicas.durable_sessions import DurableSessions
+from mneme.replicas.engine_parts import make_scheduler, make_sessions
 from mneme.replicas.engine_pool import make_forest
 from mneme.replicas.engine_stats import engine_stats
 from mneme.replicas.forest_moves import Moves
@@ -36,10 +37,9 @@ from mneme.replicas.queue_limits import QueueLimits
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
-from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.session_pages import abandon_roots, delete_pages, let_go, share_pages
-from mneme.replicas.sessions import SessionKey, Sessions
+from mneme.replicas.session_pages import abandon_roots, share_pages
+from mneme.replicas.sessions import SessionKey
 from mneme.replicas.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 0.0005  # how often an engine that is blocked looks whether the cache tier has answered
-_MAX_RETRIES = 2  # of a request's steps, while the host tier fails
 _FAILED = "the engine failed; the request was not completed"
 
 
@@ -66,30 +65,16 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         chunks: ChunkCache | None = None,
         clock: Callable[[], float] = time.monotonic,
+        durable: DurableSessions | None = None,
     ) -> None:
-        """`chunks`: the cache tier, which the runner uses too."""
-        self._runner, self.chunks = runner, chunks
+        """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        self._runner, self.chunks, self.durable = runner, chunks, durable
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self._decoding = Decoding(tokenizer, known_eos)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
-        self.scheduler = Scheduler(
-            self.forest,
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            attention_mass=getattr(runner, "attention_mass", None),
-        )
-        self.sessions = Sessions(
-            self._decoding.encode,
-            clock,
-            ttl_s=config.session_ttl_s,
-            max_sessions=config.max_sessions,
-            max_tokens=config.max_session_tokens,
-            end_token_ids=known_eos,
-            decode=None if tokenizer is None else self._decoding.decode,
-            on_drop=partial(let_go, self.forest),
-            on_delete=partial(delete_pages, self.forest),
-        )
+        self.scheduler = make_scheduler(runner, config, self.forest)
+        self.sessions = make_sessions(config, self._decoding, self.forest, clock, durable and durable.writer)
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -241,9 +226,7 @@ class Engine:
         if self.chunks is not None:
             self.chunks.abandon(self._runner)
         for sequence in self.scheduler.retract_all():
-            sequence.num_retries += 1
-            if sequence.num_retries > _MAX_RETRIES:  # a tier that always fails
-                self._finish(sequence, "error", _FAILED)
+            self._finish(sequence, "error", _FAILED)
         self.pins.renew()
         return self.take_events()
 
@@ -307,9 +290,9 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        self._runner.close()
-        if self.chunks is not None:
-            self.chunks.close()
+        for part in (self._runner, self.chunks, self.durable):
+            if part is not None:
+                part.close()
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""

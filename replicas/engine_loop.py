@@ -13,15 +13,18 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.durable_sessions import Recalled, take_over
 from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
-from mneme.replicas.queries import Query, answer
-from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
+from mneme.replicas.queries import EngineQuery, Query, answer, sessions_to_restore, was_there
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sessions import SessionKey, session_key
+from mneme.replicas.token_stream import Deliver, Subscriber, WithheldEvents
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,6 @@ _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are 
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
 
 T = TypeVar("T")
-Deliver = Callable[[StepMessage], None]
 
 
 class EngineLoop:
@@ -43,8 +45,11 @@ class EngineLoop:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
-        self._subscribers: dict[str, _Subscriber] = {}
+        self._subscribers: dict[str, Subscriber] = {}
         self._subscriber_by_request: dict[str, str] = {}
+        self._of_sessions: set[str] = set()  # requests
+        after = None if engine.durable is None else engine.durable.writer.after
+        self._withheld = WithheldEvents(self._send, after)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_s = 0.0  # duration of the last step
         self._stats: dict[str, Any] = {}
@@ -65,8 +70,9 @@ class EngineLoop:
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
         """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
+        recalled = self._recall(session_key(request) for request in requests)
         try:
-            return self._ask(lambda: [self._submit(request) for request in requests])
+            return self._ask(lambda: self._submit_all(requests, recalled))
         except ReplicaUnavailable as error:
             return [error for _ in requests]
 
@@ -84,7 +90,9 @@ class EngineLoop:
         What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
         """
         if not isinstance(query, KvQuery):
-            return self._ask(lambda: self._answered(query, lambda: answer(self.engine, query)))
+            recalled = self._recall(sessions_to_restore(query))
+            found = self._ask(lambda: self._answered(query, lambda: self._answer(query, recalled)))
+            return self._answered(query, lambda: was_there(query, found, self.engine.durable))
 
         def ask_engine(query: KvQuery) -> Any:
             return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
@@ -93,7 +101,7 @@ class EngineLoop:
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
-        self._post(lambda: self._subscribers.update({subscriber: _Subscriber(deliver)}))
+        self._post(lambda: self._subscribers.update({subscriber: Subscriber(deliver)}))
 
     def unsubscribe(self, subscriber: str) -> None:
         """Forget the subscriber; its requests are aborted, as nobody would hear of them."""
@@ -135,10 +143,12 @@ class EngineLoop:
         while self._run_inbox():
             if self._can_step:
                 self._deliver(self._step())
+            self._withheld.release()
             self._stats = self._gather_stats()
         self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
-        self.engine.close()
+        self.engine.close()  # all logs are written then
+        self._withheld.release(everything=True)
 
     @property
     def _can_step(self) -> bool:
@@ -148,7 +158,7 @@ class EngineLoop:
     def _pause_s(self) -> float:
         if self.engine.is_blocked:
             return BLOCKED_S
-        return _COPYING_S if self.engine.wants_copies else _IDLE_S
+        return _COPYING_S if self.engine.wants_copies or self._withheld else _IDLE_S
 
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""
@@ -156,6 +166,7 @@ class EngineLoop:
             while not (self._inbox or self._stopping or self._can_step):
                 if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
+                    self._withheld.release()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
         self.engine.pins.expire()
@@ -176,9 +187,20 @@ class EngineLoop:
         finally:
             self._step_s = time.perf_counter() - started_s
 
-    def _submit(self, request: GenerationRequest) -> MnemeError | None:
+    def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
+        """What is written of these sessions and not known to the engine, which goes on with its steps meanwhile."""
+        durable, sessions = self.engine.durable, [key for key in keys if key is not None]
+        return [] if durable is None or not sessions else durable.recall(sessions, self.engine.sessions.version_of)
+
+    def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
+        unread = take_over(self.engine.sessions, recalled)
+        return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
+
+    def _submit(self, request: GenerationRequest, *, is_unread: bool) -> MnemeError | None:
         if request.subscriber not in self._subscribers:
             return ReplicaUnavailable("the token stream of this request is closed")
+        if request.append and is_unread:
+            return ReplicaUnavailable("the session's log cannot be read now")
         try:
             self.engine.submit(request)
         except MnemeError as error:
@@ -187,7 +209,14 @@ class EngineLoop:
             log.exception("submit failed request_id=%s", request.request_id)
             return MnemeError("the engine could not take the request")
         self._subscriber_by_request[request.request_id] = request.subscriber
+        if request.session_id is not None:
+            self._of_sessions.add(request.request_id)
         return None
+
+    def _answer(self, query: EngineQuery, recalled: list[Recalled]) -> Any:
+        if take_over(self.engine.sessions, recalled):
+            raise ReplicaUnavailable("the session's log cannot be read now")
+        return answer(self.engine, query)
 
     def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
         try:
@@ -199,14 +228,23 @@ class EngineLoop:
             return MnemeError("the engine could not answer")
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        events_by_subscriber: dict[str, list[TokenEvent]] = defaultdict(list)
+        """Send what happened; that a session's turn has ended, once its log has it."""
+        batches: dict[str, list[TokenEvent]] = defaultdict(list)
+        ends: dict[str, list[TokenEvent]] = defaultdict(list)
         for event in events:
             name = self._subscriber_by_request.get(event.request_id)
+            of_session = event.request_id in self._of_sessions
             if event.finish_reason is not None:
                 self._subscriber_by_request.pop(event.request_id, None)
+                self._of_sessions.discard(event.request_id)
             if name is not None:
-                events_by_subscriber[name].append(event)
-        for name, batch in events_by_subscriber.items():
+                (ends if event.finish_reason is not None and of_session else batches)[name].append(event)
+        self._send(batches)
+        if ends:
+            self._withheld.send(ends)
+
+    def _send(self, batches: Mapping[str, list[TokenEvent]]) -> None:
+        for name, batch in batches.items():
             subscriber = self._subscribers.get(name)
             if subscriber is not None:
                 subscriber.send(self.epoch, tuple(batch))
@@ -221,22 +259,6 @@ class EngineLoop:
 
     def _gather_stats(self) -> dict[str, Any]:
         return {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}
-
-
-class _Subscriber:
-    """Counts the messages of one token stream."""
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self._seq = 0
-
-    def send(self, epoch: str, events: tuple[TokenEvent, ...]) -> None:
-        message = StepMessage(epoch, self._seq, events)
-        self._seq += 1
-        try:
-            self._deliver(message)
-        except Exception:  # a subscriber's fault must not reach the engine or the others
-            log.exception("a token stream could not take its message seq=%s", message.seq)
 
 
 def _rss_bytes() -> int:

@@ -33,6 +33,7 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
         "in_flight": engine.in_flight,
         "steps": engine.num_steps,
         "sessions": len(engine.sessions),
+        "session_logs": None if engine.durable is None else engine.durable.stats(),
         "shared_segments": runner.num_shared_segments,
         "capacity_tokens": engine.capacity,
     }

@@ -7,56 +7,27 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.engine import BLOCKED_S
+from mneme.replicas.llm_output import Job, RequestOutput
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.pins import PinKey
 from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 from mneme.replicas.warm_prompts import PUBLIC
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
 DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One choice."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str  # "stop" or "length"
-    logprobs: tuple[Logprobs, ...] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMetrics:
-    """Figures of one request; times begin when its prompt has been tokenized."""
-
-    ttft_s: float
-    total_s: float
-    prompt_tokens: int
-    cached_tokens: int  # of the first choice
-    truncated_tokens: int = 0  # dropped so that the others fit; not part of `prompt_tokens`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """All choices of one prompt."""
-
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    metrics: RequestMetrics
+_WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
 
 class LLM:
@@ -119,7 +90,7 @@ class LLM:
         params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
         sessions = _one_per_prompt("session_ids", session_ids, len(listed))
         jobs = [
-            _Job(self.tokenizer, self._requests(prompt, param, session, self._truncation(truncation, session)))
+            Job(self.tokenizer, self._requests(prompt, param, session, self._truncation(truncation, session)))
             for prompt, param, session in zip(listed, params, sessions, strict=True)
         ]
         self._run(jobs)
@@ -143,7 +114,7 @@ class LLM:
         if resolved_truncation is not None and resolved_truncation.keep == "system":
             num_system = num_system_tokens(self.tokenizer.render_chat, encode, messages, ids)
             requests = [replace(request, num_system=num_system) for request in requests]
-        job = _Job(self.tokenizer, requests)
+        job = Job(self.tokenizer, requests)
         self._run([job])
         return job.output()
 
@@ -207,10 +178,13 @@ class LLM:
             for index in range(params.n)
         ]
 
-    def _run(self, jobs: list[_Job]) -> None:
+    def _run(self, jobs: list[Job]) -> None:
         self._engine.pins.expire()
         job_by_id = {request.request_id: job for job in jobs for request in job.requests}
         unsent = deque(request for job in jobs for request in job.requests)
+        durable = self._engine.durable
+        if durable is not None:
+            durable.restore(self._engine.sessions, unsent)
         try:
             while unsent or self._engine.has_work:
                 while unsent and self._engine.has_room_for(unsent[0]):
@@ -224,6 +198,8 @@ class LLM:
             for request_id in job_by_id:
                 self._engine.abort(request_id)
             self._engine.take_events()
+            if durable is not None:
+                durable.writer.flush(_WRITE_S)
 
     def _step(self) -> list[TokenEvent]:
         try:
@@ -231,67 +207,6 @@ class LLM:
         except BaseException:  # Ctrl-C too: what the step was to compute is not there
             self._engine.fail_all("the step was not completed")
             raise
-
-
-class _Job:
-    """Collects the events of one prompt's choices."""
-
-    def __init__(self, tokenizer: Tokenizer, requests: list[GenerationRequest]) -> None:
-        self.requests = requests
-        self._started_s = time.perf_counter()
-        self._choices = {request.request_id: _Choice(tokenizer, request) for request in requests}
-        self._first_s: float | None = None
-        self._last_s = self._started_s
-        self._usage = PromptUsage(0, 0)
-
-    def take(self, event: TokenEvent) -> None:
-        self._last_s = time.perf_counter()
-        if event.finish_reason == "error":
-            raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
-        if self._first_s is None and event.token_ids:
-            self._first_s = self._last_s
-        if event.usage is not None and event.request_id == self.requests[0].request_id:
-            self._usage = event.usage
-        self._choices[event.request_id].take(event)
-
-    def output(self) -> RequestOutput:
-        metrics = RequestMetrics(
-            ttft_s=(self._first_s or self._last_s) - self._started_s,
-            total_s=self._last_s - self._started_s,
-            prompt_tokens=self._usage.prompt_tokens,
-            cached_tokens=self._usage.cached_tokens,
-            truncated_tokens=self._usage.truncated_tokens,
-        )
-        return RequestOutput(
-            prompt_token_ids=self.requests[0].prompt_token_ids,
-            outputs=tuple(choice.output() for choice in self._choices.values()),
-            metrics=metrics,
-        )
-
-
-class _Choice:
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
-        params = request.sampling
-        self._stream = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
-        self._finish_reason = ""
-
-    def take(self, event: TokenEvent) -> None:
-        self._token_ids.extend(event.token_ids)
-        self._stream.push(event.token_ids)
-        if self._logprobs is not None and event.logprobs:
-            self._logprobs.extend(event.logprobs)
-        self._finish_reason = event.finish_reason or self._finish_reason
-
-    def output(self) -> CompletionOutput:
-        self._stream.finish()
-        return CompletionOutput(
-            token_ids=tuple(self._token_ids),
-            text=self._stream.text,
-            finish_reason=self._finish_reason,
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
-        )
 
 
 def _one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:

@@ -16,6 +16,7 @@ from mneme.kernels import native_library
 from mneme.replicas.cache_tier import OpenStore, open_cache_tier, process_store
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import decode_graphs_for
+from mneme.replicas.durable_sessions import OpenSessionLogs, open_durable_sessions, process_session_logs
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.model import Decoder
@@ -50,10 +51,11 @@ def load_engine(
     tenants: Sequence[Tenant] = (PUBLIC,),
     cache: CacheConfig | None = None,
     open_store: OpenStore = process_store,
+    open_session_logs: OpenSessionLogs = process_session_logs,
 ) -> Engine:
     """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
 
-    `cache`: of the tier under the engine, which `open_store` opens; None: there is none.
+    `cache`: of the tier under the engine, which `open_store` opens, with logs of sessions; None: there is none.
     Raises `CheckpointError` or `ConfigError`.
     """
     report = on_progress or _silent
@@ -79,12 +81,14 @@ def load_engine(
     runner = Runner(decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline)
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
-    chunks = None
+    chunks, durable = None, None
     if cache is not None and cache.enabled and config.prefix_sharing:
         chunks = open_cache_tier(runner, config, cache, model_dir, model_config, dtype, open_store)
+        weights_name = chunks.fingerprint.weights
+        durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
         report("cache tier", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
-    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks)
+    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)

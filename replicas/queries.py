@@ -2,6 +2,7 @@
 
     GetSession      -> what is known of it, or None
     DeleteSession   -> whether there was one
+    LeaveSession    -> whether there was one; it goes on on another replica
     ForkSession     -> what is known of the new one
     ExplainPrompt   -> a list of explanations, empty if the request is not remembered
     WarmPrompt      -> what `GetPin` answers; the prompt is being computed
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.forest_nodes import Resident
 from mneme.replicas.kv_queries import KvQuery
 from mneme.replicas.pins import PinKey
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 
 
 class GetSession(NamedTuple):
+    key: SessionKey
+    restores: bool = False  # from its durable log, where nothing newer is known of it
+
+
+class LeaveSession(NamedTuple):
     key: SessionKey
 
 
@@ -66,8 +74,31 @@ class DropPin(NamedTuple):
     key: PinKey
 
 
-EngineQuery = GetSession | DeleteSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+EngineQuery = (
+    GetSession | DeleteSession | LeaveSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
+)
 Query = EngineQuery | KvQuery
+
+
+def sessions_to_restore(query: EngineQuery) -> tuple[SessionKey, ...]:
+    """Whose durable logs are to be looked at before the query is answered."""
+    match query:
+        case GetSession(key, True):
+            return (key,)
+        case ForkSession(key, new_id):
+            return (key, (key[0], new_id))
+        case _:
+            return ()
+
+
+def was_there(query: EngineQuery, found: Any, durable: DurableSessions | None) -> Any:
+    """What is answered, once durable logs have heard of it too; raises `ReplicaUnavailable` if that takes too long."""
+    if not isinstance(query, DeleteSession) or durable is None or isinstance(found, MnemeError):
+        return found
+    try:
+        return durable.delete(query.key) or found
+    except OSError as error:
+        raise ReplicaUnavailable("the session's log could not be deleted in time") from error
 
 
 def answer(engine: Engine, query: EngineQuery) -> Any:
@@ -77,6 +108,8 @@ def answer(engine: Engine, query: EngineQuery) -> Any:
             return _describe(engine, key)
         case DeleteSession(key):
             return engine.sessions.delete(key)
+        case LeaveSession(key):
+            return engine.sessions.delete(key, is_elsewhere=True)
         case ForkSession(key, new_id):
             new_key = (key[0], new_id)
             engine.fork(key, new_key)
@@ -103,6 +136,7 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     ids, seen = (log.ids, log.seen) if running is None else (running[0].ids, running[0].seen)
     num_seen = len(ids) if seen is None else len(seen.ids)
     return {
+        "version": log.version,
         "tokens": len(ids),
         "truncated": len(ids) - num_seen,
         "turns": log.num_turns,

@@ -30,6 +30,7 @@ from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
+_MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
 class Scheduler:
@@ -107,11 +108,16 @@ class Scheduler:
         self._forest.retract(nodes)
 
     def retract_all(self) -> list[Sequence]:
-        """The step was not computed, and no page can be trusted: who ran goes back to the queue. Returns them."""
+        """The step was not computed, and no page can be trusted: who ran goes back to the queue.
+
+        Returns those for whom that was once too often.
+        """
         sequences = list(self.running)
         self._put_back(sequences)
         self._forest.forget_all()
-        return sequences
+        for sequence in sequences:
+            sequence.num_retries += 1
+        return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""

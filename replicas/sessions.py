@@ -13,7 +13,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from typing import Protocol
 
+from mneme.cachetier.session_record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_deadlines import Deadlines
@@ -22,6 +24,25 @@ from mneme.replicas.session_queue import TurnQueue
 from mneme.replicas.token_log import FinishedTurn, RunningTurn, Seen, TokenLog, TurnPrompt, root_turn, turn_name
 
 SessionKey = tuple[str, str]  # (tenant salt, session id)
+
+
+class SessionJournal(Protocol):
+    """Hears of all that happens to conversations, in order, but not of what is forgotten for want of room or time.
+
+    It sets `TokenLog.version`, and must neither block nor raise.
+    """
+
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, turn: int, ids: list[int]) -> None:
+        """The turn of this name runs these ids; the list may grow from now on."""
+
+    def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
+        """The turn is part of the log, which was `before` until now."""
+
+    def deleted(self, key: SessionKey, log: TokenLog) -> None:
+        """Nothing of it may be kept anywhere."""
+
+    def forked(self, key: SessionKey, log: TokenLog) -> None:
+        """It is there at once, with a past."""
 
 
 class Sessions:
@@ -39,6 +60,7 @@ class Sessions:
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
         on_delete: Callable[[TokenLog], None] = lambda log: None,
+        journal: SessionJournal | None = None,
     ) -> None:
         self._prompts = SessionPrompts(encode, end_token_ids, decode)
         self._clock = clock
@@ -47,6 +69,7 @@ class Sessions:
         self._max_tokens = max_tokens
         self._on_drop = on_drop  # told of every session that is forgotten
         self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
+        self._journal = journal
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
@@ -63,7 +86,7 @@ class Sessions:
 
     def owner_of(self, request: GenerationRequest) -> TokenLog | None:
         """The session that a request which began is part of."""
-        key = _key(request)
+        key = session_key(request)
         return None if key is None else self._log_by_key.get(key)
 
     def begin(self, request: GenerationRequest) -> TurnPrompt | None:
@@ -71,7 +94,7 @@ class Sessions:
 
         Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
         """
-        key = _key(request)
+        key = session_key(request)
         if key is None or self._max_sessions == 0:
             return _without_session(request)
         self.expire()
@@ -91,6 +114,8 @@ class Sessions:
         running.answering.add(request.request_id)
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
+        if self._journal is not None and request.choice_index == 0:
+            self._journal.began(key, log, running, root_turn(request), ids)
         return log.prompt(ids)
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
@@ -98,28 +123,35 @@ class Sessions:
 
         Returns the next turn's requests, if this ended its turn: each must `begin` now, and `end` if it cannot run.
         """
-        key = _key(request)
+        key = session_key(request)
         log = self._log_by_key.get(key) if key is not None else None
         running = log.running if log is not None else None
         if key is None or log is None or running is None or request.request_id not in running.answering:
             return []
         if turn is not None and request.choice_index == 0 and not running.is_deleted:
+            before = log.state()
             self._num_tokens += len(turn.ids) - len(log.ids)
             log.keep(turn, request, running.num_marks)
             log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
+            if self._journal is not None:
+                self._journal.ended(key, log, before, turn)
         running.answering.discard(request.request_id)
         self._touch(key, log)
         return [] if running.answering else self._next_turn(key, log, running)
 
-    def delete(self, key: SessionKey) -> bool:
+    def delete(self, key: SessionKey, *, is_elsewhere: bool = False) -> bool:
         """Forget a session; returns whether there was one.
 
         A turn that is answering goes on, and is not kept; turns that wait behind it find no history.
+
+        is_elsewhere  it goes on on another replica: only what is here is forgotten
         """
         log = self.get(key)
         if log is None:
             return False
+        if self._journal is not None and not is_elsewhere:
+            self._journal.deleted(key, log)
         self._on_delete(log)
         self._forget_ids(log)
         if log.running is None:
@@ -136,19 +168,38 @@ class Sessions:
         log = self.get(key)
         if log is None:
             raise _not_found(key)
-        if new_key in self._log_by_key:
+        existing = self._log_by_key.get(new_key) or TokenLog()
+        if existing.ids or existing.running is not None:
             raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
         forked = log.forked()
+        forked.version = existing.version
         if so_far is not None and log.running is not None:
             turn, asked = so_far
             seen = None if turn.seen is None else Seen(turn.seen.ids, None)
             forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
         if not forked.ids:
             raise _not_found(key)  # nothing was said yet
-        self._log_by_key[new_key] = forked
-        self._num_tokens += len(forked.ids)
-        self._touch(new_key, forked, forked.ttl_s)
+        self._add(new_key, forked)
+        if self._journal is not None:
+            self._journal.forked(new_key, forked)
         self.expire()
+
+    def version_of(self, key: SessionKey) -> int:
+        """Of a session's durable log, as far as it is known here; 0: not at all. Any thread may ask."""
+        log = self._log_by_key.get(key)
+        return 0 if log is None else log.version
+
+    def restore(self, key: SessionKey, state: SessionState) -> None:
+        """A session as its durable log has it, unless this one is newer or busy.
+
+        One that was deleted is restored as nothing, so that what is written of the next of its name is newer.
+        """
+        log = self._log_by_key.get(key)
+        if self._max_sessions == 0 or (log is not None and (log.running is not None or log.version >= state.version)):
+            return
+        if log is not None:
+            self._drop(key, log)
+        self._add(key, TokenLog.restored(state))
 
     def expire(self) -> None:
         """Drop idle sessions that are too old, and the least recently used while there is too much of them."""
@@ -194,6 +245,13 @@ class Sessions:
         log.running = RunningTurn(ended.name, 0, 0, queue=ended.queue)
         return self.queued.take_turn(log.running)
 
+    def _add(self, key: SessionKey, log: TokenLog) -> None:
+        """A session that has a past."""
+        self._log_by_key[key] = log
+        self._num_tokens += len(log.ids)
+        ttl_s, log.ttl_s = log.ttl_s, None
+        self._touch(key, log, ttl_s)
+
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
         log.last_used_s = self._clock()
         self._log_by_key.move_to_end(key)
@@ -217,7 +275,7 @@ class Sessions:
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
 
-def _key(request: GenerationRequest) -> SessionKey | None:
+def session_key(request: GenerationRequest) -> SessionKey | None:
     return None if request.session_id is None else (request.salt, request.session_id)
 
 

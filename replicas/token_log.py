@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from mneme.cachetier.session_record import MARK_KEY_BYTES, SessionState
 from mneme.replicas.forest_nodes import Owner, Root
 from mneme.replicas.request import GenerationRequest
 
@@ -26,7 +29,6 @@ MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
 MAX_HITS = 4  # turns whose hits are remembered
 
 _DIGEST_BYTES = 8  # of a hash that nobody outside can compute, so that none can be made to collide
-_KEY = os.urandom(16)
 _MARK = struct.Struct(f"<II{_DIGEST_BYTES}s")
 _MAX_CHARS = 2**32 - 1
 
@@ -73,6 +75,7 @@ class RunningTurn:
     answering: set[str] = field(default_factory=set)  # its choices that have not ended, by request id
     queue: deque[GenerationRequest] = field(default_factory=deque)  # later turns
     is_deleted: bool = False  # nobody may see it, and nothing of it is kept
+    prompt_version: int | None = None  # of the session's log when the prompt of its first choice was written there
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +84,14 @@ class TokenLog(Owner):
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     marks: bytes = b""
+    mark_key: bytes = b""  # of their digests; it goes where the log goes
     hits: bytes = b""  # (prompt, cached) tokens of the last turns, packed
     num_turns: int = 0
     num_base: int = 0  # ids before the last turn
     last_turn: int | None = None  # `root_turn` of the last turn
     last_used_s: float = 0.0
     ttl_s: float | None = None  # its own, where it has one
+    version: int = 0  # of the durable log, as of the last record that was made for it
     running: RunningTurn | None = None
     seen: Seen | None = None  # None: all ids
 
@@ -106,7 +111,7 @@ class TokenLog(Owner):
 
     def matching_marks(self, text: str) -> list[Mark]:
         """The marks whose text `text` begins with, shortest first."""
-        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)
+        hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=self.mark_key)
         position, found = 0, []
         for num_chars, num_ids, digest in _MARK.iter_unpack(self.marks):
             if num_chars > len(text):
@@ -131,7 +136,8 @@ class TokenLog(Owner):
                 (len(request.prompt_text), num_prompt),
                 (len(request.prompt_text + turn.output_text), len(turn.ids)),
             ]
-            marks += _packed(request.prompt_text + turn.output_text, ends)
+            self.mark_key = self.mark_key or os.urandom(MARK_KEY_BYTES)
+            marks += _packed(request.prompt_text + turn.output_text, ends, self.mark_key)
         self.marks = _thinned(marks)
         self.ids, self.seen = array("i", turn.ids), turn.seen
         self.num_turns += 1
@@ -155,8 +161,59 @@ class TokenLog(Owner):
         """A session of its own with the same past."""
         seen = None if self.seen is None else Seen(self.seen.ids[:], None)  # approximate KV stays in its session
         return TokenLog(
-            ids=self.ids[:], marks=self.marks, hits=self.hits, num_turns=self.num_turns, ttl_s=self.ttl_s, seen=seen
+            ids=self.ids[:],
+            marks=self.marks,
+            mark_key=self.mark_key,
+            hits=self.hits,
+            num_turns=self.num_turns,
+            ttl_s=self.ttl_s,
+            seen=seen,
         )
+
+    def state(self) -> SessionState:
+        """What a durable log says of it. Shares the ids, which are replaced and never changed."""
+        return SessionState(
+            version=self.version,
+            ids=self.ids,
+            seen_ids=None if self.seen is None else self.seen.ids,
+            marks=self.marks,
+            mark_key=self.mark_key or bytes(MARK_KEY_BYTES),
+            hits=self.hits,
+            num_turns=self.num_turns,
+            num_base=self.num_base,
+            last_turn=self.last_turn,
+            ttl_s=self.ttl_s,
+        )
+
+    @staticmethod
+    def restored(state: SessionState) -> TokenLog:
+        """The session of a durable log; where it was truncated, what it sees of itself is computed anew, exactly."""
+        return TokenLog(
+            ids=state.ids,
+            marks=state.marks,
+            mark_key=state.mark_key if state.marks else b"",
+            hits=state.hits,
+            num_turns=state.num_turns,
+            num_base=state.num_base,
+            last_turn=state.last_turn,
+            ttl_s=state.ttl_s,
+            version=state.version,
+            seen=None if state.seen_ids is None else Seen(state.seen_ids, None),
+        )
+
+
+def is_usable(state: SessionState, vocab_size: int) -> bool:
+    """Whether a state that was read can be a session here: its ids are tokens, its marks lie in order within them."""
+    for ids in (state.ids, state.seen_ids):
+        values = np.frombuffer(ids, np.int32) if ids else np.zeros(1, np.int32)
+        if not 0 <= values.min() <= values.max() < vocab_size:
+            return False
+    before = Mark(0, 0)
+    for num_chars, num_ids, _ in _MARK.iter_unpack(state.marks):
+        if num_chars < before.num_chars or not before.num_ids <= num_ids <= len(state.ids):
+            return False
+        before = Mark(num_chars, num_ids)
+    return True
 
 
 def turn_name(request: GenerationRequest) -> str:
@@ -165,16 +222,17 @@ def turn_name(request: GenerationRequest) -> str:
 
 
 def root_turn(request: GenerationRequest) -> int:
-    """Of the turn without the number of the attempt: a request that was moved or sent again has the same."""
-    return hash(turn_name(request).partition("~")[0])  # 64 bits; names are random
+    """Of the turn without the number of the attempt: a request that was moved or sent again has the same, anywhere."""
+    name = turn_name(request).partition("~")[0].encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")  # names are random
 
 
-def _packed(text: str, ends: list[tuple[int, int]]) -> bytes:
-    return b"".join(_MARK.pack(*end, digest) for end, digest in zip(ends, _digests(text, ends), strict=False))
+def _packed(text: str, ends: list[tuple[int, int]], key: bytes) -> bytes:
+    return b"".join(_MARK.pack(*end, digest) for end, digest in zip(ends, _digests(text, ends, key), strict=False))
 
 
-def _digests(text: str, ends: list[tuple[int, int]]) -> Iterator[bytes]:
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)
+def _digests(text: str, ends: list[tuple[int, int]], key: bytes) -> Iterator[bytes]:
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=key)
     position = 0
     for num_chars, _ in ends:
         if num_chars > _MAX_CHARS:

@@ -1,16 +1,20 @@
-"""Writes chunks of known content into a disk tier until it is killed: `kill_writer FOLDER SEED`."""
+"""Writes chunks of known content into a disk tier until it is killed: `kill_writer FOLDER SEED direct|behind`."""
 
 from __future__ import annotations
 
 import random
 import sys
 import time
+from collections.abc import Callable
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.keys import prefix_lineage
+from mneme.cachetier.node_cache import NodeCache
 from tests.cachetier.chunks import chunk_of, make_fingerprint
 
 BIG = make_fingerprint(head_dim=256)  # 6 KB a token: a write that a kill can hit
@@ -29,14 +33,22 @@ def open_tier(folder: str) -> DiskTier:
     return DiskTier(DiskTierConfig(folder=folder, capacity_bytes=CAPACITY_BYTES), LruPolicy(), clock=time.monotonic)
 
 
-def main(folder: str, seed: int) -> None:
+def put_behind(tier: DiskTier) -> Callable[[Chunk], object]:
+    """By way of a node cache, whose thread writes."""
+    host_bytes = 4 * CAPACITY_BYTES
+    node = NodeCache(CacheConfig(eviction="lru"), ProcessMemory(), host_bytes, tier, tail_delay_s=0.0)
+    return lambda chunk: node.put(chunk.header, chunk.layers)
+
+
+def main(folder: str, seed: int, way: str) -> None:
     chance, tier = random.Random(seed), open_tier(folder)
+    put = put_behind(tier) if way == "behind" else tier.put
     chunks = [chunk_number(number) for number in range(320)]
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
-        tier.put(chance.choice(chunks))
+        put(chance.choice(chunks))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -250,9 +250,9 @@ def test_a_chunk_that_is_evicted_while_it_is_read_is_read_to_its_end(tmp_path: P
     tier.close()
 
 
-def kill_and_check(folder: Path, seed: int, sound: dict[str, Chunk]) -> int:
+def kill_and_check(folder: Path, seed: int, way: str, sound: dict[str, Chunk]) -> int:
     """Kill a writer at a random moment; the number of chunks that a restart then finds, all of them right."""
-    command = [sys.executable, "-m", "tests.cachetier.kill_writer", str(folder), str(seed)]
+    command = [sys.executable, "-m", "tests.cachetier.kill_writer", str(folder), str(seed), way]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as writer:
         assert writer.stdout is not None
@@ -274,18 +274,20 @@ def kill_and_check(folder: Path, seed: int, sound: dict[str, Chunk]) -> int:
     return len(files)
 
 
-def kill_loop(folder: Path, num_kills: int) -> None:
+def kill_loop(folder: Path, num_kills: int, way: str) -> None:
     chunks = [chunk_number(number) for number in range(320)]
     sound = {chunk.header.key.hex(): chunk for chunk in chunks}
-    found = [kill_and_check(folder, seed, sound) for seed in range(num_kills)]
+    found = [kill_and_check(folder, seed, way, sound) for seed in range(num_kills)]
     assert min(found) > 0
 
 
-def test_a_writer_that_is_killed_leaves_only_sound_chunks(tmp_path: Path) -> None:
-    kill_loop(tmp_path, 5)
+@pytest.mark.parametrize(("way", "num_kills"), [("direct", 5), ("behind", 3)])
+def test_a_writer_that_is_killed_leaves_only_sound_chunks(tmp_path: Path, way: str, num_kills: int) -> None:
+    kill_loop(tmp_path, num_kills, way)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_writer_that_is_killed_again_and_again_leaves_only_sound_chunks(tmp_path: Path) -> None:
-    kill_loop(tmp_path, 60)
+@pytest.mark.parametrize("way", ["direct", "behind"])
+def test_a_writer_that_is_killed_again_and_again_leaves_only_sound_chunks(tmp_path: Path, way: str) -> None:
+    kill_loop(tmp_path, 60, way)

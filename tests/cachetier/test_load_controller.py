@@ -66,7 +66,7 @@ def test_plans_are_the_best_there_is(
         return
     assert plan.predicted_ttft_s == pytest.approx(by_count[plan.num_chunks])
     assert plan.predicted_ttft_s <= plan.predicted_recompute_s
-    is_more = controller.num_probes > 0  # one chunk more than is best, and no worse than computing
+    is_more = controller.num_plans["probe"] > 0  # one chunk more than is best, and no worse than computing
     margin = 0.02 + (TOLERANCE if is_more else 0)
     assert plan.predicted_ttft_s <= min(by_count) + (margin + 1e-9) * by_count[0]
 
@@ -154,7 +154,8 @@ def test_ties_and_nothing_to_load_are_computed() -> None:
     controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
     assert controller.plan(0, 512, chunks_of(512, "host")).num_chunks == 0
     assert controller.plan(100, 512, []).num_chunks == 0
-    assert LoadController(make_costs(), PlayedClock()).plan(0, 1, chunks_of(1, "host")).num_chunks == 0
+    costs = make_costs(host=FAST)
+    assert LoadController(costs, PlayedClock()).plan(0, 1, chunks_of(1, "host")).num_chunks == 0
 
 
 def test_a_lookup_may_take_a_twentieth() -> None:
@@ -243,7 +244,7 @@ def test_an_edge_that_was_slow_is_tried_on_one_chunk() -> None:
         clock.now_s += 1
         plans.append(controller.plan(0, num_tokens, chunks))
     tried = [plan for plan in plans if plan.is_probe]
-    assert len(tried) == controller.num_probes == 1  # at most one in ten seconds
+    assert len(tried) == controller.num_plans["probe"] == 1  # at most one in ten seconds
     assert tried[0].num_chunks == 1
     assert tried[0].deadline_s == pytest.approx(TOLERANCE * tried[0].predicted_recompute_s)
     assert tried[0].due_s(3, 12) == tried[0].deadline_s
@@ -265,11 +266,19 @@ def test_probes_bring_a_rate_back() -> None:
         clock.now_s += 1
         waited += 1
         assert waited < 120
-    assert controller.num_probes > 1
+    assert controller.num_plans["probe"] > 1
 
 
 def test_an_edge_that_could_never_come_in_time_is_not_tried() -> None:
     controller = LoadController(make_costs(disk=THROTTLED), PlayedClock(), num_layers=NUM_LAYERS)
     for _ in range(3):
         assert controller.plan(0, 1100, chunks_of(1024, "disk", token_bytes=1 << 20)).num_chunks == 0
-    assert controller.num_probes == 0
+    assert controller.num_plans["probe"] == 0
+
+
+def test_an_edge_that_was_never_measured_is_tried_before_it_is_given_up() -> None:
+    controller = LoadController(make_costs(prefill=(0.0, 5e-6, 0.0)), PlayedClock(), num_layers=NUM_LAYERS)
+    chunks, num_tokens = chunks_of(32_768, "peer_host", token_bytes=8192), 33_000
+    plans = [controller.plan(0, num_tokens, chunks) for _ in range(3)]
+    assert [plan.num_chunks for plan in plans] == [1, 0, 0]
+    assert controller.num_plans == {"probe": 1, "compute": 2}

@@ -9,7 +9,7 @@ import pytest
 from mneme.cluster import ray_engine_client, session_homes
 from mneme.cluster.ray_engine_client import RayEngineClient
 from mneme.errors import ReplicaUnavailable, SessionNotFound
-from mneme.replicas.queries import DeleteSession, GetSession
+from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession
 from mneme.replicas.request import GenerationRequest
 from tests.cluster.test_token_stream import request, run, tokens, until
 from tests.fakes.direct_calls import DirectCalls
@@ -49,6 +49,22 @@ def test_nothing_is_appended_to_a_session_that_no_replica_has() -> None:
     run(scenario)
 
 
+def test_a_session_that_no_replica_knows_is_appended_to_where_its_log_can_be_read() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for engine in calls.engines.values():
+            engine.durable.add(KEY)
+        assert len(await tokens(client, appended("one.0"))) > 0
+        assert sorted(map(len, admitted(calls).values())) == [0, 1]
+
+    run(scenario)
+
+
+def test_the_newest_copy_counts_whichever_was_used_last() -> None:
+    answers = {"a": {"version": 7, "idle_s": 100.0}, "b": {"version": 6, "idle_s": 1.0}, "c": None}
+    assert session_homes.newest(answers) == ("a", answers["a"])
+    assert session_homes.newest({"c": None}) is None
+
+
 def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine_client, "QUERY_TIMEOUT_S", 0.05)
 
@@ -65,7 +81,7 @@ def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatc
 def test_questions_reach_every_replica_and_none_that_is_gone() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         calls.engines["b"].sessions[KEY] = 1.0
-        assert await client.query(GetSession(KEY)) == {"a": None, "b": {"idle_s": 1.0}}
+        assert await client.query(GetSession(KEY)) == {"a": None, "b": {"version": 0, "idle_s": 1.0}}
         assert await client.query(DeleteSession(KEY)) == {"a": False, "b": True}
         assert await client.query(GetSession(KEY), replica_id="b") == {"b": None}
         calls.kill("a")
@@ -103,7 +119,8 @@ def test_a_session_that_moves_leaves_nothing_behind() -> None:
         await tokens(client, request("two.0", session_id="s"))
         assert admitted(calls)[other] == ["two.0"]
         await until(lambda: not calls.engines[home].sessions)
-        assert not calls.engines[other].queries  # where it lives now nothing is deleted
+        assert calls.engines[home].queries == [LeaveSession(KEY)]  # its durable log stays
+        assert not calls.engines[other].queries
 
     run(scenario)
 

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mneme.errors import InvalidRequest, MnemeError, Overloaded
-from mneme.replicas.queries import DeleteSession, GetSession, Query
+from mneme.errors import InvalidRequest, MnemeError, Overloaded, SessionNotFound
+from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession, Query
 from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
 from mneme.replicas.sessions import SessionKey
 
@@ -45,6 +45,7 @@ class FakeEngineLoop:
         self._num_finished = 0
         self._is_stopped = False
         self.sessions: dict[SessionKey, float] = {}
+        self.durable: set[SessionKey] = set()  # sessions that have a log on disk
         self.queries: list[Query] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -100,8 +101,8 @@ class FakeEngineLoop:
             self.queries.append(query)
             if isinstance(query, GetSession):
                 idle_s = self.sessions.get(query.key)
-                return None if idle_s is None else {"idle_s": idle_s}
-            if isinstance(query, DeleteSession):
+                return None if idle_s is None else {"version": 0, "idle_s": idle_s}
+            if isinstance(query, DeleteSession | LeaveSession):
                 return self.sessions.pop(query.key, None) is not None
             return []
 
@@ -110,6 +111,8 @@ class FakeEngineLoop:
             return InvalidRequest("prompt", (), "must not be empty")
         if len(self._running) >= self._max_running:
             return Overloaded("the engine is full")
+        if request.append and (request.salt, request.session_id) not in {*self.sessions, *self.durable}:
+            return SessionNotFound("session_id", str(request.session_id).partition(":")[2])
         self.admitted.append(request)
         self._running[request.request_id] = request
         self._context[request.request_id] = list(request.prompt_token_ids)

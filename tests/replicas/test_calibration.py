@@ -101,17 +101,35 @@ def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> N
     """On a clock that says a tenth of a second has passed whenever it is asked."""
     runner = runner_of(engine)
 
-    def measured(budget_s: float) -> list[module.Step]:
+    def measured(budget_s: float, config: EngineConfig = SMALL) -> list[module.Step]:
         ticks = itertools.count()
-        steps = module._measured_steps(runner, SMALL, budget_s, lambda: 0.1 * next(ticks))
+        steps = module._measured_steps(runner, config, budget_s, lambda: 0.1 * next(ticks))
         runner.pool.slot_position.fill_(FREE_SLOT_POSITION)
         return steps
 
     rich = [shape for ((shape, *others), _) in measured(6.0) if shape[0] > 1]
     assert [rows for rows, _ in rich] == [32, 64, 64, 64, 64, 64]  # as many rows as a step may have
     assert [context for _, context in rich] == [0, 32, 96, 160, 224, 288]
+    assert [each for (each, *_), _ in measured(6.0, replace(SMALL, prefix_sharing=False)) if each[0] > 1] == rich
     poor = [shape for ((shape, *others), _) in measured(0.0) if shape[0] > 1]
     assert poor == [(32, 0)]
+
+
+def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(module._Bench, "_drawn", lambda _, num_tokens: [7] * num_tokens)
+    monkeypatch.setattr(module, "measured_edges", lambda *_, **__: {})
+    decode = module._Bench._decode
+
+    def watched(bench: Any, prompts: list[list[int]]) -> None:
+        decode(bench, prompts)
+        counted.append(runner_of(engine).num_shared_segments)
+
+    monkeypatch.setattr(module._Bench, "_decode", watched)
+    before = settled(engine)
+    calibrate(runner_of(engine), SMALL, budget_s=1.0)
+    assert counted[-1] > before["shared_segments"]
+    assert settled(engine) == before
 
 
 def test_a_pool_in_use_is_not_measured() -> None:

@@ -10,6 +10,7 @@ import pytest
 from mneme.cachetier.eviction_heap import EvictionHeap
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.engine import Engine
 from mneme.replicas.pins import pin_prefix
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
@@ -20,11 +21,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 def make_engine(
-    num_pages: int = 64, page_size: int = 4, *, tokenizer: Any = None, runner: FakeRunner | None = None, **options: Any
+    num_pages: int = 64,
+    page_size: int = 4,
+    *,
+    tokenizer: Any = None,
+    runner: FakeRunner | None = None,
+    durable: DurableSessions | None = None,
+    **options: Any,
 ) -> Engine:
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
     runner = runner or FakeRunner(num_pages, page_size)
-    return Engine(runner, tokenizer, config, clock=itertools.count().__next__)  # type: ignore[arg-type]
+    clock = itertools.count().__next__
+    return Engine(runner, tokenizer, config, clock=clock, durable=durable)  # type: ignore[arg-type]
 
 
 def make_request(request_id: str, ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> GenerationRequest:

@@ -1,0 +1,221 @@
+"""The actor that owns a node's cache: one per node, detached, made again when it dies.
+
+It answers engines of its node and other nodes. Calls that look something up never wait behind those that move bytes:
+each kind has threads of its own, and puts begin when no read is under way, or after a moment. When the actor is made
+again its host tier is empty, and its disk tier is what the files say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+
+from mneme.cachetier.announcer import Announcer
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chain_search import Located
+from mneme.cachetier.chain_spans import Span, spans_of
+from mneme.cachetier.change_log import TierName
+from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.disk_tier import DiskTier
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.process_store import make_disk_tier
+from mneme.cachetier.ray_directory import DirectoryShards
+from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
+from mneme.cachetier.saving import HostPut
+from mneme.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_PUT_WAIT_S = 0.1  # at most, for reads that are under way
+_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.4  # of the time that a question may take; the rest is for other nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdentity:
+    """Which node an actor is of, and what of it is the actor's."""
+
+    node_id: str  # Ray's; another after a restart of Ray
+    name: str  # what `%n` in `cache.disk.folder` becomes: the node's name, by default its address
+    namespace: str  # of the application's actors
+    host_bytes: int  # of the host tier
+    object_bytes: int  # that may ever be in the object store, with what is on its way
+
+
+class Found(NamedTuple):
+    """What a node knows of a chain."""
+
+    here: list[Located]  # from `query.first` on
+    spans: tuple[Span, ...]  # what follows, at this node and others; nothing if the chain ends here
+    peers: dict[str, Any]  # actors of the nodes in `spans`
+
+
+class NodeActor:
+    """See the module. Methods raise for no fault of a tier."""
+
+    def __init__(self, config: CacheConfig, identity: NodeIdentity) -> None:
+        self._config, self._identity = config, identity
+        self._memory = RayMemory(identity.object_bytes)
+        self._directory = DirectoryShards(identity.namespace, config.directory_shards)
+        self._cache: NodeCache | None = None  # None until the files are listed
+        self._problem = ""  # why there is no disk tier
+        self._lookups, self._reads, self._puts = (ThreadPoolExecutor(n, name) for n, name in _POOLS)
+        self._num_reads = 0
+        self._no_reads = asyncio.Event()
+        self._no_reads.set()
+        self._peers: dict[str, Any] = {}
+        self._opening = asyncio.ensure_future(self._in(self._puts, self._open))
+
+    async def ready(self) -> str:
+        """When the node can be asked; why it goes without a disk, if it should have one."""
+        await self._opening
+        return self._problem
+
+    async def locate(self, query: ChainQuery, timeout_s: float) -> Found:
+        """For an engine of this node."""
+        cache = self._cache
+        if cache is None:
+            return Found([], (), {})
+        here = await self._in(self._lookups, cache.locate, query, timeout_s * _OWN_SHARE)
+        missing = query.keys[query.first + _num_whole(here, query) :]
+        places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
+        spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
+        peers = {span.node: await self._peer(span.node) for span in spans}
+        return Found(here, spans, peers)
+
+    async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
+        """For another node: what this one has, without the bytes, which `read` gives."""
+        if self._cache is None:
+            return []
+        found = await self._in(self._lookups, self._cache.locate, query, timeout_s)
+        return [each._replace(held=None, path=None) for each in found]
+
+    async def read(self, keys: Sequence[bytes]) -> list[Refs | None]:
+        """For another node: objects of these chunks, which stay while they are referred to."""
+        if self._cache is None:
+            return [None] * len(keys)
+        self._num_reads += 1
+        self._no_reads.clear()
+        try:
+            found = await self._in(self._reads, self._cache.read, keys)
+        finally:
+            self._num_reads -= 1
+            if not self._num_reads:
+                self._no_reads.set()
+        return [_refs(each) for each in found]
+
+    async def put(self, header: ChunkHeader, refs: Refs) -> HostPut:
+        """Keep a chunk whose objects the caller owns; it is there when this returns."""
+        if self._cache is None:
+            return HostPut.REFUSED
+        try:
+            await asyncio.wait_for(self._no_reads.wait(), _PUT_WAIT_S)
+        except TimeoutError:
+            _logger.debug("a put begins beside reads")
+        return await self._in(self._puts, self._cache.put, header, refs)
+
+    async def forget(self, request_ids: Collection[str]) -> None:
+        if self._cache is not None:
+            self._cache.forget(request_ids)
+
+    async def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
+        """An engine that read a chunk of this node found this."""
+        if self._cache is not None:
+            await self._in(self._reads, self._cache.missed, key, tier, miss)
+
+    async def not_there(self, node: str, keys: Sequence[bytes]) -> None:
+        """A node does not have what the directory says it has."""
+        self._directory.not_there(node, keys)
+
+    async def not_reached(self, node: str) -> None:
+        """A node's actor is dead."""
+        self._peers.pop(node, None)
+        self._directory.not_reached(node)
+
+    async def stats(self) -> dict[str, Any]:
+        tiers = {} if self._cache is None else await self._in(self._lookups, self._cache.stats)
+        objects = {"used_bytes": self._memory.used_bytes, "capacity_bytes": self._memory.max_bytes}
+        about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
+        return {**tiers, "objects": objects, **about}
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Write to disk what waits to be."""
+        return self._cache is None or await self._in(self._puts, self._cache.flush, timeout_s)
+
+    async def close(self, timeout_s: float) -> None:
+        """Before the actor is ended: write what waits, let the folder go."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            self._announcer.stop()
+            await self._in(self._puts, lambda: cache.close(timeout_s=timeout_s))
+
+    def _open(self) -> None:
+        config, identity = self._config, self._identity
+        disk = self._open_disk(config.disk) if config.disk is not None else None
+        self._announcer = Announcer(
+            identity.node_id,
+            config.directory_shards,
+            lambda: cache.snapshot(),
+            self._directory.send,
+            epoch=time.time_ns(),
+        )
+        cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
+        self._announcer.start()
+        self._cache = cache
+
+    def _open_disk(self, config: DiskTierConfig) -> DiskTier | None:
+        """None, and a line in the log, if the folder cannot be used: the rest of the tier goes on without."""
+        folder = config.folder.replace("%n", self._identity.name)
+        try:
+            if folder != config.folder:
+                os.makedirs(folder, 0o700, exist_ok=True)
+            return make_disk_tier(replace(self._config, disk=replace(config, folder=folder)))
+        except (ConfigError, OSError) as error:
+            self._problem = str(error)
+            _logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)
+            return None
+
+    async def _peer(self, node: str) -> Any:
+        """The actor of a node; None if there is none. Ray's own call has no timeout, so it is not waited for here."""
+        if node not in self._peers:
+            name, namespace = node_actor_name(node), self._identity.namespace
+            try:
+                found = asyncio.to_thread(ray.get_actor, name, namespace)
+                self._peers[node] = await asyncio.wait_for(found, _PUT_WAIT_S)
+            except (TimeoutError, ValueError):
+                return None
+        return self._peers[node]
+
+    async def _in(self, pool: ThreadPoolExecutor, call: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
+
+
+_POOLS = ((4, "lookups"), (4, "reads"), (1, "puts"))  # threads of each kind of call
+
+
+def node_actor_name(node_id: str) -> str:
+    return f"node-{node_id}"
+
+
+def _num_whole(found: Sequence[Located], query: ChainQuery) -> int:
+    keys = query.keys[query.first :]
+    return sum(1 for each, key in zip(found, keys, strict=False) if each.header.key == key)
+
+
+def _refs(located: Located | None) -> Refs | None:
+    if located is None:
+        return None
+    assert isinstance(located.held, HeldObjects)
+    return located.held.refs

@@ -1,0 +1,104 @@
+"""Chunks in object stores, as an engine reads them: without a copy on the own node, pulled from others.
+
+From another node the objects with the first layers come first: while a layer is used, the next object of the same chunk
+is on its way. All waits are bounded, and a chunk that failed once is not waited for again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from mneme.cachetier.chunk import ChunkHeader, U8Array
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.ray_memory import Refs, get_runs, layers_per_object
+
+_SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
+_BASE_TIMEOUT_S = 1.0
+_AHEAD_BYTES = 256 << 20  # of a span's chunks, asked for before they are needed
+
+
+class ObjectLayers:
+    """The layers of one chunk, for a `HostSource`. `fetch` gives the references, at the first read."""
+
+    def __init__(self, header: ChunkHeader, fetch: Callable[[], Refs | Miss]) -> None:
+        self._header, self._fetch = header, fetch
+        self._step = layers_per_object(header.layer_bytes)
+        self._refs: Refs | None = None
+        self._run: tuple[int, tuple[U8Array, ...]] | None = None  # which object was read last, and its layers
+        self._miss: Miss | None = None
+
+    def __call__(self, layer: int) -> U8Array | Miss:
+        if self._miss is None:
+            number, offset = divmod(layer, self._step)
+            layers = self._layers_of(number)
+            if not isinstance(layers, Miss):
+                return layers[offset] if offset < len(layers) else Miss.SHORT
+            self._miss = layers
+        return self._miss
+
+    def _layers_of(self, number: int) -> tuple[U8Array, ...] | Miss:
+        run = self._run
+        if run is not None and run[0] == number:
+            return run[1]
+        refs = self._fetch() if self._refs is None else self._refs
+        if isinstance(refs, Miss):
+            return refs
+        self._refs = refs
+        if number >= len(refs):
+            return Miss.SHORT
+        runs = get_runs(refs[number : number + 1], timeout_s(self._step * self._header.layer_bytes))
+        if isinstance(runs, Miss):
+            return runs
+        begin_pull(refs[number + 1 : number + 2])
+        self._run = number, runs[0]
+        return runs[0]
+
+
+class PeerReads:
+    """The chunks of a span at another node: they are asked for ahead of need, in order, one call each."""
+
+    def __init__(self, peer: Any, headers: Sequence[ChunkHeader], on_dead: Callable[[], None]) -> None:
+        self._peer, self._headers, self._on_dead = peer, headers, on_dead
+        self._lock = threading.Lock()
+        self._calls: list[Any] = []  # of the first chunks: references to what `NodeActor.read` answers
+        self._ahead = max(1, _AHEAD_BYTES // max(1, chunk_bytes(headers[0])))
+
+    def fetch(self, index: int) -> Refs | Miss:
+        """References to a chunk's objects, when the peer has them in memory; the first is on its way here."""
+        with self._lock:
+            for header in self._headers[len(self._calls) : index + self._ahead]:
+                self._calls.append(self._peer.read.remote([header.key]))
+            call = self._calls[index]
+        try:
+            (refs,) = ray.get(call, timeout=timeout_s(chunk_bytes(self._headers[index])))
+        except GetTimeoutError:
+            return Miss.BUSY
+        except RayActorError:
+            self._on_dead()
+            return Miss.ABSENT
+        except RayError:
+            return Miss.ABSENT
+        if refs is None:
+            return Miss.ABSENT
+        begin_pull(refs[:1])
+        return tuple(refs)
+
+
+def begin_pull(refs: Refs) -> None:
+    """Objects that are elsewhere begin to come here; nobody waits."""
+    if refs:
+        ray.wait(list(refs), timeout=0, fetch_local=True)
+
+
+def chunk_bytes(header: ChunkHeader) -> int:
+    return header.layout.num_layers * header.layer_bytes
+
+
+def timeout_s(num_bytes: int) -> float:
+    """How long bytes from another node or its disk are waited for."""
+    return _BASE_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S

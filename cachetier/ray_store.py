@@ -1,0 +1,208 @@
+"""The cache tier of a Ray cluster as one engine's process sees it.
+
+A question goes to the actor of the engine's own node, which has the directory asked for what is not there, and then to
+the nodes that are said to have the rest, all at once. What this node has is read here: objects without a copy, files by
+this process. All calls are bounded in time; a node that does not answer is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from mneme.cachetier.chain_search import Located, usable
+from mneme.cachetier.chain_spans import Span, query_of
+from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk_sources import DiskSource, HostSource
+from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.keys import Lineage
+from mneme.cachetier.known_keys import KnownKeys
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.ray_memory import HeldObjects
+from mneme.cachetier.ray_node import Found
+from mneme.cachetier.ray_peers import Peers
+from mneme.cachetier.ray_puts import PutsUnderWay
+from mneme.cachetier.ray_sources import ObjectLayers, PeerReads
+from mneme.cachetier.saving import HostPut
+
+_logger = logging.getLogger(__name__)
+
+_OWN_SHARE = 0.7  # of a question's time, for the own node and the directory
+_PUT_WAIT_S = 1.0
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_WAITING = 4096  # requests whose nodes are remembered
+
+
+class RayChunkStore:
+    """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
+
+    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int) -> None:
+        """`put_bytes` may be under way to the actor."""
+        self._node_id, self._connect = node_id, connect
+        self._node = connect()
+        self._peers = Peers(self._lost)
+        self._known = KnownKeys()
+        self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
+        self._lock = threading.Lock()
+        self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
+        self._reconnecting = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        """See `ChunkStore.locate`."""
+        start_s = time.monotonic()
+        found = self._ask_own(query, timeout_s, start_s + timeout_s * _OWN_SHARE)
+        if found is None:
+            return []
+        sources = [self._own_source(each) for each in found.here]
+        keys = [each.header.key for each in found.here]
+        if found.spans:
+            num_whole = found.spans[0].first - query.first
+            further = self._ask_spans(query, found, start_s + timeout_s)
+            if further:
+                del sources[num_whole:], keys[num_whole:]  # a chunk that is usable in part
+                sources += [source for source, _ in further]
+                keys += [key for _, key in further]
+        self._known.note(keys)
+        self._counters["located"] += len(sources)
+        return sources
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """See `ChunkStore.forget`."""
+        by_actor: dict[Any, list[str]] = {}
+        with self._lock:
+            for request_id in request_ids:
+                for actor in self._asked.pop(request_id, ()):
+                    by_actor.setdefault(actor, []).append(request_id)
+        for actor, ids in by_actor.items():
+            actor.forget.remote(ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """See `ChunkStore.known`."""
+        return self._known.among(keys)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
+        is_put = self._puts.put(self._node, chunk)
+        if is_put:
+            self._known.note([chunk.header.key])
+        return is_put
+
+    def stats(self) -> dict[str, int]:
+        """Of this process; counters since the start."""
+        return {**self._counters, **self._peers.counters, **self._puts.stats()}
+
+    def close(self) -> None:
+        """See `ChunkStore.close`; the node's actor stays."""
+        self._puts.close(_CLOSE_TIMEOUT_S)
+
+    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
+        call = self._peers.call(self._node_id, "locate", self._node.locate, query, timeout_s)
+        found: Found | None = self._peers.answers([call], deadline_s)[0]
+        if found is not None:
+            self._remember(query.request_id, self._node)
+        return found
+
+    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[tuple[ChunkSource, bytes]]:
+        """Sources and keys of what other calls than the first give, as far as there is no gap."""
+        left_s = deadline_s - time.monotonic()
+        calls = []
+        for span in found.spans:
+            peer, is_last = found.peers[span.node], span is found.spans[-1]
+            question = query_of(query, span, is_last=is_last)
+            call = peer and self._peers.call(span.node, "peer_locate", peer.locate_here, question, left_s)
+            calls.append(call)
+            if call:
+                self._remember(query.request_id, peer)
+        sources: list[tuple[ChunkSource, bytes]] = []
+        for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
+            sound = _expected(query, span, chunks or [])
+            sources += self._peer_sources(found.peers[span.node], span, sound)
+            if chunks is not None and len(sound) < span.num_chunks:
+                absent = query.keys[span.first + len(sound)]
+                self._counters["directory_ghosts"] += 1
+                self._node.not_there.remote(span.node, [absent])
+            if len(sound) < span.num_chunks:
+                break
+        return sources
+
+    def _own_source(self, located: Located) -> ChunkSource:
+        header, tier = located.header, located.tier
+
+        def on_miss(miss: Miss) -> None:
+            self._missed(tier, header.key, miss)
+            self._node.missed.remote(header.key, tier, miss)
+
+        if located.path is not None:
+            return DiskSource(header, located.num_usable, located.path, on_miss)
+        held = located.held
+        assert isinstance(held, HeldObjects)
+        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs), on_miss)
+
+    def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[tuple[ChunkSource, bytes]]:
+        if not found:
+            return []
+        reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
+        return [(self._peer_source(reads, index, each, span), each.header.key) for index, each in enumerate(found)]
+
+    def _peer_source(self, reads: PeerReads, index: int, located: Located, span: Span) -> ChunkSource:
+        edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
+        key = located.header.key
+
+        def on_miss(miss: Miss) -> None:
+            self._missed(edge, key, miss)
+            if miss is Miss.ABSENT:
+                self._node.not_there.remote(span.node, [key])
+
+        layers = ObjectLayers(located.header, lambda: reads.fetch(index))
+        return HostSource(located.header, located.num_usable, layers, on_miss, edge)
+
+    def _missed(self, edge: str, key: bytes, miss: Miss) -> None:
+        self._counters[f"{edge}_miss_{miss.value}"] += 1
+        self._known.drop([key])
+
+    def _put_done(self, key: bytes, outcome: HostPut | None) -> None:
+        if outcome is None or outcome is HostPut.REFUSED:
+            self._known.drop([key])
+
+    def _remember(self, request_id: str, actor: Any) -> None:
+        if not request_id:
+            return
+        with self._lock:
+            self._asked.setdefault(request_id, []).append(actor)
+            while len(self._asked) > _MAX_WAITING:
+                del self._asked[next(iter(self._asked))]
+
+    def _lost(self, node: str) -> None:
+        """An actor is dead for good, its node perhaps too."""
+        self._counters["actors_lost"] += 1
+        if node != self._node_id:
+            self._node.not_reached.remote(node)
+        elif self._reconnecting.acquire(blocking=False):
+            threading.Thread(target=self._reconnect, name="mneme-reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        try:
+            self._node = self._connect()
+            self._known.clear()
+        except Exception:  # the thread's edge; the next call that fails begins another
+            _logger.exception("cache tier: the node's actor could not be made again")
+        finally:
+            self._reconnecting.release()
+
+
+def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[Located]:
+    """What another node found, as far as it is what was asked for."""
+    sound: list[Located] = []
+    for place, located in enumerate(found, span.first):
+        num_usable = usable(located.header, query, place)
+        if isinstance(num_usable, Miss) or not num_usable:
+            break
+        sound.append(located._replace(num_usable=num_usable))
+        if num_usable < query.chunk_tokens:
+            break
+    return sound

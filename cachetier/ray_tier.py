@@ -1,0 +1,110 @@
+"""Starting and ending the cache tier of an application: its actors are detached, so they outlive whoever made them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.ray_node import NodeActor, NodeIdentity, node_actor_name
+from mneme.cachetier.ray_store import RayChunkStore
+
+_logger = logging.getLogger(__name__)
+
+# Shares of a node's object store. Half of it is everyone else's: a store that is full writes to files without a word.
+_HOST_SHARE = 2 / 5  # chunks, if `cache.host_bytes` does not say how many
+_TOTAL_SHARE = 9 / 20  # chunks, and those on their way in
+_PUT_SHARE = 1 / 20  # of one engine's process, on its way to the node's actor
+_READY_TIMEOUT_S = 60.0  # a million files are listed in half of it
+
+
+def start_cache_tier(config: CacheConfig, application: str, *, timeout_s: float = _READY_TIMEOUT_S) -> RayChunkStore:
+    """The store of this process, an engine's: its node's actor and the directory are made if there are none.
+
+    Waits until the node has listed its files, so that a restart is warm; after `timeout_s` it goes on without.
+    """
+    identity = own_identity(config, application)
+    store = RayChunkStore(
+        identity.node_id,
+        lambda: node_actor(config, identity),
+        put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
+    )
+    try:
+        problem = ray.get(node_actor(config, identity).ready.remote(), timeout=timeout_s)
+    except RayError:
+        _logger.exception("cache tier: the actor of node=%s is not ready", identity.name)
+    else:
+        if problem:
+            _logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, problem)
+    return store
+
+
+def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
+    """End all actors of an application, on all nodes, after what waits to be written; how many there were."""
+    namespace = _namespace(application)
+    names = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == namespace]
+    actors = [actor for name in names if (actor := _actor(name, namespace)) is not None]
+    nodes = [actor for actor, name in zip(actors, names, strict=False) if name.startswith(node_actor_name(""))]
+    _wait([actor.close.remote(timeout_s) for actor in nodes], timeout_s)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    return len(actors)
+
+
+def own_identity(config: CacheConfig, application: str) -> NodeIdentity:
+    """Of the node that this process runs on."""
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
+    store_bytes = int(node["Resources"].get("object_store_memory", 0))
+    host_bytes = int(_HOST_SHARE * store_bytes) if config.host_bytes is None else config.host_bytes
+    object_bytes = int(_TOTAL_SHARE * store_bytes)
+    if host_bytes > object_bytes:
+        _logger.warning("cache.host_bytes=%s is cut to %s: under half the object store", host_bytes, object_bytes)
+    return NodeIdentity(
+        node_id=node_id,
+        name=node["NodeName"],
+        namespace=_namespace(application),
+        host_bytes=min(host_bytes, object_bytes),
+        object_bytes=object_bytes,
+    )
+
+
+def node_actor(config: CacheConfig, identity: NodeIdentity) -> Any:
+    """The actor of a node, made if there is none; this returns before it is up."""
+    options = {
+        "name": node_actor_name(identity.node_id),
+        "namespace": identity.namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(identity.node_id, soft=False),
+    }
+    actor = ray.remote(NodeActor).options(num_cpus=0, max_restarts=-1, **options)
+    return actor.remote(config, identity)
+
+
+def _namespace(application: str) -> str:
+    return f"mneme-cache-{application}"
+
+
+def _actor(name: str, namespace: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError:  # it died meanwhile
+        return None
+
+
+def _wait(answers: Iterable[Any], timeout_s: float) -> None:
+    """For each of these to be answered or to fail."""
+    deadline_s = time.monotonic() + timeout_s
+    for answer in answers:
+        try:
+            ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic()))
+        except RayError:
+            _logger.warning("cache tier: an actor did not close in time")

@@ -1,0 +1,187 @@
+"""Writes what happens to sessions to their durable logs, from a thread of its own (Pensieve 4.3).
+
+The engine's thread leaves references and goes on: ids are compared, packed and written by the writer's. A turn's prompt
+is written when it begins and the rest when it ends; whoever tells a client that it has ended asks `after` first. What
+cannot be written is counted and forgotten: the next record of that session does not fit the log then, and the log is
+written anew as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mneme.cachetier.session_log_store import Appended, SessionLogStore, log_key
+from mneme.cachetier.session_record import (
+    RecordKind,
+    SessionState,
+    began,
+    common_prefix,
+    ended,
+    next_version,
+    taken_over,
+    whole,
+)
+from mneme.replicas.sessions import SessionKey
+from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog
+
+log = logging.getLogger(__name__)
+
+MAX_CHANGES = 4096  # that wait to be written; of more the oldest are dropped
+_STOP_S = 5.0
+
+
+class _Change(NamedTuple):
+    kind: RecordKind
+    key: SessionKey
+    state: SessionState  # behind it
+    before: SessionState
+    prompt: list[int] | None = None  # BEGAN; it may have grown since
+    num_prompt: int | None = None  # of `prompt`; or, ENDED: of the ids that the record before this one was about
+
+
+class SessionLogWriter:
+    """A `SessionJournal`. `model` says whose token ids they are (`log_key`)."""
+
+    def __init__(self, store: SessionLogStore, model: bytes, *, wall_clock: Callable[[], float] = time.time) -> None:
+        self._store, self._model, self._wall_clock = store, model, wall_clock
+        self._condition = threading.Condition()
+        self._changes: deque[_Change] = deque()
+        self._num_made, self._num_done = 0, 0
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once so many are done
+        self._counters: Counter[str] = Counter()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="session-logs", daemon=True)
+        self._thread.start()
+
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, turn: int, ids: list[int]) -> None:
+        """See `SessionJournal`."""
+        before = log.state()
+        log.version = running.prompt_version = next_version(log.version, self._wall_clock())
+        state = replace(before, version=log.version, num_base=running.num_base, last_turn=turn)
+        self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
+
+    def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
+        """See `SessionJournal`."""
+        follows_prompt = log.running is not None and log.running.prompt_version == log.version
+        log.version = next_version(log.version, self._wall_clock())
+        num_prompt = turn.num_prompt if follows_prompt else None
+        self._leave(_Change(RecordKind.ENDED, key, log.state(), before, None, num_prompt))
+
+    def deleted(self, key: SessionKey, log: TokenLog) -> None:
+        """See `SessionJournal`."""
+        log.version = taken_over(log.version, self._wall_clock())
+        state = SessionState(version=log.version)
+        self._leave(_Change(RecordKind.DELETED, key, state, state))
+
+    def forked(self, key: SessionKey, log: TokenLog) -> None:
+        """See `SessionJournal`."""
+        log.version = next_version(log.version, self._wall_clock())
+        state = log.state()
+        self._leave(_Change(RecordKind.WHOLE, key, state, state))
+
+    def after(self, call: Callable[[], None]) -> bool:
+        """Whether all that happened until now is written, or lost; if not, `call` is called on another thread then."""
+        with self._condition:
+            if self._num_done == self._num_made or self._is_stopping:
+                return True
+            self._waiting.append((self._num_made, call))
+            return False
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that happened until now is written; False if that takes longer."""
+        done = threading.Event()
+        return self.after(done.set) or done.wait(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        with self._condition:
+            return {"waiting": self._num_made - self._num_done, **self._counters}
+
+    def close(self) -> None:
+        """Write what is left, within a bounded time."""
+        self.flush(_STOP_S)
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+        self._thread.join(_STOP_S)
+        self._call_waiting(everything=True)
+
+    def _leave(self, change: _Change) -> None:
+        with self._condition:
+            self._num_made += 1
+            self._changes.append(change)
+            if len(self._changes) > MAX_CHANGES:
+                self._drop_one()
+            self._condition.notify()
+
+    def _drop_one(self) -> None:
+        """The oldest that is no deletion."""
+        index = next((i for i, change in enumerate(self._changes) if change.kind is not RecordKind.DELETED), 0)
+        del self._changes[index]
+        self._num_done += 1
+        self._counters["dropped"] += 1
+
+    def _run(self) -> None:
+        while (change := self._next()) is not None:
+            try:
+                outcome = self._write(change)
+            except Exception:  # the thread must outlive any record
+                log.exception("a session's log could not be written")
+                outcome = Appended.FAILED.value
+            with self._condition:
+                self._counters[outcome] += 1
+                self._num_done += 1
+            self._call_waiting()
+
+    def _next(self) -> _Change | None:
+        with self._condition:
+            while not self._changes and not self._is_stopping:
+                self._condition.wait()
+            return self._changes.popleft() if self._changes else None
+
+    def _call_waiting(self, *, everything: bool = False) -> None:
+        with self._condition:
+            due = []
+            while self._waiting and (everything or self._waiting[0][0] <= self._num_done):
+                due.append(self._waiting.popleft()[1])
+        for call in due:
+            try:
+                call()
+            except Exception:  # who waits must not harm those who wait behind
+                log.exception("who waited for a session's log failed")
+
+    def _write(self, change: _Change) -> str:
+        """What became of it, as a counter's name."""
+        key = log_key(self._model, *change.key)
+        if change.kind is RecordKind.DELETED:
+            self._store.delete(key, change.state.version)
+            return "deleted"
+        outcome = Appended.NEEDS_WHOLE
+        if change.kind is not RecordKind.WHOLE:
+            outcome = self._store.append(key, [_record(change)])
+        if outcome is Appended.NEEDS_WHOLE:
+            outcome = self._store.append(key, _all_records(change))
+        return outcome.value
+
+
+def _record(change: _Change) -> bytes:
+    """From the state before."""
+    if change.prompt is None:
+        return ended(change.before, change.state, change.num_prompt)
+    prompt = array("i", change.prompt[: change.num_prompt])
+    start = common_prefix(change.state.ids, prompt)
+    return began(change.state, change.before.version, start, prompt[start:])
+
+
+def _all_records(change: _Change) -> list[bytes]:
+    """From nothing."""
+    if change.prompt is None:
+        return [whole(change.state)]
+    before = replace(change.before, version=change.state.version - 1)
+    return [whole(before), _record(change._replace(before=before))]

@@ -1,0 +1,222 @@
+"""Ray nodes on this machine, and engines' processes on them that use the cache tier: no model, known chunks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.chunk_store import ChainQuery, ChunkSource
+from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.keys import prefix_lineage
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.ray_node import node_actor_name
+from mneme.cachetier.ray_tier import start_cache_tier
+from mneme.cluster.ray_private import single_node
+from tests.cachetier.chunks import chunk_of
+
+STORE_BYTES = 80 << 20
+CALL_LIMIT_S = 30.0  # of any call of a test
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(num_layers=6, num_kv_heads=4, head_dim=1024, dtype="float16", chunk_tokens=CHUNK_TOKENS)
+FINGERPRINT = ModelFingerprint(weights="w", layout=LAYOUT, inv_freq=(1.0,))  # 1 MB a layer: 4 in the first object
+SMALL_LAYOUT = ChunkLayout(num_layers=3, num_kv_heads=1, head_dim=16, dtype="float16", chunk_tokens=CHUNK_TOKENS)
+SMALL = ModelFingerprint(weights="s", layout=SMALL_LAYOUT, inv_freq=(1.0,))
+CHUNK_BYTES = 6 << 20
+
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "500",
+}
+
+_T = TypeVar("_T")
+
+
+class ReadChunk(NamedTuple):
+    """What came of a source."""
+
+    edge: str
+    num_usable: int
+    miss: Miss | None
+    is_exact: bool  # all layers that were read are those that were put
+
+
+class EngineProcess:
+    """What an engine's process does with its store."""
+
+    def __init__(self, config: CacheConfig, application: str) -> None:
+        self.store = start_cache_tier(config, application)
+        self.sources: list[ChunkSource] = []
+        self.token_ids: list[int] = []
+
+    def put(self, token_ids: list[int], fingerprint: ModelFingerprint = FINGERPRINT) -> list[bool]:
+        lineage = prefix_lineage(fingerprint, "tenant")
+        return [self.store.put(chunk, lineage) for chunk in chain(token_ids, fingerprint)]
+
+    def locate(
+        self, token_ids: list[int], timeout_s: float = 2.0, fingerprint: ModelFingerprint = FINGERPRINT
+    ) -> list[tuple[str, int]]:
+        """Edges and usable tokens; the sources are kept for `read`."""
+        lineage = prefix_lineage(fingerprint, "tenant")
+        query = ChainQuery.of(lineage, fingerprint.digest, token_ids, CHUNK_TOKENS, request_id="r")
+        self.close_sources()
+        self.sources, self.token_ids = self.store.locate(query, timeout_s), token_ids
+        self.store.forget(["r"])
+        return [(source.edge, source.num_usable) for source in self.sources]
+
+    def read(self, num_layers: int | None = None, *, close: bool = True) -> list[ReadChunk]:
+        """The first layers of each source that was located, layer by layer; None: all."""
+        expected = {chunk.header.key: chunk for chunk in chain(self.token_ids, FINGERPRINT)}
+        expected |= {chunk.header.key: chunk for chunk in chain(self.token_ids, SMALL)}
+        done = [_read(source, expected.get(source.header.key), num_layers) for source in self.sources]
+        if close:
+            self.close_sources()
+        return done
+
+    def close_sources(self) -> None:
+        for source in self.sources:
+            source.close()
+        self.sources = []
+
+    def known(self, token_ids: list[int]) -> int:
+        keys = [chunk.header.key for chunk in chain(token_ids, FINGERPRINT)]
+        return len(self.store.known(keys))
+
+    def stats(self) -> dict[str, int]:
+        return self.store.stats()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def chain(token_ids: list[int], fingerprint: ModelFingerprint) -> list[Chunk]:
+    """Each chunk's payload is a function of its last token."""
+    lineage = prefix_lineage(fingerprint, "tenant")
+    ranges = lineage.chain(token_ids, CHUNK_TOKENS)
+    return [chunk_of(token_ids[r.start : r.end], r.parent, fingerprint, lineage) for r in ranges]
+
+
+class CacheCluster:
+    """A head, where the test's process is, and nodes that may be removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._nodes: dict[str, Any] = {}
+        self._engines: list[Any] = []
+        with single_node():
+            self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
+            ray.init(
+                self._cluster.address,
+                namespace="test",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
+
+    def add_node(self, name: str) -> None:
+        with single_node():
+            self._nodes[name] = self._cluster.add_node(**_node_args(name))
+
+    def remove_node(self, name: str) -> None:
+        """At once, as if its power had gone."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def node_id(self, name: str) -> str:
+        return next(str(node["NodeID"]) for node in ray.nodes() if node["NodeName"] == name and node["Alive"])
+
+    def engine(self, name: str, config: CacheConfig, application: str) -> Any:
+        """An engine's process on a node, for a handle whose calls are made by `call`."""
+        affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
+        made = ray.remote(EngineProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(config, application)
+        self._engines.append(made)
+        return made
+
+    def node_actor(self, name: str, application: str) -> Any:
+        return ray.get_actor(node_actor_name(self.node_id(name)), f"mneme-cache-{application}")
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def cache_cluster() -> Iterator[CacheCluster]:
+    """Everything in a directory of its own; nothing is left behind."""
+    temporary = Path(tempfile.mkdtemp(prefix="mc-", dir="/tmp"))  # short: Ray's sockets lie in there
+    root = Path(__file__).parents[2]
+    settings = {"RAY_TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root)))}
+    before = dict(os.environ)
+    os.environ.update(_ENVIRONMENT | settings)
+    os.environ.pop("RAY_ADDRESS", None)
+    try:
+        cluster = CacheCluster(temporary)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of an actor, in bounded time."""
+    return ray.get(method.remote(*args, **kwargs), timeout=CALL_LIMIT_S)
+
+
+def eventually(look: Callable[[], _T], limit_s: float = CALL_LIMIT_S) -> _T:
+    """What is seen as soon as it is true."""
+    deadline_s = time.monotonic() + limit_s
+    while not (seen := look()):
+        assert time.monotonic() < deadline_s, seen
+        time.sleep(0.05)
+    return seen
+
+
+def kill(actor: Any) -> None:
+    """The actor's process, as the system would; Ray makes it again."""
+    os.kill(call(actor.stats)["pid"], signal.SIGKILL)
+
+
+def _node_args(name: str) -> dict[str, Any]:
+    return {
+        "num_cpus": 1,
+        "object_store_memory": STORE_BYTES,
+        "node_name": name,
+        "node_ip_address": "127.0.0.1",
+        "include_dashboard": False,
+    }
+
+
+def _read(source: ChunkSource, expected: Chunk | None, num_layers: int | None) -> ReadChunk:
+    header: ChunkHeader = source.header
+    miss, is_exact = None, True
+    for layer in range(num_layers or header.layout.num_layers):
+        found = source.read(layer)
+        if isinstance(found, Miss):
+            miss = found
+            break
+        is_exact = is_exact and expected is not None and np.array_equal(found, expected.layers[layer])
+    return ReadChunk(source.edge, source.num_usable, miss, is_exact)
