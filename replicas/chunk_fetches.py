@@ -20,6 +20,7 @@ _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
 
 Task = Callable[[], None]
+MakeWorkers = Callable[[str, int], "Workers"]  # name, number of threads
 
 
 class Workers:
@@ -55,10 +56,12 @@ class Fetches:
         *,
         read_buffer_bytes: int,
         clock: Callable[[], float],
+        make_workers: MakeWorkers | None = None,
     ) -> None:
         self.room = ReadRoom(read_buffer_bytes)
         self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
-        self._lookers, self._readers = Workers("kv-look", _NUM_THREADS), Workers("kv-read", _NUM_THREADS)
+        make = make_workers or Workers
+        self._lookers, self._readers = make("kv-look", _NUM_THREADS), make("kv-read", _NUM_THREADS)
         self._lock = threading.Lock()
         self._open: set[Fetch] = set()
 
