@@ -219,7 +219,8 @@ class Play:
             ends = [event.finish_reason for event in events if event.finish_reason is not None]
             assert len(ends) == 1, name
             if ends == ["error"]:
-                assert self.num_failed_steps or self.pool.fault_share, name
+                is_refused = self._is_too_long(self.engines[arrival.engine], arrival)  # when its session's turn came
+                assert self.num_failed_steps or self.pool.fault_share or is_refused, name
             if not self._is_truncated(arrival):
                 assert got == continuation(arrival.ids, arrival.max_tokens, 5)[: len(got)]
             assert len(got) == arrival.max_tokens or ends[0] in ("abort", "error")
