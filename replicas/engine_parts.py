@@ -11,9 +11,10 @@ from mneme.replicas.decoding import Decoding
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.session_pages import delete_pages, let_go
-from mneme.replicas.sessions import SessionJournal, Sessions
+from mneme.replicas.sessions import Sessions
 
 if TYPE_CHECKING:
+    from mneme.replicas.durable_sessions import DurableSessions
     from mneme.replicas.runner import Runner
 
 
@@ -31,7 +32,7 @@ def make_sessions(
     decoding: Decoding,
     forest: PrefixForest,
     clock: Callable[[], float],
-    journal: SessionJournal | None,
+    durable: DurableSessions | None,
 ) -> Sessions:
     """What they drop, the forest drops too."""
     return Sessions(
@@ -44,5 +45,5 @@ def make_sessions(
         decode=decoding.decode if decoding.has_tokenizer else None,
         on_drop=partial(let_go, forest),
         on_delete=partial(delete_pages, forest),
-        journal=journal,
+        journal=None if durable is None else durable.writer,
     )

@@ -17,6 +17,7 @@ from mneme.replicas.model import Decoder
 from mneme.replicas.read_room import ReadRoom
 from mneme.replicas.request import SamplingParams
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
 
 NUM_NEW = 3
@@ -151,8 +152,7 @@ def test_a_failed_step_lets_go_of_pages_at_once(
 
     with monkeypatch.context() as patched:
         patched.setattr(Decoder, "_attend", fails)
-        while engine.is_blocked:
-            continue
+        wait_for_store(engine)
         with pytest.raises(RuntimeError):
             engine.step()
     engine.fail_all("gone")
@@ -219,8 +219,7 @@ def test_a_header_of_a_source_is_not_touched_behind_its_end(decoder: Decoder, fi
     filled.fault = hang
     engine = make_cached_engine(decoder, filled)
     submit(engine, "a", draw(1, 150), NUM_NEW)
-    while engine.is_blocked:
-        continue
+    wait_for_store(engine)
     stepping = threading.Thread(target=lambda: engine.step())
     stepping.start()
     assert gate.has_come.wait(WAIT_S)

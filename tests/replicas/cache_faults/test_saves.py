@@ -28,6 +28,7 @@ from tests.replicas.faulty_tier import (
     run_bounded,
 )
 from tests.replicas.saved_turn import NextTurn
+from tests.replicas.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, submit
 
 WRITES = ("create", "write", "rename", "unlink")
@@ -153,8 +154,7 @@ def test_two_engines_save_the_same_chunks(decoder: Decoder, dialogue: Dialogue, 
         for engine in engines:
             submit(engine, "first", dialogue.first, NUM_NEW)
         for engine in engines:
-            while engine.is_blocked:
-                continue
+            wait_for_store(engine)
             engine.step()
         found = [answers(run_bounded(engine))["first"] for engine in engines]
         for engine in engines:
