@@ -1,4 +1,4 @@
-"""An engine's cache tier without tensors and threads: a test says when the store answers, what comes, and what does not.
+"""An engine's cache tier without tensors and threads: a test says when the store answers, what comes and what not.
 
 A chunk's bytes are the positions and the tokens that they are the KV of, so what a fake runner loads and saves can be
 compared with what it should be.

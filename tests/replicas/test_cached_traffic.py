@@ -1,4 +1,4 @@
-"""Any traffic over engines that share a cache tier, and any of its faults: each request computes what it would alone."""
+"""Any traffic over engines with one cache tier, and any of its faults: each request computes what it would alone."""
 
 from __future__ import annotations
 

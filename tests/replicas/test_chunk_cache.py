@@ -108,7 +108,8 @@ def test_a_layer_that_does_not_come_is_computed(decoder: Decoder, edge: str, lay
     submit(engine, "again", told, NUM_NEW)
     events = run(engine)
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
-    assert engine.scheduler.num_retracted == 1
+    retracted = engine.scheduler.num_retracted
+    assert retracted == 1 if edge == "host" else retracted <= 1  # what is read ahead may be known not to come
     finish_saves(engine)
     assert store.num_open == 0
 
@@ -180,7 +181,7 @@ def test_a_failed_step_saves_nothing_of_itself(decoder: Decoder, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(Decoder, "_attend", fails)
         with pytest.raises(RuntimeError):
-            engine.step()
+            run(engine)  # the first steps may wait for what the store has
     engine.fail_all("gone")
     again = draw(13, 200)
     submit(engine, "b", again, NUM_NEW)
