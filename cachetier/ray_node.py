@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from mneme.cachetier.announcer import Announcer
+from mneme.cachetier.cache_admin import ADMIN_CALLS, AdminCall
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span, spans_of
@@ -28,6 +29,7 @@ from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
@@ -36,14 +38,14 @@ from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
 from mneme.cachetier.session_logs import SessionLogs
-from mneme.errors import ConfigError
+from mneme.errors import ConfigError, MnemeError
 
 _logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _PUT_WAIT_S = 0.1  # at most, for reads that are under way
-_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.4  # of the time that a question may take; the rest is for other nodes
+_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.3  # of the time that a question may take; the rest is for other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +182,16 @@ class NodeActor:
         about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
         return {**tiers, "objects": objects, "session_logs": logs, **about}
 
+    async def manage(self, call: AdminCall, *args: Any, **options: Any) -> Any:
+        """`CacheAdmin` of this node alone; an error of ours is the answer, not raised. None: it is not up yet."""
+        assert call in ADMIN_CALLS
+        if self._cache is None:
+            return None
+        try:
+            return await self._in(self._reads, lambda: getattr(self._admin, call)(*args, **options))
+        except MnemeError as error:
+            return error
+
     async def flush(self, timeout_s: float) -> bool:
         """Write to disk what waits to be."""
         return self._cache is None or await self._in(self._puts, self._cache.flush, timeout_s)
@@ -220,6 +232,7 @@ class NodeActor:
             epoch=time.time_ns(),
         )
         cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
+        self._admin = NodeAdmin(cache, identity.name)
         self._announcer.start()
         self._cache = cache
 

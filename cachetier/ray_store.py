@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from mneme.cachetier.cache_admin import CacheAdmin
 from mneme.cachetier.chain_search import Located, usable
 from mneme.cachetier.chain_spans import Span, query_of
 from mneme.cachetier.chunk import Chunk
@@ -31,7 +32,6 @@ from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
 
-_OWN_SHARE = 0.7  # of a question's time, for the own node and the directory
 _PUT_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
@@ -40,8 +40,9 @@ _MAX_WAITING = 4096  # requests whose nodes are remembered
 class RayChunkStore:
     """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int) -> None:
-        """`put_bytes` may be under way to the actor."""
+    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int, admin: CacheAdmin) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes."""
+        self.admin = admin
         self._node_id, self._connect = node_id, connect
         self._node = connect()
         self._peers = Peers(self._lost)
@@ -55,7 +56,7 @@ class RayChunkStore:
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """See `ChunkStore.locate`."""
         start_s = time.monotonic()
-        found = self._ask_own(query, timeout_s, start_s + timeout_s * _OWN_SHARE)
+        found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
             return []
         sources = [self._own_source(each) for each in found.here]
@@ -67,6 +68,7 @@ class RayChunkStore:
                 del sources[num_whole:], keys[num_whole:]  # a chunk that is usable in part
                 sources += [source for source, _ in further]
                 keys += [key for _, key in further]
+        self._known.drop(query.keys[query.first :])  # what is not there any more is put again
         self._known.note(keys)
         self._counters["located"] += len(sources)
         return sources
@@ -87,7 +89,7 @@ class RayChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
-        is_put = self._puts.put(self._node, chunk)
+        is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
         if is_put:
             self._known.note([chunk.header.key])
         return is_put

@@ -13,6 +13,7 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.ray_admin import RayCacheAdmin
 from mneme.cachetier.ray_node import NodeActor, NodeIdentity, node_actor_name
 from mneme.cachetier.ray_session_logs import RaySessionLogs
 from mneme.cachetier.ray_store import RayChunkStore
@@ -39,6 +40,7 @@ def start_cache_tier(
         identity.node_id,
         lambda: node_actor(config, identity),
         put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
+        admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
     )
     try:
         problem = ray.get(node_actor(config, identity).ready.remote(), timeout=timeout_s)

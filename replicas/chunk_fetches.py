@@ -22,11 +22,11 @@ from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.misses import Miss
 from mneme.replicas.origins import Source
+from mneme.replicas.read_room import ReadRoom
 
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
-_WAIT_S = 0.05  # how often a reader that waits for room looks again
 
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
@@ -215,35 +215,6 @@ class Fetch:
         for source in self.sources:
             source.close()
         self._on_closed(self)
-
-
-class ReadRoom:
-    """Bytes that were read ahead and not yet taken, of all fetches together (AttentionStore 3.2.1's read buffer)."""
-
-    def __init__(self, num_bytes: int, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.num_used = 0
-        self._num_bytes = num_bytes
-        self._condition = threading.Condition()
-
-    def has(self, num_bytes: int) -> bool:
-        return self.num_used + num_bytes <= self._num_bytes
-
-    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
-        """Wait for room, unless it is urgent: somebody waits for these bytes. False if nobody wants them any more."""
-        with self._condition:
-            while not self.has(num_bytes) and not is_urgent() and not is_over():
-                self._condition.wait(_WAIT_S)
-            self.num_used += num_bytes
-        if is_over():
-            self.give(num_bytes)
-            return False
-        return True
-
-    def give(self, num_bytes: int) -> None:
-        with self._condition:
-            self.num_used -= num_bytes
-            self._condition.notify_all()
 
 
 class Fetches:
