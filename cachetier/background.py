@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 _logger = logging.getLogger(__name__)
@@ -14,8 +15,11 @@ _AFTER_ERROR_S = 1.0
 class Background:
     """`step` does one thing and says for how many seconds there is nothing to do; None: until `wake`."""
 
-    def __init__(self, name: str, step: Callable[[], float | None], on_error: Callable[[], None]) -> None:
-        self._name, self._step, self._on_error = name, step, on_error
+    def __init__(
+        self, name: str, step: Callable[[], float | None], on_error: Callable[[], None], *, settle_s: float = 0.0
+    ) -> None:
+        """`settle_s`: after a wake it waits so long before it begins."""
+        self._name, self._step, self._on_error, self._settle_s = name, step, on_error, settle_s
         self._event = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,4 +49,6 @@ class Background:
                 self._on_error()
                 wait_s = _AFTER_ERROR_S
             if wait_s != 0 and not self._is_closed:
-                self._event.wait(wait_s)
+                is_woken = self._event.wait(wait_s)
+                if is_woken and self._settle_s and not self._is_closed:
+                    time.sleep(self._settle_s)

@@ -32,6 +32,9 @@ from mneme.cachetier.saving import HostPut, Saver
 from mneme.cachetier.write_behind import TAIL_DELAY_S
 
 _EXPIRE_EVERY_S = 1.0
+# A request that begins at once reads what it needs by itself: to bring that up too would take half of the disk from it.
+_PREFETCH_AFTER_S = 0.05
+_YIELD_S = 0.005
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -58,7 +61,9 @@ class NodeCache:
         self.contents = NodeContents(tiers, self._search)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
-        self._thread = Background("mneme-node-cache", self.step, lambda: self._count("thread_error"))
+        self._thread = Background(
+            "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
+        )
         self._saver = Saver(tiers, host_bytes, lambda: self._promoter.is_loading, tail_delay_s)
         self.writer = self._saver.writer
         if has_threads:
@@ -198,10 +203,12 @@ class NodeCache:
         self._tiers.settle()
 
     def step(self) -> float | None:
-        """What the cache's thread does: bring up one chunk, or drop what has expired."""
+        """What the cache's thread does: bring up one chunk, unless somebody reads, or drop what has expired."""
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
+        if self._promoter.is_loading:
+            return _YIELD_S
         return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S
 
     def _used(self, found: Sequence[Located]) -> list[Located]:

@@ -1,5 +1,5 @@
-// Types shared by the compiled CPU kernels. Vectors are compiler vectors of 64 bytes: on a CPU with AVX-512 they are
-// one register, with AVX2 two; only what the compiler cannot express (bf16 dot products) uses intrinsics, under #ifdef.
+// Types shared by the compiled CPU kernels. Vectors are compiler vectors of one register; only what the compiler cannot
+// express (bf16 dot products) uses intrinsics, under #ifdef.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,6 @@ namespace mneme {
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 using bf16 = uint16_t;
-typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {

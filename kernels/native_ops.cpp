@@ -14,12 +14,12 @@ constexpr int64_t kParallelElements = 1 << 15;  // fewer are done before a team 
 
 template <class T>
 float sum_of_squares(const T* x, int64_t count) {
-  f32x16 even = {}, odd = {};
+  Vec even = {}, odd = {};
   for (int64_t i = 0; i < count; i += 2 * kLanes) {
-    const f32x16 first = load(x + i, count - i);
+    const Vec first = load(x + i, count - i);
     even += first * first;
     if (count - i <= kLanes) break;
-    const f32x16 second = load(x + i + kLanes, count - i - kLanes);
+    const Vec second = load(x + i + kLanes, count - i - kLanes);
     odd += second * second;
   }
   return sum(even + odd);
@@ -41,22 +41,22 @@ void add_row(T* hidden, const T* delta, int64_t count) {
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 // x times the normal distribution function; erfc by Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
-inline f32x16 gelu(f32x16 x) {
-  const f32x16 z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
-  const f32x16 t = 1.0f / (1.0f + 0.3275911f * z);
-  f32x16 series = t * 1.061405429f - 1.453152027f;
+inline Vec gelu(Vec x) {
+  const Vec z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+  const Vec t = 1.0f / (1.0f + 0.3275911f * z);
+  Vec series = t * 1.061405429f - 1.453152027f;
   series = series * t + 1.421413741f;
   series = series * t - 0.284496736f;
   series = series * t + 0.254829592f;
-  const f32x16 below = 0.5f * series * t * exponential(-z * z);
+  const Vec below = 0.5f * series * t * exponential(-z * z);
   return x * (x < 0.0f ? below : 1.0f - below);
 }
 
 template <int kActivation>
-f32x16 activated(f32x16 x) {
+Vec activated(Vec x) {
   if (kActivation == kGelu) return gelu(x);
   // tanh(u) = 2 / (1 + e^-2u) - 1, so both others are x / (1 + e^-s) for some s.
-  const f32x16 s = kActivation == kSilu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  const Vec s = kActivation == kSilu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
   return x / (1.0f + exponential(-s));
 }
 
@@ -66,7 +66,7 @@ void gate_rows(const T* gate_up, T* out, int64_t num_rows, int64_t count, int nu
   for (int64_t row = 0; row < num_rows; ++row) {
     const T* gate = gate_up + row * 2 * count;
     for (int64_t i = 0; i < count; i += kLanes) {
-      const f32x16 up = load(gate + count + i, count - i);
+      const Vec up = load(gate + count + i, count - i);
       store(out + row * count + i, activated<kActivation>(load(gate + i, count - i)) * up, count - i);
     }
   }
@@ -109,11 +109,11 @@ struct Best {
   float value;
 };
 Best best_of(const float* x, int64_t count) {
-  f32x16 largest = splat(-INFINITY);
-  i32x16 is_nan = {};
+  Vec largest = splat(-INFINITY);
+  IntVec is_nan = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const f32x16 next = load(x + i);
+    const Vec next = load(x + i);
     is_nan |= next != next;
     largest = next > largest ? next : largest;
   }
@@ -131,18 +131,18 @@ Best best_of(const float* x, int64_t count) {
 }
 
 // e^((x - best) * scale) of one vector of logits; 0 where that is below what exponential() reaches.
-inline f32x16 weights_of(f32x16 x, float best, float scale) {
-  const f32x16 power = (x - best) * scale;
-  return power < -87.0f ? f32x16{} : exponential(power);
+inline Vec weights_of(Vec x, float best, float scale) {
+  const Vec power = (x - best) * scale;
+  return power < -87.0f ? Vec{} : exponential(power);
 }
 
 constexpr int64_t kBlock = 256;  // weights whose sum is kept
 
 // `count` weights from x, the first of which is lane 0: their sum, and their values where `values` is given.
 double sum_weights(const float* x, int64_t count, float best, float scale, float* values) {
-  f32x16 total = {};
+  Vec total = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    f32x16 weight = weights_of(load(x + i, count - i), best, scale);
+    Vec weight = weights_of(load(x + i, count - i), best, scale);
     for (int64_t lane = count - i; lane < kLanes; ++lane) weight[lane] = 0;
     if (values) store(values + i, weight);
     total += weight;

@@ -20,7 +20,7 @@ from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
 from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.load_controller import LoadController
-from mneme.replicas.chunk_fetches import Fetches
+from mneme.replicas.chunk_fetches import Fetches, MakeWorkers
 from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_moves import Moves
@@ -45,6 +45,7 @@ class ChunkCache:
         page_size: int,
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        make_workers: MakeWorkers | None = None,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.saves = ChunkSaves(store, fingerprint, page_size)
@@ -52,7 +53,9 @@ class ChunkCache:
         self._step_began_s = 0.0
         self._on_close = on_close
         controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
-        self._fetches = Fetches(store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock)
+        self._fetches = Fetches(
+            store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock, make_workers=make_workers
+        )
         self.counts: Counter[str] = Counter()
 
     def want(self, sequence: RunningSequence, forest: PrefixForest) -> None:
@@ -61,6 +64,8 @@ class ChunkCache:
             return
         salt, context = sequence.request.salt, sequence.context
         sequence.chain = ChunkChain(self.saves.lineage(salt))
+        if sequence.request.choice_index:  # follows the first choice, which asks
+            return
         resident = forest.resident(salt, context)
         num_resident = resident.device + resident.host
         if len(context) - num_resident < self.config.min_load_tokens:
@@ -91,6 +96,12 @@ class ChunkCache:
             found.close()
         if is_sound and runner.chunks is not None:
             runner.chunks.saver.save(self.saves.of_end(sequence))
+
+    def abandon(self, runner: Runner) -> None:
+        """A step failed: nothing that it was to load or to save counts, nor what was found for others."""
+        if runner.chunks is not None:
+            runner.chunks.abandon()
+        self._fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "read_buffer_bytes": self._fetches.room.num_used, "accuracy": self._costs.accuracy()}

@@ -183,9 +183,7 @@ class EngineLoop:
             return self.engine.step()
         except Exception:  # the edge of the engine: no request may be left without an answer
             log.exception("step failed requests=%s", list(self._subscriber_by_request))
-            events = self.engine.fail_all("the engine failed; the request was not completed")
-            self.engine.pins.renew()
-            return events
+            return self.engine.fail_all("the engine failed; the request was not completed")
         finally:
             self._step_s = time.perf_counter() - started_s
 

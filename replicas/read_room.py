@@ -1,18 +1,15 @@
-"""How much may be read ahead of use: the read buffer of AttentionStore 3.2.1. No tensors."""
+"""Bytes that were read ahead and not yet taken, under a bound (AttentionStore 3.2.1's read buffer)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-_WAIT_S = 0.05  # how often a reader that waits for room looks again
-
 
 class ReadRoom:
-    """Bytes that were read ahead and not yet taken, of all fetches together."""
+    """Of all fetches of an engine together. What is urgent is let in above the bound: somebody waits for it."""
 
-    def __init__(self, num_bytes: int, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(self, num_bytes: int) -> None:
         self.num_used = 0
         self._num_bytes = num_bytes
         self._condition = threading.Condition()
@@ -21,17 +18,23 @@ class ReadRoom:
         return self.num_used + num_bytes <= self._num_bytes
 
     def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
-        """Wait for room, unless it is urgent: somebody waits for these bytes. False if nobody wants them any more."""
+        """Wait for room, unless it is urgent. False if nobody wants these bytes any more.
+
+        Whoever changes what the two say calls `wake`.
+        """
         with self._condition:
-            while not self.has(num_bytes) and not is_urgent() and not is_over():
-                self._condition.wait(_WAIT_S)
+            self._condition.wait_for(lambda: is_over() or is_urgent() or self.has(num_bytes))
+            if is_over():
+                return False
             self.num_used += num_bytes
-        if is_over():
-            self.give(num_bytes)
-            return False
         return True
 
     def give(self, num_bytes: int) -> None:
         with self._condition:
             self.num_used -= num_bytes
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Those who wait look again."""
+        with self._condition:
             self._condition.notify_all()

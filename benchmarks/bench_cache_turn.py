@@ -1,0 +1,159 @@
+"""Time to the first token of a session's next turn on an engine that has nothing of it: computed anew, or loaded.
+
+    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--folder DIR] [--seed 0] [--out DIR]
+
+*Next turn*: 64 new tokens behind a history of 4,096, of which 64 were sampled. `recompute` has no cache tier; `host`
+finds the history in the node's memory; `disk` after a restart of the node, whose memory is empty: cold (files dropped
+from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_details` must say so.
+
+*Never slower*: pairs of the same turn with the tier, where the controller decides from measured rates, and without it:
+short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), and disks
+that become slow (50 MB/s) without notice. `split`: the head was loaded, the rest computed; `given up`: what came too
+late was computed after all. A figure is the median of the pairs' ratios; `first` is the first pair's.
+
+What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
+a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
+from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
+from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, WARM, Case, NextTurns, measure_pairs
+from random_models import SHAPES
+from session_plots import plot_bars
+from workloads import cpu_name, load_average
+
+MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
+HISTORY, QUICK_HISTORY = 4096, 1024
+SLOW_BYTES_PER_S = 50e6
+TOLERANCE = 1.05
+CASES = (
+    Case(MODEL, 256, "host"),
+    Case(MODEL, 1024, "host"),
+    Case(MODEL, 256, "disk"),
+    Case(MODEL, 1024, "slow disk"),
+    Case(MODEL, 4096, "slow disk"),
+    Case(SMALL_MODEL, 256, "host"),
+    Case(SMALL_MODEL, 1024, "disk"),
+    Case(SMALL_MODEL, 256, "slow disk"),
+    Case(SMALL_MODEL, 1024, "slow disk"),
+    Case(SMALL_MODEL, 4096, "slow disk"),
+)
+QUICK_CASES = tuple(case for case in CASES if case.shape == SMALL_MODEL and case.num_history <= 1024)
+TARGETS = {HOST: 0.85, COLD: 0.80}  # lower than recompute
+MAX_CONTEXT = 4096 + 4 * NUM_NEW
+
+
+def turn_rows(model: CachedModel, num_history: int, folder: Path, num_rounds: int, seed: int) -> list[dict[str, Any]]:
+    """A row per arm."""
+    with closing(NextTurns(model, num_history, folder, seed)) as turns:
+        found = turns.rounds(num_rounds)
+    base = [took.ttft_s for took in found[RECOMPUTE]]
+    return [
+        {
+            "history": num_history,
+            "arm": name,
+            "rounds": len(found[name]),
+            "ttft ms": statistics.median(took.ttft_s for took in found[name]) * 1e3,
+            "lower by": statistics.median(1 - a.ttft_s / b for a, b in zip(found[name], base, strict=True)),
+            "cached share": min(took.usage.cached_tokens for took in found[name]) / num_history,
+        }
+        for name in ARMS
+    ]
+
+
+def checks_of(turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]) -> list[Check]:
+    found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
+    checks = [
+        at_least(
+            f"{arm.replace(', ', '_')}_ttft_lower_at_{HISTORY}",
+            found[arm]["lower by"] if arm in found else None,
+            target,
+            "of recompute",
+        )
+        for arm, target in TARGETS.items()
+    ]
+    cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
+    checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
+    for name, sources in (("tier", ("host", "disk")), ("slow_disk", ("slow disk",))):
+        ratios = [row["ratio"] for row in pairs if row["source"] in sources]
+        checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
+    return checks
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    load_before, started = load_average(), time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
+        folder = Path(name)
+        models = {s: make_model(s, MAX_CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
+        num_history = QUICK_HISTORY if args.quick else HISTORY
+        turns = turn_rows(models[MODEL], num_history, folder / "turns", 3 if args.quick else args.rounds, args.seed)
+        pairs = []
+        for index, case in enumerate(QUICK_CASES if args.quick else CASES):
+            place = folder / f"case{index}"
+            found = measure_pairs(models[case.shape], case, place, args.pairs, SLOW_BYTES_PER_S, args.seed)
+            pairs.append(found.row())
+    result = PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns)
+    print_part(result)
+    result = PartResult(
+        name="never slower", title="with a tier over without", rows=pairs, checks=checks_of(turns, pairs)
+    )
+    print_part(result)
+    line = {
+        "benchmark": "cache_turn", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
+        "new_tokens": NUM_NEW, "slow_disk_bytes_per_s": SLOW_BYTES_PER_S,
+        "calibration": {shape: _costs(model) for shape, model in models.items()},
+        "results": rounded(turns), "pairs": rounded(pairs), "checks": [check.as_json() for check in result.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        write_closing(args.out, line)
+        _plot(args.out, turns, pairs)
+    print(json.dumps(line))
+
+
+def _costs(model: CachedModel) -> dict[str, Any]:
+    """Seconds: per step, per row, per row and token of its context; per load, chunk, byte."""
+    measured = model.calibration
+    return rounded({"prefill": measured.prefill, **measured.edges})
+
+
+def _plot(folder: Path, turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]) -> None:
+    title = f"{MODEL}, {DTYPE}, {cpu_name()}, one thread"
+    groups = [str(turns[0]["history"])]
+    bars = {row["arm"]: [row["ttft ms"]] for row in turns}
+    plot_bars(folder / "cache_turn_ttft.png", title, "time to first token, ms", groups, bars)
+    cases = [f"{row['model'].removeprefix('llama-')}\n{row['history']}\n{row['source']}" for row in pairs]
+    bars = {name: [row[f"{name} ms"] for row in pairs] for name in ("with", "without")}
+    plot_bars(folder / "cache_turn_pairs.png", title, "time to first token, ms", cases, bars, x_label="case")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1k of history, 3 rounds, the small model's pairs")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

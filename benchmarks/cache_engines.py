@@ -1,0 +1,209 @@
+"""Engines over a cache tier whose costs were measured, for benchmarks of the tier.
+
+The store outlives its engines and can be restarted under one, as a cluster is: what was in memory is gone, and the
+files are found again. An engine's own pages are emptied between turns, so that it is another replica each time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from random_models import SHAPES, random_weights
+from tier_io.page_cache import make_cold
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, ChunkStore
+from mneme.cachetier.cost_model import Calibration, CostModel
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.file_operations import Buffer, FileOperations
+from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.keys import Lineage
+from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.errors import MnemeError
+from mneme.replicas.calibration import calibrate
+from mneme.replicas.chunk_cache import ChunkCache
+from mneme.replicas.chunk_mover import ChunkMover
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.load import compiled_kernels
+from mneme.replicas.model import Decoder
+from mneme.replicas.model_config import parse_model_config
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
+from mneme.replicas.runner import Runner
+
+PAGE_SIZE = 32
+DTYPE = torch.bfloat16
+CHUNK_TOKENS = 256
+HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
+FLUSH_S = 30.0  # for what waits to be saved
+
+
+class CachedModel(NamedTuple):
+    """What all engines of a benchmark share."""
+
+    decoder: Decoder
+    fingerprint: ModelFingerprint
+    calibration: Calibration
+
+
+def cache_config(folder: Path, *, host_bytes: int = HOST_BYTES, **more: Any) -> CacheConfig:
+    """Of a node with its files in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return CacheConfig(
+        host_bytes=host_bytes, disk=DiskTierConfig(folder=str(folder), capacity_bytes=DISK_BYTES), **more
+    )
+
+
+def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> CachedModel:
+    """A model of random weights, and what its steps and the tier's edges cost on this machine."""
+    assert compiled_kernels() is not None, "what is compiled now is not to be measured"
+    disk_folder.mkdir(parents=True, exist_ok=True)
+    described = parse_model_config({**SHAPES[shape], "max_position_embeddings": max_context}, shape)
+    decoder = Decoder(described, random_weights(described, torch.device("cpu"), DTYPE, seed))
+    layout = ChunkLayout(
+        num_layers=described.num_layers,
+        num_kv_heads=described.num_kv_heads,
+        head_dim=described.head_dim,
+        dtype=str(DTYPE).removeprefix("torch."),
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    name = f"{shape} of random weights, seed {seed}"
+    fingerprint = ModelFingerprint(weights=name.encode().hex(), layout=layout, inv_freq=described.rope.inv_freq)
+    runner = Runner(decoder, pages_for(max_context), PAGE_SIZE)
+    engine = EngineConfig(page_size=PAGE_SIZE)
+    measured = calibrate(runner, engine, chunk_tokens=CHUNK_TOKENS, disk_folder=disk_folder)
+    runner.close()
+    return CachedModel(decoder, fingerprint, measured)
+
+
+def pages_for(num_tokens: int, share: float = 1.25) -> int:
+    """Of a pool in which so many tokens find room beside the reserve."""
+    return int(share * num_tokens / PAGE_SIZE) + 8
+
+
+def make_engine(
+    model: CachedModel, store: ChunkStore | None, cache: CacheConfig, num_pages: int, *, share_prefixes: bool = True
+) -> Engine:
+    """An engine that is alike with a tier and without one (None)."""
+    runner = Runner(model.decoder, num_pages, PAGE_SIZE)
+    config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, max_sessions=0, prefix_sharing=share_prefixes)
+    if store is None:
+        return Engine(runner, None, config)
+    runner.use_chunks(ChunkMover(runner.pool, store, model.fingerprint, cache))
+    chunks = ChunkCache(store, model.fingerprint, CostModel(model.calibration), cache, page_size=PAGE_SIZE)
+    return Engine(runner, None, config, chunks=chunks)
+
+
+class Answer(NamedTuple):
+    """Of one request."""
+
+    ttft_s: float  # from submission
+    total_s: float  # to the last token
+    usage: PromptUsage
+    token_ids: list[int]
+
+
+def answer(engine: Engine, ids: Sequence[int], num_out: int, name: str = "turn") -> Answer:
+    """One request alone; raises `MnemeError` if it fails. The engine is stepped as `LLM` does."""
+    began_s, first_s, usage, token_ids = time.perf_counter(), 0.0, None, list[int]()
+    engine.submit(request(name, ids, num_out))
+    while engine.has_work:
+        if engine.is_blocked:
+            time.sleep(BLOCKED_S)
+        for event in engine.step():
+            if event.finish_reason == "error":
+                raise MnemeError(f"{name}: {event.error}")
+            first_s = first_s or time.perf_counter() - began_s
+            usage = usage or event.usage
+            token_ids += event.token_ids
+    assert usage is not None
+    return Answer(first_s, time.perf_counter() - began_s, usage, token_ids)
+
+
+def request(name: str, ids: Sequence[int], num_out: int) -> GenerationRequest:
+    """Greedy, of so many tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, seed=0)
+    return GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling)
+
+
+def wait_for_saves(engine: Engine) -> None:
+    """Until what the engine has to save is in the store."""
+    mover, until_s = engine._runner.chunks, time.perf_counter() + FLUSH_S
+    while mover is not None and mover.saver.num_bytes:
+        if time.perf_counter() > until_s:
+            raise MnemeError(f"chunks were not saved within {FLUSH_S:g} s")
+        time.sleep(0.001)
+
+
+class RestartableStore:
+    """A `ChunkStore` over a node's memory and disk, which can be restarted under an engine."""
+
+    def __init__(self, config: CacheConfig, files: FileOperations | None = None) -> None:
+        self._config, self._files = config, files
+        self._inner = ProcessChunkStore(config, files=files)
+
+    @property
+    def folder(self) -> Path:
+        assert self._config.disk is not None
+        return Path(self._config.disk.folder)
+
+    @property
+    def inner(self) -> ProcessChunkStore:
+        return self._inner
+
+    def flush(self) -> None:
+        """All that waits is on the disk."""
+        if not self._inner.node.flush(FLUSH_S):
+            raise MnemeError(f"the disk was not written within {FLUSH_S:g} s")
+
+    def restart(self, *, is_cold: bool) -> None:
+        """Only files are left; cold: none of their bytes is in memory, which is verified."""
+        self._inner.close()
+        if is_cold:
+            make_cold(self.paths())
+        self._inner = ProcessChunkStore(self._config, files=self._files)
+
+    def paths(self) -> list[Path]:
+        """Of chunks on the disk."""
+        return sorted(self.folder.rglob("*.kv"))
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        return self._inner.locate(query, timeout_s)
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        self._inner.forget(request_ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        return self._inner.known(keys)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        return self._inner.put(chunk, lineage)
+
+    def close(self) -> None:
+        """Not the store: it outlives its engines. See `end`."""
+
+    def end(self) -> None:
+        self._inner.close()
+
+
+class ThrottledFiles(FileOperations):
+    """A disk that reads at most so many bytes per second, for all readers together; None: as fast as it is."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.bytes_per_s: float | None = None
+        self._sleep, self._lock = sleep, threading.Lock()
+
+    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """See `FileOperations.read`."""
+        if self.bytes_per_s is None:
+            return super().read(fd, buffers, offset)
+        with self._lock:
+            num_bytes = super().read(fd, buffers, offset)
+            self._sleep(num_bytes / self.bytes_per_s)
+        return num_bytes
