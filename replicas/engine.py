@@ -74,7 +74,8 @@ class Engine:
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
         self.scheduler = make_scheduler(runner, config, self.forest)
-        self.sessions = make_sessions(config, self._decoding, self.forest, clock, durable and durable.writer)
+        journal = None if durable is None else durable.writer
+        self.sessions = make_sessions(config, self._decoding, self.forest, clock, journal)
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
