@@ -96,6 +96,12 @@ class RayChunkStore:
         """Of this process; counters since the start."""
         return {**self._counters, **self._peers.counters, **self._puts.stats()}
 
+    def node_stats(self, timeout_s: float) -> dict[str, Any] | None:
+        """Of this node's tiers, see `NodeActor.stats`; None if it does not answer."""
+        call = self._peers.call(self._node_id, "stats", self._node.stats)
+        found: dict[str, Any] | None = self._peers.answers([call], time.monotonic() + timeout_s)[0]
+        return found
+
     def close(self) -> None:
         """See `ChunkStore.close`; the node's actor stays."""
         self._puts.close(_CLOSE_TIMEOUT_S)

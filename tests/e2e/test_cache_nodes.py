@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -151,9 +152,9 @@ def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_writte
 def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: Tier, reader: str) -> None:
     ids = tokens(5 if reader == "a" else 6)
     call(tier.a.put, ids)
-    assert call(tier.actor("a").flush, 10.0)
     engine = tier.a if reader == "a" else tier.b
     await_located(engine, ids, "host" if reader == "a" else "peer_host")
+    assert call(tier.actor("a").flush, 10.0)
     assert_all_read(call(engine.read, 1, close=False), ids)
     kill(tier.actor("a"))
     started_s = time.monotonic()
@@ -190,6 +191,7 @@ def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluste
     engine.close()
     assert time.monotonic() - started_s < CALL_LIMIT_S
     stats = call(cluster.node_actor("head", "full").stats)
+    assert engine.stats()["put_bytes_under_way"] == 0
     assert 0 < stats["host"]["bytes"] <= stats["host"]["capacity_bytes"]
     assert stats["objects"]["used_bytes"] <= stats["host"]["capacity_bytes"]
     assert mapped_files_bytes(cluster.folder) == before
@@ -248,6 +250,31 @@ def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluste
     eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
     engine.close()
     shutdown_cache_tier("hanging")
+
+
+@pytest.mark.slow
+def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
+    """Of either node's actor and of the directory, at any moment of saving and loading."""
+    generator = random.Random(0)
+    for number in range(100, 130):
+        ids = tokens(number)
+        saving = tier.a.put.remote(ids)
+        victim = generator.choice(("a", "b", "directory-0", "directory-1"))
+        is_shard = victim.startswith("directory")
+        actor = ray.get_actor(victim, "mneme-cache-shared") if is_shard else tier.actor(victim)
+        reading = tier.b.locate.remote(tokens(generator.randrange(100, number + 1)))
+        ray.kill(actor, no_restart=False)
+        ray.get([saving, reading], timeout=CALL_LIMIT_S)
+        for engine in (tier.b, tier.a):
+            assert all(each.is_exact for each in call(engine.read))
+            call(engine.locate, ids)
+
+    def is_whole() -> bool:
+        call(tier.a.put, ids)
+        return sum(n for _, n in call(tier.b.locate, ids)) == len(ids)
+
+    eventually(is_whole)
+    assert_all_read(call(tier.b.read), ids)
 
 
 def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
