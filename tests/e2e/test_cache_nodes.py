@@ -14,6 +14,8 @@ import pytest
 import ray
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.directory import Announcement, shard_of
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.ray_tier import shutdown_cache_tier
@@ -180,6 +182,22 @@ def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(t
     eventually(lambda: len(call(directory.stats)["live_nodes"]) == 2)
     assert call(directory.lookup, [chain(lost)[0].header.key]) == [()]
     assert call(tier.a.locate, lost) == []
+
+
+def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: Tier) -> None:
+    """And what it has stays, though somebody asked for it in vain."""
+    ghost, kept = tokens(9, num_chunks=1, tail=0), tokens(10, num_chunks=1, tail=0)
+    call(tier.b.put, kept)
+    await_located(tier.a, kept, "peer_host")
+    node, keys = tier.cluster.node_id("b"), [chain(ids)[0].header.key for ids in (ghost, kept)]
+    directories = [ray.get_actor(f"directory-{number}", "mneme-cache-shared") for number in range(2)]
+    directory = directories[shard_of(keys[0], 2)]
+    said = Announcement(node=node, epoch=2**62, seq=0, changes=[Change(keys[0], "host", 1, True)], is_first=True)
+    call(directory.announce, said)
+    assert call(directory.lookup, keys[:1]) != [()]
+    eventually(lambda: call(tier.a.locate, ghost) == [] and call(directory.lookup, keys[:1]) == [()])
+    call(tier.actor("b").not_here, keys)
+    await_located(tier.a, kept, "peer_host")
 
 
 def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluster: CacheCluster) -> None:
