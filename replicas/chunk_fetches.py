@@ -143,8 +143,10 @@ class Fetch:
         """The bytes of a chunk's layer, checked; waits for them where they are being read. Each is taken once."""
         if index not in self._far:
             return self._read(index, layer)
-        with self._condition:
+        if not self._is_urgent:
             self._is_urgent = True
+            self._room.hurry()
+        with self._condition:
             self._condition.wait_for(lambda: layer in self._layers[index] or self._is_closed or not self._is_busy)
             brought = self._layers[index].pop(layer, None)
         if brought is None:
@@ -239,6 +241,11 @@ class ReadRoom:
             self.give(num_bytes)
             return False
         return True
+
+    def hurry(self) -> None:
+        """Something has become urgent: who waits for room is to look again."""
+        with self._condition:
+            self._condition.notify_all()
 
     def give(self, num_bytes: int) -> None:
         with self._condition:
