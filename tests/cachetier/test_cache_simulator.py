@@ -38,7 +38,7 @@ def test_no_policy_finds_more_than_min_or_than_there_is(policy: str) -> None:
         assert 0 < found <= min_ratio(trace, capacity) < no_bound
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "pensieve", "lookahead", "returning"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"])
 @pytest.mark.parametrize("capacities", [[20], [3, 10, 40], [0, 5, 20], [10, 0, 30], [4, None]])
 def test_every_tier_holds_its_own_after_each_request(policy: str, capacities: list[int | None]) -> None:
     now_s = [0.0]
