@@ -216,7 +216,10 @@ class Fetch:
 
     def _read(self, index: int, layer: int) -> U8Array | Miss:
         source, started_s = self.sources[index], self._clock()
-        read = source.read(layer)
+        try:
+            read = source.read(layer)
+        except MemoryError:
+            read = Miss.BUSY
         num_bytes = 0 if isinstance(read, Miss) else read.nbytes
         self.note_read(index, num_bytes, layer == 0, self._clock() - started_s)
         return read

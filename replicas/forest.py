@@ -160,7 +160,7 @@ class PrefixForest(Paths):
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept
         root = known_root if is_known else Root(path.root.salt, kept)
-        truncated = self.open_kept(root)
+        truncated = self.open_kept(root) if self._sharing else None  # else its pages go with the path
         if truncated is not None:
             self._last_truncated = owner, root
             self.release(path)

@@ -1,4 +1,4 @@
-"""An engine's cache tier without tensors and threads: a test says when the store answers, what comes and what not.
+"""An engine's cache tier without tensors and threads: a test says when the store answers, and what comes of it.
 
 A chunk's bytes are the positions and the tokens that they are the KV of, so what a fake runner loads and saves can be
 compared with what it should be.
@@ -84,9 +84,13 @@ class PlayedCache:
         return self.cache._fetches.num_open
 
     def play(self, num_looks: int | None = None, num_reads: int | None = None) -> None:
-        """The store answers, and chunks are read."""
-        self.workers["kv-look"].play(num_looks)
-        self.workers["kv-read"].play(num_reads)
+        """The store answers, and chunks are read; for as many tasks as wait, or until nothing waits."""
+        looks, reads = self.workers["kv-look"], self.workers["kv-read"]
+        looks.play(num_looks)
+        reads.play(num_reads)
+        while num_looks is num_reads is None and looks.tasks:
+            looks.play()
+            reads.play()
 
     def _make_workers(self, name: str, num_threads: int) -> Any:
         return self.workers.setdefault(name, PlayedWorkers())

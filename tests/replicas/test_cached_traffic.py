@@ -1,4 +1,4 @@
-"""Any traffic over engines with one cache tier, and any of its faults: each request computes what it would alone."""
+"""Any traffic over engines that share a cache tier, and any fault of it: each request computes what it would alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine import Engine
+from mneme.replicas.forest_nodes import Pin
 from mneme.replicas.pins import pin_prefix
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
@@ -128,6 +129,7 @@ class Play:
         self.events: list[TokenEvent] = []
         self.expected: dict[str, Arrival] = {}
         self.num_failed_steps = 0
+        self.pins: list[tuple[Engine, Pin]] = []
 
     def run(self) -> None:
         for step in itertools.count():
@@ -141,7 +143,10 @@ class Play:
                 engine.forest.check()
             if step > NUM_STEPS + 8 and not any(engine.has_work for engine in self.engines):
                 break
+            if step > NUM_STEPS:  # a pin may be all that keeps a prompt from its pages
+                self._unpin()
             assert step < 4_000, "some request never ends"
+        self._unpin()
         self._check_answers()
         for engine, cache in zip(self.engines, self.caches, strict=True):
             cache.play()
@@ -198,14 +203,14 @@ class Play:
             runner.fail_next = True
         if self.pool.sharing and self.chance.random() < 0.05:
             with contextlib.suppress(PinRefused):
-                pin = pin_prefix(engine, "", self.chance.choice(self.traffic).ids)
-                if self.chance.random() < 0.7:
-                    engine.scheduler.unpin(pin)
-                else:
-                    self.pinned = pin
-        if hasattr(self, "pinned") and self.chance.random() < 0.5:
-            for each in self.engines:
-                each.scheduler.unpin(self.pinned)
+                self.pins.append((engine, pin_prefix(engine, "", self.chance.choice(self.traffic).ids)))
+        if self.pins and self.chance.random() < 0.3:
+            self._unpin()
+
+    def _unpin(self) -> None:
+        for engine, pin in self.pins:
+            engine.scheduler.unpin(pin)
+        self.pins.clear()
 
     def _check_answers(self) -> None:
         for name, arrival in self.expected.items():
@@ -214,7 +219,8 @@ class Play:
             ends = [event.finish_reason for event in events if event.finish_reason is not None]
             assert len(ends) == 1, name
             if ends == ["error"]:
-                assert self.num_failed_steps or self.pool.fault_share, name
+                is_refused = self._is_too_long(self.engines[arrival.engine], arrival)  # when its session's turn came
+                assert self.num_failed_steps or self.pool.fault_share or is_refused, name
             if not self._is_truncated(arrival):
                 assert got == continuation(arrival.ids, arrival.max_tokens, 5)[: len(got)]
             assert len(got) == arrival.max_tokens or ends[0] in ("abort", "error")
