@@ -149,7 +149,7 @@ def test_what_waits_stays_on_every_tier_that_has_some_of_it() -> None:
 
 def test_another_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be one of lru, .*, min"):
-        CacheSimulator([], [1], "fifo")
+        CacheSimulator([], [1], "lifo")
 
 
 def test_returning_counts_used_once_as_older_and_less_so_with_age() -> None:
