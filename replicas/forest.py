@@ -152,7 +152,7 @@ class PrefixForest(Paths):
         """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
 
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
-        happened, where some of it has no KV, or nothing is shared. Paths of one owner that keep the same go on together.
+        happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
         """
         if not self._sharing:
             return None
