@@ -1,10 +1,14 @@
 """Time to the first token of a session's next turn on an engine that has nothing of it: computed anew, or loaded.
 
-    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_cache_turn.py [--quick] [--rounds 10] [--pairs 10] [--ray]
+           [--folder DIR] [--seed 0] [--out DIR]
 
 *Next turn*: 64 new tokens behind a history of 4,096, of which 64 were sampled. `recompute` has no cache tier; `host`
 finds the history in the node's memory; `disk` after a restart of the node, whose memory is empty: cold (files dropped
 from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_details` must say so.
+
+`--ray`: the same turn on replicas in other processes over the cluster's tier: on the node whose actor has the history
+in its object store, and on another node of a cluster on this machine.
 
 *Never slower*: pairs of the same turn with the tier, where the controller decides from measured rates, and without it:
 short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), and disks
@@ -23,12 +27,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
+from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
 from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, WARM, Case, NextTurns, measure_pairs
 from random_models import SHAPES
@@ -74,7 +79,18 @@ def turn_rows(model: CachedModel, num_history: int, folder: Path, num_rounds: in
     ]
 
 
-def checks_of(turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]) -> list[Check]:
+def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: int) -> list[dict[str, Any]]:
+    """A row per place of the other replica."""
+    with ExitStack() as stack:
+        cluster = two_nodes(stack)
+        from cache_ray_turns import ray_rows
+
+        return ray_rows(cluster, model, MODEL, num_history, num_rounds, seed)
+
+
+def checks_of(
+    turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]], cluster: Sequence[dict[str, Any]]
+) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
     checks = [
         at_least(
@@ -85,7 +101,10 @@ def checks_of(turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]) 
         )
         for arm, target in TARGETS.items()
     ]
+    if cluster and cluster[0]["history"] == HISTORY:
+        checks.append(at_least(f"cluster_host_ttft_lower_at_{HISTORY}", cluster[0]["lower by"], TARGETS[HOST]))
     cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
+    cached += [row["cached share"] for row in cluster if row["history"] == HISTORY]
     checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
     for name, sources in (("tier", ("host", "disk")), ("slow_disk", ("slow disk",))):
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
@@ -107,6 +126,8 @@ def main() -> None:
             place = folder / f"case{index}"
             found = measure_pairs(models[case.shape], case, place, args.pairs, SLOW_BYTES_PER_S, args.seed)
             pairs.append(found.row())
+    num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
+    cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
     result = PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns)
     print_part(result)
     result = PartResult(
@@ -120,7 +141,8 @@ def main() -> None:
         "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
         "new_tokens": NUM_NEW, "slow_disk_bytes_per_s": SLOW_BYTES_PER_S,
         "calibration": {shape: _costs(model) for shape, model in models.items()},
-        "results": rounded(turns), "pairs": rounded(pairs), "checks": [check.as_json() for check in result.checks],
+        "results": rounded(turns), "pairs": rounded(pairs), "cluster": rounded(cluster),
+        "checks": [check.as_json() for check in result.checks],
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)
@@ -149,6 +171,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1k of history, 3 rounds, the small model's pairs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for JSON and plots")

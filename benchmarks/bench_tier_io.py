@@ -106,7 +106,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
-        cluster = None if args.no_store else _cluster(stack)
+        cluster = None if args.no_store else two_nodes(stack)
         for name in args.shape or SHAPES:
             for found in measure(SHAPES[name], folder, cluster, num_rounds, args.seed):
                 rows += found
@@ -125,7 +125,7 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def _cluster(stack: ExitStack) -> Any:
+def two_nodes(stack: ExitStack) -> Any:
     """Two nodes on this machine; None without Ray, which reads its environment when it is imported."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir="/tmp", ignore_cleanup_errors=True))
     os.environ.pop("RAY_ADDRESS", None)

@@ -44,6 +44,9 @@ HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
 FLUSH_S = 30.0  # for what waits to be saved
 
 
+_UNKNOWN = Calibration(prefill=(0, 0, 0), decode=(0, 0, 0), step_rows=1, kv_bytes_per_token=1)
+
+
 class CachedModel(NamedTuple):
     """What all engines of a benchmark share."""
 
@@ -60,10 +63,8 @@ def cache_config(folder: Path, *, host_bytes: int = HOST_BYTES, **more: Any) -> 
     )
 
 
-def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> CachedModel:
-    """A model of random weights, and what its steps and the tier's edges cost on this machine."""
-    assert compiled_kernels() is not None, "what is compiled now is not to be measured"
-    disk_folder.mkdir(parents=True, exist_ok=True)
+def bare_model(shape: str, max_context: int, seed: int) -> CachedModel:
+    """A model of random weights, without a calibration."""
     described = parse_model_config({**SHAPES[shape], "max_position_embeddings": max_context}, shape)
     decoder = Decoder(described, random_weights(described, torch.device("cpu"), DTYPE, seed))
     layout = ChunkLayout(
@@ -75,11 +76,19 @@ def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> Ca
     )
     name = f"{shape} of random weights, seed {seed}"
     fingerprint = ModelFingerprint(weights=name.encode().hex(), layout=layout, inv_freq=described.rope.inv_freq)
-    runner = Runner(decoder, pages_for(max_context), PAGE_SIZE)
+    return CachedModel(decoder, fingerprint, _UNKNOWN)
+
+
+def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> CachedModel:
+    """A model of random weights, and what its steps and the tier's edges cost on this machine."""
+    assert compiled_kernels() is not None, "what is compiled now is not to be measured"
+    disk_folder.mkdir(parents=True, exist_ok=True)
+    model = bare_model(shape, max_context, seed)
+    runner = Runner(model.decoder, pages_for(max_context), PAGE_SIZE)
     engine = EngineConfig(page_size=PAGE_SIZE)
     measured = calibrate(runner, engine, chunk_tokens=CHUNK_TOKENS, disk_folder=disk_folder)
     runner.close()
-    return CachedModel(decoder, fingerprint, measured)
+    return model._replace(calibration=measured)
 
 
 def pages_for(num_tokens: int, share: float = 1.25) -> int:

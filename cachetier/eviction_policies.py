@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from mneme.cachetier.eviction import EvictionPolicy
+from mneme.cachetier.eviction_fifo import FifoPolicy
 from mneme.cachetier.eviction_lfu import LfuPolicy
 from mneme.cachetier.eviction_lookahead import LookaheadPolicy
 from mneme.cachetier.eviction_lru import LruPolicy
@@ -13,7 +14,7 @@ from mneme.cachetier.eviction_pensieve import PensievePolicy
 from mneme.cachetier.eviction_returning import ReturningPolicy
 from mneme.errors import ConfigError, shown
 
-PolicyName = Literal["lru", "lfu", "pensieve", "lookahead", "returning"]
+PolicyName = Literal["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"]
 
 
 def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
@@ -27,6 +28,8 @@ def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> 
         return LookaheadPolicy(capacity)
     if name == "returning":
         return ReturningPolicy(capacity)
+    if name == "fifo":
+        return FifoPolicy(capacity)
     if name == "lfu":
         return LfuPolicy()
     if name == "lru":

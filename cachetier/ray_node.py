@@ -23,7 +23,7 @@ from mneme.cachetier.cache_admin import ADMIN_CALLS, AdminCall
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span, spans_of
-from mneme.cachetier.change_log import TierName
+from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
@@ -142,9 +142,14 @@ class NodeActor:
         if self._cache is not None:
             await self._in(self._reads, self._cache.missed, key, tier, miss)
 
-    async def not_there(self, node: str, keys: Sequence[bytes]) -> None:
-        """A node does not have what the directory says it has."""
-        self._directory.not_there(node, keys)
+    async def not_here(self, keys: Sequence[bytes]) -> None:
+        """Others believe that these are here and did not get them: what is not is announced as gone.
+
+        The node says so, not the reader: whoever has to be quick may see less than there is.
+        """
+        if self._cache is not None:
+            gone = [key for key in keys if key not in self._cache]
+            self._announcer.changed([Change(key, tier, 0, False) for key in gone for tier in ("host", "disk")])
 
     async def not_reached(self, node: str) -> None:
         """A node's actor is dead."""

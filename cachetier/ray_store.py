@@ -98,6 +98,12 @@ class RayChunkStore:
         """Of this process; counters since the start."""
         return {**self._counters, **self._peers.counters, **self._puts.stats()}
 
+    def node_stats(self, timeout_s: float) -> dict[str, Any] | None:
+        """Of this node's tiers, see `NodeActor.stats`; None if it does not answer."""
+        call = self._peers.call(self._node_id, "stats", self._node.stats)
+        found: dict[str, Any] | None = self._peers.answers([call], time.monotonic() + timeout_s)[0]
+        return found
+
     def close(self) -> None:
         """See `ChunkStore.close`; the node's actor stays."""
         self._puts.close(_CLOSE_TIMEOUT_S)
@@ -125,9 +131,8 @@ class RayChunkStore:
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
             if chunks is not None and len(sound) < span.num_chunks:
-                absent = query.keys[span.first + len(sound)]
                 self._counters["directory_ghosts"] += 1
-                self._node.not_there.remote(span.node, [absent])
+                found.peers[span.node].not_here.remote([query.keys[span.first + len(sound)]])
             if len(sound) < span.num_chunks:
                 break
         return sources
@@ -149,16 +154,16 @@ class RayChunkStore:
         if not found:
             return []
         reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
-        return [(self._peer_source(reads, index, each, span), each.header.key) for index, each in enumerate(found)]
+        return [(self._peer_source(reads, index, each, peer), each.header.key) for index, each in enumerate(found)]
 
-    def _peer_source(self, reads: PeerReads, index: int, located: Located, span: Span) -> ChunkSource:
+    def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
         edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
         key = located.header.key
 
         def on_miss(miss: Miss) -> None:
             self._missed(edge, key, miss)
             if miss is Miss.ABSENT:
-                self._node.not_there.remote(span.node, [key])
+                peer.not_here.remote([key])
 
         layers = ObjectLayers(located.header, lambda: reads.fetch(index))
         return HostSource(located.header, located.num_usable, layers, on_miss, edge)

@@ -38,7 +38,7 @@ def test_no_policy_finds_more_than_min_or_than_there_is(policy: str) -> None:
         assert 0 < found <= min_ratio(trace, capacity) < no_bound
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "pensieve", "lookahead", "returning"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"])
 @pytest.mark.parametrize("capacities", [[20], [3, 10, 40], [0, 5, 20], [10, 0, 30], [4, None]])
 def test_every_tier_holds_its_own_after_each_request(policy: str, capacities: list[int | None]) -> None:
     now_s = [0.0]
@@ -149,7 +149,7 @@ def test_what_waits_stays_on_every_tier_that_has_some_of_it() -> None:
 
 def test_another_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be one of lru, .*, min"):
-        CacheSimulator([], [1], "fifo")
+        CacheSimulator([], [1], "lifo")
 
 
 def test_returning_counts_used_once_as_older_and_less_so_with_age() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.eviction_fifo import FifoPolicy
 from mneme.cachetier.eviction_heap import EvictionHeap
 from mneme.cachetier.eviction_lfu import LfuPolicy
 from mneme.cachetier.eviction_lookahead import LookaheadPolicy
@@ -30,7 +31,7 @@ def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
     return victims
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead", "returning"])
+@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"])
 def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
     policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
     assert policy.choose() is None
@@ -45,8 +46,29 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead, returning"):
-        make_policy("fifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead, returning, fifo"):
+        make_policy("lifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
+
+
+def test_fifo_goes_by_arrival_whatever_was_used() -> None:
+    policy = FifoPolicy(100)
+    offer(policy, "first", 2, 1.0)
+    offer(policy, "second", 1, 2.0)
+    policy.withdraw("first")
+    offer(policy, "third", 1, 3.0)
+    offer(policy, "first", 3, 9.0)
+    assert order(policy) == [("first", 3), ("second", 1), ("third", 1)]
+    offer(policy, "third", 1, 10.0)
+    offer(policy, "first", 1, 11.0)  # came back: it is the youngest now
+    assert order(policy) == [("third", 1), ("first", 1)]
+
+
+def test_fifo_does_not_know_all_keys_for_ever() -> None:
+    policy = FifoPolicy(1)
+    for index in range(5000):
+        offer(policy, index, 1, 0.0)
+        policy.withdraw(index)
+    assert len(policy._arrived) == 1024
 
 
 def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:

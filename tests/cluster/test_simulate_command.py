@@ -120,7 +120,7 @@ def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pyte
         ([*SYNTHETIC, "--host-gb", "-1"], "host-gb: must be from 0"),
         ([*SYNTHETIC, "--disk-gb", "inf"], "disk-gb: must be from 0"),
         ([*SYNTHETIC, "--host-gb", "1e-9"], "no tier holds a block"),
-        ([*SYNTHETIC, "--capacity-blocks", "5", "--policy", "fifo"], "policy: must be one of"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--policy", "newest"], "policy: must be one of"),
         ([*SYNTHETIC, "--host-gb", "10,,20"], "host-gb: must be from 0"),
         ([*SYNTHETIC, "--host-gb", "10,big"], "host-gb: must be from 0"),
         ([*SYNTHETIC, "--host-gb", "1000", "--queue", "4", "--prefetch"], "prefetch: needs a queue"),

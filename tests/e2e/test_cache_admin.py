@@ -11,11 +11,12 @@ import pytest
 from mneme.cachetier.cache_admin import PinName, leading, num_leading_tokens
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import owner_of, prefix_lineage
 from mneme.cachetier.ray_admin import RayCacheAdmin
 from mneme.cachetier.ray_node import node_actor_name
 from mneme.errors import CachePinRefused, ReplicaUnavailable
-from tests.e2e.cache_cluster import CHUNK_TOKENS, FINGERPRINT, CacheCluster, cache_cluster, call, eventually, kill
+from tests.e2e.cache_cluster import CHUNK_TOKENS, LARGE, SMALL, CacheCluster, cache_cluster, call, eventually, kill
 
 pytestmark = [
     pytest.mark.e2e,
@@ -53,14 +54,14 @@ def tokens(first: int, num_chunks: int) -> list[int]:
     return list(range(first * 10_000, first * 10_000 + num_chunks * CHUNK_TOKENS))
 
 
-def query(ids: list[int]) -> ChainQuery:
-    return ChainQuery.of(prefix_lineage(FINGERPRINT, "tenant"), FINGERPRINT.digest, ids, CHUNK_TOKENS)
+def query(ids: list[int], model: ModelFingerprint = SMALL) -> ChainQuery:
+    return ChainQuery.of(prefix_lineage(model, "tenant"), model.digest, ids, CHUNK_TOKENS)
 
 
-def await_put(engine: Any, admin: RayCacheAdmin, node: str, ids: list[int]) -> None:
-    assert all(call(engine.put, ids))
+def await_put(engine: Any, admin: RayCacheAdmin, node: str, ids: list[int], model: ModelFingerprint = SMALL) -> None:
+    assert all(call(engine.put, ids, model))
     num_chunks = len(ids) // CHUNK_TOKENS
-    eventually(lambda: sum(found.node == node for found in admin.lookup(query(ids))) == num_chunks)
+    eventually(lambda: sum(found.node == node for found in admin.lookup(query(ids, model))) == num_chunks)
 
 
 def num_found(admin: RayCacheAdmin, ids: list[int]) -> int:
@@ -94,11 +95,11 @@ def test_chunks_of_two_nodes_are_found_pinned_and_deleted_together(
 
 
 def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin: RayCacheAdmin) -> None:
-    ids = tokens(2, 4)  # 24 MB: over half of a node's 32
-    await_put(engines["a"], admin, "a", ids[:CHUNK_TOKENS])
-    await_put(engines["b"], admin, "b", ids)
+    ids = tokens(2, 4)  # 20 MB: over half of a node's 32
+    await_put(engines["a"], admin, "a", ids[:CHUNK_TOKENS], LARGE)
+    await_put(engines["b"], admin, "b", ids, LARGE)
     with pytest.raises(CachePinRefused):
-        admin.pin(PIN, query(ids), 60)
+        admin.pin(PIN, query(ids, LARGE), 60)
     assert admin.pins(OWNER) == []
     assert [figures["pins"]["keys"] for figures in admin.stats()] == [0, 0]
     assert admin.delete_owned(OWNER).num_chunks == 5

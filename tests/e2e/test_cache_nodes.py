@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 import ray
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.directory import Announcement, shard_of
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.ray_tier import shutdown_cache_tier
@@ -151,9 +154,9 @@ def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_writte
 def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: Tier, reader: str) -> None:
     ids = tokens(5 if reader == "a" else 6)
     call(tier.a.put, ids)
-    assert call(tier.actor("a").flush, 10.0)
     engine = tier.a if reader == "a" else tier.b
     await_located(engine, ids, "host" if reader == "a" else "peer_host")
+    assert call(tier.actor("a").flush, 10.0)
     assert_all_read(call(engine.read, 1, close=False), ids)
     kill(tier.actor("a"))
     started_s = time.monotonic()
@@ -181,6 +184,22 @@ def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(t
     assert call(tier.a.locate, lost) == []
 
 
+def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: Tier) -> None:
+    """And what it has stays, though somebody asked for it in vain."""
+    ghost, kept = tokens(9, num_chunks=1, tail=0), tokens(10, num_chunks=1, tail=0)
+    call(tier.b.put, kept)
+    await_located(tier.a, kept, "peer_host")
+    node, keys = tier.cluster.node_id("b"), [chain(ids)[0].header.key for ids in (ghost, kept)]
+    directories = [ray.get_actor(f"directory-{number}", "mneme-cache-shared") for number in range(2)]
+    directory = directories[shard_of(keys[0], 2)]
+    said = Announcement(node=node, epoch=2**62, seq=0, changes=[Change(keys[0], "host", 1, True)], is_first=True)
+    call(directory.announce, said)
+    assert call(directory.lookup, keys[:1]) != [()]
+    eventually(lambda: call(tier.a.locate, ghost) == [] and call(directory.lookup, keys[:1]) == [()])
+    call(tier.actor("b").not_here, keys)
+    await_located(tier.a, kept, "peer_host")
+
+
 def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluster: CacheCluster) -> None:
     before = mapped_files_bytes(cluster.folder)
     engine = EngineProcess(CacheConfig(host_bytes=3 * LARGE_BYTES, chunk_tokens=CHUNK_TOKENS), "full")
@@ -190,6 +209,7 @@ def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluste
     engine.close()
     assert time.monotonic() - started_s < CALL_LIMIT_S
     stats = call(cluster.node_actor("head", "full").stats)
+    assert engine.stats()["put_bytes_under_way"] == 0
     assert 0 < stats["host"]["bytes"] <= stats["host"]["capacity_bytes"]
     assert stats["objects"]["used_bytes"] <= stats["host"]["capacity_bytes"]
     assert mapped_files_bytes(cluster.folder) == before
@@ -248,6 +268,31 @@ def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluste
     eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
     engine.close()
     shutdown_cache_tier("hanging")
+
+
+@pytest.mark.slow
+def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
+    """Of either node's actor and of the directory, at any moment of saving and loading."""
+    generator = random.Random(0)
+    for number in range(100, 130):
+        ids = tokens(number)
+        saving = tier.a.put.remote(ids)
+        victim = generator.choice(("a", "b", "directory-0", "directory-1"))
+        is_shard = victim.startswith("directory")
+        actor = ray.get_actor(victim, "mneme-cache-shared") if is_shard else tier.actor(victim)
+        reading = tier.b.locate.remote(tokens(generator.randrange(100, number + 1)))
+        ray.kill(actor, no_restart=False)
+        ray.get([saving, reading], timeout=CALL_LIMIT_S)
+        for engine in (tier.b, tier.a):
+            assert all(each.is_exact for each in call(engine.read))
+            call(engine.locate, ids)
+
+    def is_whole() -> bool:
+        call(tier.a.put, ids)
+        return sum(n for _, n in call(tier.b.locate, ids)) == len(ids)
+
+    eventually(is_whole)
+    assert_all_read(call(tier.b.read), ids)
 
 
 def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:

@@ -114,7 +114,8 @@ def test_a_layer_that_does_not_come_is_computed(decoder: Decoder, edge: str, lay
     submit(engine, "again", told, NUM_NEW)
     events = run(engine)
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
-    assert engine.scheduler.num_retracted in ([1] if edge == "host" else [0, 1])  # else it may be known before
+    retracted = engine.scheduler.num_retracted
+    assert retracted == 1 if edge == "host" else retracted <= 1  # what is read ahead may be known not to come
     finish_saves(engine)
     assert store.num_open == 0
 

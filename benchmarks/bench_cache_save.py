@@ -1,0 +1,164 @@
+"""What saving KV into the cache tier costs the engine, and what of it reaches the disk.
+
+    python benchmarks/bench_cache_save.py [--quick] [--pairs 16] [--folder DIR] [--seed 0] [--out DIR]
+
+*Decodes*: two engines over one set of weights, one with a tier (memory and disk), one without, each decode the same
+batch of 16 at the same contexts. Sequences stand 16 tokens apart, so that a stretch of 64 steps completes four chunks
+of 256 tokens: as much KV is saved as is made. *Prefills*: prompts of 1,024 tokens, one after the other, are four full
+chunks each. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
+Nothing is waited for between stretches, so what one leaves to be written is written beside the next, whosever it is.
+
+*Writes*: sessions take turns of 64 + 64 tokens, all of which end in a tail chunk. Bytes written to files over bytes of
+distinct KV, and the number of files, with the delay that tails have (2 s, then superseded ones were never written) and
+with every tail written before the next turn: then 256 tokens are written as 127, as 255 (the last token's KV was never
+computed) and as 256 tokens, 2.5 times in all.
+
+What bounds it: gathers, checksums and writes are other threads', on another core; they take memory bandwidth and the
+interpreter lock between two calls. `engine CPU` is the engine's thread's own processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from attention.report import Check, PartResult, at_most, print_part, rounded, write_closing
+from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
+from cache_saving import BATCH, NUM_STEPS, PROMPT_TOKENS, DecodingArm, PrefillingArm, Stretch, write_row
+from random_models import SHAPES
+from session_plots import plot_bars
+from workloads import cpu_name, load_average
+
+MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
+PLAIN, SAVING = "no tier", "saving"
+MAX_COST = 0.03  # of the time of a decode step
+MAX_WRITTEN = 1.1, 2.6  # times the distinct KV: tails delayed, and each of them written; headers included
+QUICK_PAIRS = 10
+
+
+class Part(NamedTuple):
+    """What is paired, and how often."""
+
+    name: str
+    shape: str
+    arm: type[DecodingArm] | type[PrefillingArm]
+    share: float  # of the pairs
+
+
+PARTS = (
+    Part("decodes", MODEL, DecodingArm, 1),
+    Part("decodes", SMALL_MODEL, DecodingArm, 1),
+    Part("prefills", MODEL, PrefillingArm, 1),
+    Part("prefills", SMALL_MODEL, PrefillingArm, 1),
+)
+
+
+def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: int) -> dict[str, list[Stretch]]:
+    """The stretches of each arm, pair by pair; a first pair does not count."""
+    with ExitStack() as ends:
+        arms = {}
+        for name, place in ((PLAIN, None), (SAVING, folder)):
+            arms[name] = part.arm(model, place, num_pairs + 1, seed)
+            ends.callback(arms[name].close)
+        found: dict[str, list[Stretch]] = {name: [] for name in arms}
+        for number in range(num_pairs + 1):
+            for name in arms if number % 2 else reversed(arms):
+                took = arms[name].stretch()
+                if number:
+                    found[name].append(took)
+    return found
+
+
+def row_of(part: Part, name: str, found: dict[str, list[Stretch]]) -> dict[str, Any]:
+    took, plain = found[name], found[PLAIN]
+    return {
+        "part": part.name,
+        "model": part.shape,
+        "arm": name,
+        "stretches": len(took),
+        "ms": statistics.median(each.wall_s for each in took) * 1e3,
+        "engine CPU ms": statistics.median(each.engine_s for each in took) * 1e3,
+        "tokens/s": statistics.median(each.num_tokens / each.wall_s for each in took),
+        "cost": cost([each.wall_s for each in took], [each.wall_s for each in plain]),
+        "CPU cost": cost([each.engine_s for each in took], [each.engine_s for each in plain]),
+        "saved MB": sum(each.num_saved_bytes for each in took) / 1e6,
+    }
+
+
+def cost(times: Sequence[float], base: Sequence[float]) -> float:
+    """By which share the times are above the base's, pair by pair, in the median."""
+    return statistics.median(time / of - 1 for time, of in zip(times, base, strict=True))
+
+
+def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) -> list[Check]:
+    found = {row["model"]: row["cost"] for row in rows if row["part"] == "decodes" and row["arm"] == SAVING}
+    checks = [at_most("saving_cost", found.get(MODEL), MAX_COST, "of a decode step")]
+    written = {row["tails"]: row["written over distinct"] for row in writes}
+    for name, most in zip(("delayed", "each written"), MAX_WRITTEN, strict=True):
+        checks.append(at_most(f"written_over_distinct_{name.replace(' ', '_')}", written.get(name), most))
+    files = [row["files over fewest"] for row in writes]
+    checks.append(at_most("files_over_fewest", max(files, default=None), 1.0))
+    return checks
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    load_before, started = load_average(), time.perf_counter()
+    num_pairs = min(args.pairs, QUICK_PAIRS) if args.quick else args.pairs
+    parts = [part for part in PARTS if part.shape == MODEL or not args.quick]
+    parts = [part for part in parts if part.arm is DecodingArm or not args.quick]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
+        folder = Path(name)
+        models = {s: make_model(s, 8192, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
+        for index, part in enumerate(parts):
+            found = measure(models[part.shape], part, folder / f"part{index}", num_pairs, args.seed)
+            rows += [row_of(part, arm, found) for arm in found]
+        num_turns = 6 if args.quick else 16
+        writes = [
+            write_row(models[SMALL_MODEL], folder / f"writes{delayed}", num_turns, args.seed, is_delayed=delayed)
+            for delayed in (True, False)
+        ]
+    print_part(PartResult(name="cache_save", title="stretches with a tier and without", rows=rows))
+    result = PartResult(
+        name="writes", title="turns of 64 + 64 tokens on the disk", rows=writes, checks=checks_of(rows, writes)
+    )
+    print_part(result)
+    line = {
+        "benchmark": "cache_save", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
+        "batch": BATCH, "steps": NUM_STEPS, "prompt_tokens": PROMPT_TOKENS, "pairs": num_pairs,
+        "results": rounded(rows), "writes": rounded(writes), "checks": [check.as_json() for check in result.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        write_closing(args.out, line)
+        groups = list(dict.fromkeys(f"{row['part']}, {row['model']}" for row in rows))
+        bars = {arm: [row["tokens/s"] for row in rows if row["arm"] == arm] for arm in (PLAIN, SAVING)}
+        title = f"{DTYPE}, {cpu_name()}, one thread"
+        plot_bars(args.out / "cache_save_rate.png", title, "tokens/s", groups, bars, x_label="what runs")
+    print(json.dumps(line))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="10 pairs of decodes, 6 turns; at most 90 s on 2 cores")
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Sessions that outgrow their device, with nothing, memory and a disk under it (AttentionStore 4, Fig. 13 to 20, 24).
+
+    python benchmarks/bench_tiers.py [--quick] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
+
+*Tiers*: conversations with ShareGPT's histories (`cache_workload.py`), four at a time, warmed up on their first fifth.
+`none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30% more in memory, `+disk` all on a
+disk. Shares of prompt tokens by where their KV came from, time to first token, prompt tokens per second of the steps
+that computed prompts, time in steps, and what the steps cost beside a machine of the paper's prices and sizes (four
+A100s at $20 per hour, 128 GB of memory, 10 TB of SSD).
+
+*Policies*: what goes from memory first, of the same workload with no disk.
+
+*Read buffer*: a turn of 100 tokens on a history of 1,024, on a disk that takes twice as long to read it as computing
+those 100 takes. Another sequence decodes, so the turn waits until the read buffer, of 0 to all layers, is full, and
+reads the rest while it is computed, which holds the other up (Fig. 19).
+
+*Write overlap*: prompts of 1,024 to 1,600 tokens and 20 steps of decoding, saved beside the steps, or waited for after
+each (Fig. 20).
+
+What bounds it, one thread: computing prompts that were not found, and decode steps, which no tier changes. The models
+are small (`llama-5m`, `llama-wide-kv`), so that KV is as heavy beside computing on a CPU as a large model's on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, RestartableStore, cache_config, make_engine, make_model
+from cache_overlap import read_buffer_rows, write_overlap_rows
+from cache_workload import CONTEXT, NUM_PLACES, WARM_UP_SHARE, Ran, Workload, make_order, make_sessions
+from conversations import Conversation
+from random_models import SHAPES, kv_bytes_per_token
+from session_plots import plot_bars
+from workloads import cpu_name, load_average
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_costs import Prices
+from mneme.cachetier.eviction_policies import PolicyName
+
+MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
+NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk"
+ARMS = (NONE, DEVICE, WITH_HOST, WITH_DISK)
+POLICIES: tuple[PolicyName, ...] = ("fifo", "lru", "lookahead", "returning")
+DEVICE_SHARE, HOST_SHARE = 0.2, 0.3  # of all sessions' KV
+PAGE_SIZE = 32
+PAPER_HOST_GB, PAPER_DISK_GB = 128.0, 10_000.0
+QUICK_SESSIONS = 12
+assert set(POLICIES) <= set(get_args(PolicyName))
+
+
+class Tiers:
+    """The workload, and engines under which there is more and more."""
+
+    def __init__(self, model: CachedModel, folder: Path, num_sessions: int, seed: int) -> None:
+        self._model, self._folder = model, folder
+        self._sessions: list[Conversation] = make_sessions(num_sessions, seed)
+        self._order = make_order(self._sessions, seed)
+        num_tokens = sum(turn.num_in + turn.num_out for each in self._sessions for turn in each.turns)
+        self.num_turns, self.num_tokens = len(self._order), num_tokens
+        self.num_pages = max(int(DEVICE_SHARE * num_tokens), NUM_PLACES * CONTEXT) // PAGE_SIZE
+        self.host_bytes = int(HOST_SHARE * num_tokens) * kv_bytes_per_token(model.decoder.config, DTYPE)
+
+    def run(self, arm: str, eviction: PolicyName = "returning") -> Ran:
+        """On an engine and a store of their own."""
+        with ExitStack() as ends:
+            config = self._config(arm, eviction)
+            store = None if config is None else RestartableStore(config)
+            if store is not None:
+                ends.callback(store.end)
+            engine = make_engine(
+                self._model, store, config or CacheConfig(), self.num_pages, share_prefixes=arm != NONE
+            )
+            ends.callback(engine.close)
+            return Workload(engine, self._sessions, self._order).run()
+
+    def _config(self, arm: str, eviction: PolicyName) -> CacheConfig | None:
+        if arm in (NONE, DEVICE):
+            return None
+        place = self._folder / f"{arm}-{eviction}"
+        config = cache_config(place, host_bytes=self.host_bytes, eviction=eviction)
+        return config if arm == WITH_DISK else replace(config, disk=None)
+
+
+def row_of(name: str, ran: Ran, base: Ran) -> dict[str, Any]:
+    """Of one arm; `base`: of the arm that keeps nothing."""
+    ttfts = sorted(each.ttft_s for each in ran.turns)
+    shares = {tier: ran.tokens_from(tier) / ran.prompt_tokens for tier in ("device", "host", "disk")}
+    return {
+        "arm": name,
+        "turns": len(ran.turns),
+        **shares,
+        "hit rate": sum(shares.values()),
+        "ttft mean ms": statistics.mean(ttfts) * 1e3,
+        "ttft p90 ms": ttfts[int(0.9 * len(ttfts))] * 1e3,
+        "prompt tokens/s": ran.prompt_tokens / ran.prefill_s,
+        "busy s": ran.busy_s,
+        "cost of none": _cost(name, ran) / _cost(NONE, base),
+    }
+
+
+def _cost(name: str, ran: Ran) -> float:
+    """Dollars: the device while it is busy, and for as long what is under it."""
+    host_gb = PAPER_HOST_GB if name in (WITH_HOST, WITH_DISK) else 0.0
+    disk_gb = PAPER_DISK_GB if name == WITH_DISK else 0.0
+    return Prices().hourly(1.0, host_gb, disk_gb) * ran.busy_s / 3600
+
+
+def checks_of(tiers: Sequence[dict[str, Any]], overlap: Sequence[dict[str, Any]]) -> list[Check]:
+    """More under a device is never found less, and saving beside the steps is never slower than waiting for it."""
+    rate = {row["arm"]: row["hit rate"] for row in tiers}
+    return [
+        at_least("hit_rate_disk_over_host", rate[WITH_DISK] / rate[WITH_HOST], 1.0),
+        at_least("hit_rate_host_over_device", rate[WITH_HOST] / max(rate[DEVICE], 1e-9), 1.0),
+        at_least(
+            "saving_beside_below_waited_for",
+            min(row["below waited for"] for row in overlap if row["saving"] == "beside"),
+            0.0,
+            "of the time",
+        ),
+    ]
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    load_before, started = load_average(), time.perf_counter()
+    num_rounds = 3 if args.quick else 9
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
+        folder = Path(name)
+        models = {s: make_model(s, CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
+        tiers = Tiers(
+            models[MODEL], folder, min(args.sessions, QUICK_SESSIONS) if args.quick else args.sessions, args.seed
+        )
+        ran = {arm: tiers.run(arm) for arm in ARMS}
+        rows = [row_of(arm, each, ran[NONE]) for arm, each in ran.items()]
+        policies = [row_of(policy, tiers.run(WITH_HOST, policy), ran[NONE]) for policy in POLICIES if not args.quick]
+        for row in policies:
+            del row["cost of none"]
+        buffers = read_buffer_rows(models[SMALL_MODEL], folder / "buffers", num_rounds, args.seed)
+        overlap = write_overlap_rows(models[SMALL_MODEL], num_rounds, args.seed)
+    print_part(PartResult(name="tiers", title=f"{tiers.num_turns} turns, {tiers.num_tokens} tokens", rows=rows))
+    print_part(PartResult(name="policies", title="what goes from memory first, no disk", rows=policies))
+    print_part(PartResult(name="read buffer", title="layers read ahead", rows=buffers))
+    last = PartResult(name="write overlap", title="saving", rows=overlap, checks=checks_of(rows, overlap))
+    print_part(last)
+    line = {
+        "benchmark": "tiers", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
+        "turns": tiers.num_turns, "tokens": tiers.num_tokens, "warm_up": WARM_UP_SHARE, "places": NUM_PLACES,
+        "device_tokens": tiers.num_pages * PAGE_SIZE, "host_bytes": tiers.host_bytes,
+        "results": rounded(rows), "policies": rounded(policies), "read_buffers": rounded(buffers),
+        "write_overlap": rounded(overlap), "checks": [check.as_json() for check in last.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        write_closing(args.out, line)
+        _plot(args.out, rows, buffers)
+    print(json.dumps(line))
+
+
+def _plot(folder: Path, rows: Sequence[dict[str, Any]], buffers: Sequence[dict[str, Any]]) -> None:
+    title = f"{MODEL}, {DTYPE}, {cpu_name()}, one thread"
+    columns = {"ttft": "ttft mean ms", "prefill": "prompt tokens/s", "busy": "busy s", "cost": "cost of none"}
+    for file, column in columns.items():
+        bars = {row["arm"]: [row[column]] for row in rows}
+        plot_bars(folder / f"tiers_{file}.png", title, column, ["all turns"], bars, x_label="")
+    sources = {tier: [max(row[tier], 1e-3) for row in rows] for tier in ("device", "host", "disk")}
+    plot_bars(folder / "tiers_hits.png", title, "share of prompt tokens", list(ARMS), sources, x_label="tiers")
+    column = "ttft ms"
+    groups = [row["read buffer"] for row in buffers]
+    plot_bars(
+        folder / "tiers_read_buffer.png",
+        title,
+        column,
+        groups,
+        {"turn": [row[column] for row in buffers]},
+        x_label="read buffer",
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores"
+    )
+    parser.add_argument("--sessions", type=int, default=28)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
