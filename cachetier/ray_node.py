@@ -177,6 +177,12 @@ class NodeActor:
     async def delete_log_here(self, key: LogKey, at_least: int) -> bool | None:
         return None if self._logs is None else await self._logs.delete_here(key, at_least)
 
+    async def delete_owned_logs(self, owner: bytes, timeout_s: float) -> int | None:
+        return None if self._logs is None else await self._logs.delete_owned(owner, timeout_s)
+
+    async def delete_owned_logs_here(self, owner: bytes) -> int | None:
+        return None if self._logs is None else await self._logs.delete_owned_here(owner)
+
     async def install_log(self, key: LogKey, content: bytes) -> bool:
         return self._logs is not None and await self._logs.install(key, content)
 

@@ -116,6 +116,12 @@ class DurableSessions:
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
+    def delete_owned(self, owner: bytes) -> int:
+        """Likewise all that a tenant has, see `SessionLogStore.delete_owned`; raises likewise."""
+        if not self.writer.flush(DELETE_S):
+            raise TimeoutError("session logs are not written in time")
+        return self._store.delete_owned(owner)
+
     def stats(self) -> dict[str, Any]:
         with self._lock:
             counters = dict(self._counters)
