@@ -4,9 +4,9 @@
 
 *Decodes*: two engines over one set of weights, one with a tier (memory and disk), one without, each decode the same
 batch of 16 at the same contexts. Sequences stand 16 tokens apart, so that a stretch of 64 steps completes four chunks
-of 256 tokens: as much KV is saved as is made. *Prefills*: prompts of 1,024 tokens, one after the other, are four full
-chunks each. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
-Nothing is waited for between stretches, so what one leaves to be written is written beside the next, whosever it is.
+of 256 tokens: as much KV is saved as is made. *Prefills*: four prompts of 512 tokens, one after the other, are eight
+full chunks. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
+What is left to be saved and written at a stretch's end is waited for, but not counted: a part of the last chunks.
 
 *Writes*: sessions take turns of 64 + 64 tokens, all of which end in a tail chunk. Bytes written to files over bytes of
 distinct KV, and the number of files, with the delay that tails have (2 s, then superseded ones were never written) and
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("decodes", MODEL, DecodingArm, 1),
     Part("decodes", SMALL_MODEL, DecodingArm, 1),
-    Part("prefills", MODEL, PrefillingArm, 1),
+    Part("prefills", MODEL, PrefillingArm, 0.7),
     Part("prefills", SMALL_MODEL, PrefillingArm, 1),
 )
 
@@ -121,14 +121,14 @@ def main() -> None:
         folder = Path(name)
         models = {s: make_model(s, 8192, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         for index, part in enumerate(parts):
-            found = measure(models[part.shape], part, folder / f"part{index}", num_pairs, args.seed)
+            found = measure(models[part.shape], part, folder / f"part{index}", int(part.share * num_pairs), args.seed)
             rows += [row_of(part, arm, found) for arm in found]
+            print_part(PartResult(name=part.name, title="with a tier and without", rows=rows[-2:]))
         num_turns = 6 if args.quick else 16
         writes = [
             write_row(models[SMALL_MODEL], folder / f"writes{delayed}", num_turns, args.seed, is_delayed=delayed)
             for delayed in (True, False)
         ]
-    print_part(PartResult(name="cache_save", title="stretches with a tier and without", rows=rows))
     result = PartResult(
         name="writes", title="turns of 64 + 64 tokens on the disk", rows=writes, checks=checks_of(rows, writes)
     )

@@ -121,6 +121,7 @@ def main() -> None:
         models = {s: make_model(s, MAX_CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         num_history = QUICK_HISTORY if args.quick else HISTORY
         turns = turn_rows(models[MODEL], num_history, folder / "turns", 3 if args.quick else args.rounds, args.seed)
+        print_part(PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns))
         pairs = []
         for index, case in enumerate(QUICK_CASES if args.quick else CASES):
             place = folder / f"case{index}"
@@ -128,12 +129,10 @@ def main() -> None:
             pairs.append(found.row())
     num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
     cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
-    result = PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns)
-    print_part(result)
-    result = PartResult(
-        name="never slower", title="with a tier over without", rows=pairs, checks=checks_of(turns, pairs)
-    )
-    print_part(result)
+    print_part(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
+    last = PartResult(name="never slower", title="with a tier over without", rows=pairs)
+    last.checks = checks_of(turns, pairs, cluster)
+    print_part(last)
     line = {
         "benchmark": "cache_turn", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
         "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -142,7 +141,7 @@ def main() -> None:
         "new_tokens": NUM_NEW, "slow_disk_bytes_per_s": SLOW_BYTES_PER_S,
         "calibration": {shape: _costs(model) for shape, model in models.items()},
         "results": rounded(turns), "pairs": rounded(pairs), "cluster": rounded(cluster),
-        "checks": [check.as_json() for check in result.checks],
+        "checks": [check.as_json() for check in last.checks],
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)

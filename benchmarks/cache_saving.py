@@ -34,8 +34,8 @@ BATCH = 16
 NUM_STEPS = 64  # of a stretch of decodes
 FIRST_CONTEXT = 128  # of the first of the batch
 APART = CHUNK_TOKENS // BATCH  # tokens between the contexts of two of the batch
-PROMPT_TOKENS = 1024  # of a prompt in a stretch of prefills
-PROMPTS_PER_STRETCH = 1
+PROMPT_TOKENS = 512  # of a prompt in a stretch of prefills
+PROMPTS_PER_STRETCH = 4
 TURN_TOKENS = 64  # of a question, and of its answer
 NUM_SESSIONS = 4
 _MIN_SAVED = 0.5  # of what a stretch completes, or the arm does not do what it says
@@ -71,6 +71,9 @@ class SavingArm:
         before, wall_s, engine_s = self._num_saved(), time.perf_counter(), time.thread_time()
         self.run()
         engine_s, wall_s = time.thread_time() - engine_s, time.perf_counter() - wall_s
+        wait_for_saves(self._engine)  # the other arm's stretch is not to pay for what is left
+        if self._store is not None:
+            self._store.flush()
         num_saved = self._num_saved() - before
         expected = self.num_tokens / CHUNK_TOKENS * self._chunk_bytes
         if self._store is not None and num_saved < _MIN_SAVED * expected:
@@ -118,7 +121,7 @@ class PrefillingArm(SavingArm):
     num_tokens = PROMPTS_PER_STRETCH * PROMPT_TOKENS
 
     def __init__(self, model: CachedModel, folder: Path | None, num_stretches: int, seed: int) -> None:
-        super().__init__(model, folder, 4 * PROMPT_TOKENS, seed)
+        super().__init__(model, folder, 8 * PROMPT_TOKENS, seed)
 
     def run(self) -> None:
         for _ in range(PROMPTS_PER_STRETCH):

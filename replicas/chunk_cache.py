@@ -29,6 +29,7 @@ from mneme.replicas.sequence import Sequence as RunningSequence
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
+    from mneme.replicas.sampler import Sampled
     from mneme.replicas.scheduler import Scheduler
 
 
@@ -78,7 +79,7 @@ class ChunkCache:
         self._step_began_s = self._clock()
         return moves._replace(completed=self.saves.of_step(chunks))
 
-    def settle(self, chunks: Sequence[Chunk], runner: Runner, scheduler: Scheduler) -> None:
+    def settle(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], runner: Runner, scheduler: Scheduler) -> None:
         """The step was computed: what should have come and did not is taken back, what is sound is saved."""
         assert runner.chunks is not None
         lost = runner.chunks.end_load()
@@ -87,7 +88,9 @@ class ChunkCache:
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             scheduler.retract(lost)
-        runner.chunks.end_saves()
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        outcomes = zip(sampling, sampled, strict=True)
+        runner.chunks.end_saves({sequence for sequence, outcome in outcomes if outcome.token_id is None})
 
     def end(self, sequence: RunningSequence, runner: Runner, *, is_sound: bool) -> None:
         """A request ends: what it still has for the store is saved, if that is sound. It has its pages still."""

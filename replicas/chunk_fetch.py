@@ -199,14 +199,14 @@ class Fetch:
         finally:
             if isinstance(read, Miss):
                 self._room.give(source.header.layer_bytes)
-                self._lose_from(index)
+                self.lose_from(index)
         if not isinstance(read, Miss):
             with self._condition:
                 self._layers[index][layer] = read
                 self._condition.notify_all()
         return True
 
-    def _lose_from(self, index: int) -> None:
+    def lose_from(self, index: int) -> None:
         """A chunk cannot be had, and those behind it are of no use without it; those before it are."""
         with self._condition:
             self._num_sound = min(self._num_sound, index)

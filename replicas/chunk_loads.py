@@ -114,6 +114,8 @@ class ChunkLoad:
             piece.is_lost = True
         if first is pieces[0]:
             first.fetch.abandon()
+        else:
+            first.fetch.lose_from(first.given.chunk)  # the thread may wait for it, and others behind it
         self._condition.notify_all()
 
 

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,12 +52,12 @@ class StepSaves:
         self._num_layers = layer + 1
         self._saver.copy_layer(self._copies, layer)
 
-    def finish(self) -> None:
-        """The step is over, and what went wrong in it is known."""
+    def finish(self, unsound: Collection[object] = ()) -> None:
+        """The step is over, and what went wrong in it is known; nothing of these sequences is kept."""
         for layer in range(self._num_layers, self._saver.num_layers):
             self._saver.copy_layer(self._copies, layer)
         for copy in self._copies:
-            copy.is_void |= copy.job.is_void
+            copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
         self._saver.confirm(self._copies)
 
     def abandon(self) -> None:

@@ -209,7 +209,7 @@ class Engine:
         self.num_steps += 1
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if self.chunks is not None:
-            self.chunks.settle(chunks, self._runner, self.scheduler)
+            self.chunks.settle(chunks, sampled, self._runner, self.scheduler)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue

@@ -51,7 +51,7 @@ class LLM:
         cache: CacheConfig | Mapping[str, Any] | None = None,
     ) -> None:
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
-        if isinstance(cache, Mapping):
+        if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))

@@ -320,6 +320,19 @@ def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> Non
     node.close(flush=False)
 
 
+def test_nothing_is_brought_up_beside_somebody_who_reads(tmp_path: Path) -> None:
+    node = on_disk(tmp_path, chain_of(IDS))
+    assert found(node, IDS, request_id="r")[0] == ("disk", 8)
+    with node.loading():
+        wait_s = node.step()
+        assert wait_s is not None
+        assert wait_s > 0
+        assert found(node, IDS)[0] == ("disk", 8)
+    prefetch(node)
+    assert found(node, IDS)[0] == ("host", 8)
+    node.close(flush=False)
+
+
 def test_peers_get_bytes_whatever_tier_has_them(tmp_path: Path) -> None:
     chunks = chain_of(IDS)
     node = on_disk(tmp_path, chunks, host_blocks=2)

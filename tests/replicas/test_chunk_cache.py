@@ -271,3 +271,17 @@ def test_engines_of_a_path_that_is_gone_end(decoder: Decoder, tmp_path: Path) ->
         if thread.name.startswith("kv-"):
             thread.join(10)
     assert threading.active_count() <= before
+
+
+def test_nothing_is_kept_of_a_sequence_whose_logits_are_not_finite(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(16, 150), NUM_NEW)
+    forward = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda *args: forward(*args) * float("nan"))
+    events = run(engine)
+    assert [event.finish_reason for event in events] == ["error"]
+    finish_saves(engine)
+    assert not store.chunks

@@ -1,0 +1,132 @@
+"""Arms of the cache tier's benchmarks are what they say, or fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from cache_engines import (
+    CachedModel,
+    RestartableStore,
+    ThrottledFiles,
+    bare_model,
+    cache_config,
+    make_engine,
+    pages_for,
+)
+from cache_overlap import read_buffer_rows, write_overlap_rows
+from cache_saving import DecodingArm, PrefillingArm, write_row
+from cache_turns import ARMS, COLD, HOST, RECOMPUTE, Case, Draw, NextTurns, Pairs, measure_pairs, tell
+from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cost_model import Calibration
+from mneme.errors import MnemeError
+
+ROW_S = 1.0  # loading is always worth it
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    torch.set_num_threads(1)
+    terms = (0.0, ROW_S, 0.0)
+    costs = Calibration(prefill=terms, decode=terms, step_rows=2048, kv_bytes_per_token=4096)
+    return bare_model("llama-wide-kv", 2048, 0)._replace(calibration=costs)
+
+
+@pytest.fixture
+def turns(model: CachedModel, tmp_path: Path) -> Iterator[NextTurns]:
+    with closing(NextTurns(model, 300, tmp_path, 0)) as found:
+        yield found
+
+
+def test_turns_come_from_where_their_arms_say(turns: NextTurns) -> None:
+    found = turns.rounds(2)
+    assert list(found) == list(ARMS)
+    for name, took in found.items():
+        assert len(took) == 2
+        assert all(each.usage.cached_tokens >= 299 for each in took) == (name != RECOMPUTE)
+        assert all(each.ttft_s > 0 for each in took)
+
+
+@pytest.mark.parametrize("name", [HOST, COLD])
+def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
+    for store in turns._stores.values():
+        store.inner.node.delete([change.key for change in store.inner.node.snapshot()])
+    with pytest.raises(MnemeError, match=f"arm {name}, 300 tokens of history: kv_details say"):
+        turns._turn(name)
+
+
+def test_pairs_count_what_the_controller_decided(model: CachedModel, tmp_path: Path) -> None:
+    pairs = measure_pairs(model, Case("llama-wide-kv", 300, "host"), tmp_path, 3, 1e6, 0)
+    assert pairs.outcomes == Counter(loaded=3)
+    assert pairs.row()["pairs"] == 3
+    pairs = Pairs(Case("m", 1, "disk"), [1.0, 3.0, 1.0], [2.0, 2.0, 1.0], Counter())
+    assert (pairs.row()["ratio"], pairs.row()["worst"], pairs.row()["first"]) == (1.0, 1.5, 0.5)
+
+
+def test_a_slow_disk_reads_as_fast_as_it_is_said_to(tmp_path: Path) -> None:
+    slept: list[float] = []
+    files = ThrottledFiles(slept.append)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    fd = files.open_to_read(str(path))
+    assert files.read(fd, [bytearray(2000)], 0) == 2000
+    files.bytes_per_s = 1000.0
+    assert files.read(fd, [bytearray(4000)], 3000) == 2000
+    files.close(fd)
+    assert slept == [2.0]
+
+
+def test_a_restart_leaves_files_only(model: CachedModel, tmp_path: Path) -> None:
+    store = RestartableStore(cache_config(tmp_path))
+    tell(model, store, Draw(0).ids(300))
+    assert len(store.paths()) == 2
+    assert store.inner.node.stats()["host"]["chunks"] == 2
+    store.restart(is_cold=False)
+    assert store.inner.node.stats()["host"]["chunks"] == 0
+    assert len(store.paths()) == 2
+    store.end()
+
+
+@pytest.mark.parametrize("kind", [DecodingArm, PrefillingArm])
+def test_a_stretch_saves_what_it_computes(
+    model: CachedModel, tmp_path: Path, kind: type[DecodingArm] | type[PrefillingArm]
+) -> None:
+    for folder in (None, tmp_path):
+        with closing(kind(model, folder, 3, 0)) as arm:
+            took = [arm.stretch() for _ in range(2)][-1]
+        assert took.num_tokens == 1024
+        assert (took.num_saved_bytes > 0) == (folder is not None)
+
+
+def test_tails_that_wait_are_written_once(model: CachedModel, tmp_path: Path) -> None:
+    delayed = write_row(model, tmp_path / "delayed", 3, 0, is_delayed=True)
+    each = write_row(model, tmp_path / "each", 3, 0, is_delayed=False)
+    assert delayed["distinct MB"] == each["distinct MB"] == 4 * 383 * 4096 / 1e6
+    assert delayed["files"] == each["files"] == 8
+    assert each["written over distinct"] == pytest.approx((127 + 255 + 256 + 127) / 383, rel=0.02)
+    assert 1 <= delayed["written over distinct"] <= each["written over distinct"]
+
+
+def test_a_workload_takes_every_turn_once_and_counts_after_its_first_fifth(model: CachedModel) -> None:
+    sessions = make_sessions(2, 0)
+    order = make_order(sessions, 0)
+    assert Counter(order) == {index: len(each.turns) for index, each in enumerate(sessions)}
+    with closing(make_engine(model, None, CacheConfig(), pages_for(NUM_PLACES * 2048))) as engine:
+        ran = Workload(engine, sessions, order).run()
+        assert engine.num_tokens["generated"] == sum(t.num_out for each in sessions for t in each.turns)
+    assert len(ran.turns) == len(order) - int(WARM_UP_SHARE * len(order))
+    assert ran.tokens_from("device") > 0
+    assert 0 < ran.prefill_s < ran.busy_s <= ran.wall_s
+
+
+def test_rows_of_overlaps(model: CachedModel, tmp_path: Path) -> None:
+    rows = read_buffer_rows(model, tmp_path, 1, 0)
+    assert [row["read buffer"] for row in rows] == ["recompute", *(f"{n} layers" for n in range(5))]
+    assert rows[0]["found share"] == 0
+    assert {row["saving"] for row in write_overlap_rows(model, 1, 0)} == {"no saving", "beside", "waited for"}
