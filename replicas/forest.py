@@ -154,13 +154,11 @@ class PrefixForest(Paths):
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
         happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
         """
-        if not self._sharing:
-            return None
         kept = kept_by(path, ranges)
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept
         root = known_root if is_known else Root(path.root.salt, kept)
-        truncated = self.open_kept(root)
+        truncated = self.open_kept(root) if self._sharing else None
         if truncated is not None:
             self._last_truncated = owner, root
             self.release(path)

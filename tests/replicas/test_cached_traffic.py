@@ -100,13 +100,14 @@ pools = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=10), pools)
 def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
     Play(traffic, pool).run()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=3_000, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=12), pools)
 def test_much_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
