@@ -43,9 +43,12 @@ test: $(DEV_READY)
 test-all: test
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
-# Long fault and kill loops of the disk tier; `make test` runs a short sample.
+# Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
+FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/test_cached_traffic.py
+FAULT_TESTS += $(wildcard tests/e2e/test_cache_nodes.py)
+
 faults: $(DEV_READY)
-	$(BIN)/pytest -m slow tests/cachetier $(PYTEST_ARGS)
+	$(BIN)/pytest -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels.
 test-torch: $(DEV_READY)

@@ -9,6 +9,10 @@ second half and the whole are what counts. One choice saw them: the first half h
 and 600 was taken because 900 was 0.0001 below LRU on both at 50,000 blocks. The queue's look-ahead is reported apart:
 the policy then sees the next requests.
 
+Two parts beside that, not with `--quick`: what tiers of 1,000, 3,000 and 30,000 blocks find, with the queue's
+look-ahead alone and with prefetching from the disk to the host, TTFT by rates as of an 8B model (`RATES`, assumed); and
+how large a cache must be, as a share of the blocks that the busiest hour uses (AttentionStore 4.3.5, Fig. 23).
+
 The trace is Mooncake's conversation trace (FAST 2025), which is not part of this repository; without `--trace` a made
 one is played, and what is promised for the real one is not measured. Deterministic: no clock but the trace's, so the
 load of the machine moves nothing but `took s`. Bound: one thread of Python.
@@ -18,25 +22,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
-from session_plots import plot_bars
+from session_plots import plot_bars, plot_rows
 from workloads import cpu_name, load_average
 
+from mneme.cachetier.cache_costs import Rates
 from mneme.cachetier.cache_simulator import CacheSimulator
 from mneme.cachetier.synthetic_trace import SyntheticShape, make_trace
-from mneme.cachetier.traces import TraceRequest, read_trace
+from mneme.cachetier.traces import TraceRequest, most_used_within, read_trace
 
 BLOCK_TOKENS = 512
+TIER_NAMES = ("device", "host", "disk")
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000)
 POLICIES = ("lru", "lfu", "pensieve", "returning", "min")
 QUICK_POLICIES = ("lru", "returning", "min")
 DEFAULT = "returning"
 NUM_QUEUED = (8, 32)
+TIERS = (1_000, 3_000, 30_000)
+TIER_ARMS = (("lru", 0, False), ("returning", 0, False), ("lookahead", 32, False), ("lookahead", 32, True),
+             ("returning", 32, True))  # policy, queue, prefetch  # fmt: skip
+RATES = Rates(prefill_tokens_per_s=12e3, host_gb_per_s=20.0, disk_gb_per_s=3.0, kv_bytes_per_token=131_072)  # assumed
+HOUR_S = 3600.0
+HOUR_SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)  # of the blocks that the busiest hour uses
 CONVERSATION = (12_031, 288_500)  # requests and blocks of the trace that the figures below are of
 ANCHORS = (0.0445, 0.0653, 0.2116, 0.3257, 0.3546)  # its LRU
 NO_BOUND = 0.3664
@@ -58,6 +71,29 @@ def measure(part: str, trace: Sequence[TraceRequest], policies: Sequence[str], q
             ratio = CacheSimulator(trace, [capacity], policy, queue=queue).run().block_hit_ratio
             row = {"part": part, "policy": policy, "queue": queue, "blocks": capacity, "hit ratio": ratio}
             rows.append(row | {"took s": time.perf_counter() - started})
+    return rows
+
+
+def measure_tiers(trace: Sequence[TraceRequest]) -> list[dict[str, Any]]:
+    """A row per arm: where blocks are found, and how soon first tokens come."""
+    rows = []
+    for policy, queue, prefetch in TIER_ARMS:
+        played = CacheSimulator(trace, TIERS, policy, rates=RATES, queue=queue, prefetch=prefetch).run()
+        found = {name: tier.num_found / played.num_blocks for name, tier in zip(TIER_NAMES, played.tiers, strict=True)}
+        row = {"policy": policy, "queue": queue, "prefetch": prefetch, "hit ratio": played.block_hit_ratio, **found}
+        ttft = {"ttft p50 s": statistics.median(played.ttft_s), "ttft mean s": statistics.fmean(played.ttft_s)}
+        rows.append(row | ttft | {"recomputed": played.num_recomputed / played.num_blocks})
+    return rows
+
+
+def measure_capacity(trace: Sequence[TraceRequest], no_bound: float) -> list[dict[str, Any]]:
+    """A row per share of the busiest hour's blocks: hits as a share of what a cache without a bound finds."""
+    hour_blocks = most_used_within(trace, HOUR_S)
+    rows = []
+    for share in HOUR_SHARES:
+        capacity = max(1, int(share * hour_blocks))
+        ratio = CacheSimulator(trace, [capacity], DEFAULT).run().block_hit_ratio
+        rows.append({"of hour": share, "blocks": capacity, "hit ratio": ratio, "of no bound": ratio / no_bound})
     return rows
 
 
@@ -103,14 +139,18 @@ def main() -> None:
         rows += measure("whole", trace, ("lookahead", DEFAULT), queue)
     compare(rows)
     no_bound = CacheSimulator(trace, [None], "lru").run().block_hit_ratio
+    tiers, capacity = ([], []) if args.quick else (measure_tiers(trace), measure_capacity(trace, no_bound))
     checks = checks_of(rows, no_bound, is_conversation)
     title = f"{len(trace)} requests, {num_blocks} blocks, {no_bound:.4f} without a bound"
     print_part(PartResult(name="cache_policies", title=title, rows=rows, checks=checks))
+    print_part(PartResult(name="tiers", title="blocks found by tier, of all", rows=tiers))
+    print_part(PartResult(name="capacity", title=f"{DEFAULT}, of the busiest hour's blocks", rows=capacity))
     closing = {
         "benchmark": "cache_policies", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
         "trace": None if args.trace is None else args.trace.name, "num_requests": len(trace), "num_blocks": num_blocks,
         "block_tokens": BLOCK_TOKENS, "no_bound": round(no_bound, 6), "results": rounded(rows),
+        "tiers": rounded(tiers), "capacity": rounded(capacity),
         "checks": [check.as_json() for check in checks],
     }  # fmt: skip
     if args.out is not None:
@@ -128,6 +168,19 @@ def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) ->
     title = f"whole trace, {closing['num_requests']} requests"
     groups = [f"{size:,}" for size in CAPACITIES]
     plot_bars(folder / "cache_policies.png", title, "blocks found of all", groups, bars, x_label="capacity, blocks")
+    if tiers := closing["tiers"]:
+        names = [f"{row['policy']}, queue {row['queue']}{', prefetch' if row['prefetch'] else ''}" for row in tiers]
+        arms = {name: {key: row[name] for key, row in zip(names, tiers, strict=True)} for name in TIER_NAMES}
+        plot_rows(
+            folder / "cache_tiers.png", "tiers of {:,}, {:,} and {:,} blocks".format(*TIERS), "found of all", arms
+        )
+    if capacity := closing["capacity"]:
+        hits = {"of no bound": [row["of no bound"] for row in capacity]}
+        shares = [f"{row['of hour']:g}" for row in capacity]
+        x_label = "capacity, of the blocks that the busiest hour uses"
+        plot_bars(
+            folder / "cache_capacity.png", DEFAULT, "found, of what no bound finds", shares, hits, x_label=x_label
+        )
 
 
 def _arguments() -> argparse.Namespace:

@@ -7,11 +7,13 @@ a bounded time; none changes what is evicted when, but for what is pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk_store import ChainQuery
 
+AdminCall = Literal["lookup", "pin", "unpin", "pins", "delete", "delete_owned", "stats"]
+ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
 MAX_PINS = 64  # of one owner on one node
 
 
@@ -77,6 +79,14 @@ class CacheAdmin(Protocol):
 
     def stats(self) -> list[dict[str, Any]]:
         """Of each node that answers: "node", its name, and what its `NodeCache.stats()` says."""
+
+
+@runtime_checkable
+class Administered(Protocol):
+    """A store whose tier can be managed."""
+
+    @property
+    def admin(self) -> CacheAdmin: ...
 
 
 def leading(found: Iterable[FoundChunk], chunk_tokens: int) -> list[FoundChunk]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ _LARGEST = 1e15  # of any rate or price: far above what there is, so that no fig
 class FirstToken(NamedTuple):
     ttft_s: float
     compute_s: float
+    loaded: tuple[int, ...]  # blocks by tier: a beginning of what was found, the rest is computed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +40,41 @@ class Rates:
         _check_positive(self)
 
     def first_token(self, input_tokens: int, block_tokens: int, found: Sequence[int]) -> FirstToken:
-        """`found`: blocks by tier, device first. Loading runs beside computing, layer by layer; one token is always
-        computed."""
-        num_found = min(sum(found) * block_tokens, input_tokens - 1)
-        compute_s = (input_tokens - num_found) / self.prefill_tokens_per_s
+        """`found`: blocks by tier, device first. The head of them is loaded while the rest is computed, so many as give
+        the soonest first token; at a tie, more. One token is always computed."""
+        total = sum(found)
+
+        def load_s(num_blocks: int) -> float:
+            return self._load_s(_head(found, num_blocks), block_tokens)
+
+        def compute_s(num_blocks: int) -> float:
+            return max(input_tokens - num_blocks * block_tokens, 1) / self.prefill_tokens_per_s
+
+        # Loading takes longer with each block, computing less long: the best is beside where they cross.
+        crossing = bisect_left(range(total), True, key=lambda count: load_s(count) > compute_s(count))
+        best = min((crossing, max(crossing - 1, 0)), key=lambda count: max(load_s(count), compute_s(count)))
+        return FirstToken(max(load_s(best), compute_s(best)), compute_s(best), tuple(_head(found, best)))
+
+    def load_blocks(self, seconds: float, block_tokens: int) -> float:
+        """How many a disk gives in so long."""
+        return seconds * self.disk_gb_per_s * GB / self.block_bytes(block_tokens)
+
+    def _load_s(self, blocks: Sequence[int], block_tokens: int) -> float:
         block_gb = self.block_bytes(block_tokens) / GB
         rates = (math.inf, self.host_gb_per_s, self.disk_gb_per_s)
-        load_s = sum(blocks * block_gb / rate for blocks, rate in zip(found, rates, strict=False))
-        return FirstToken(max(compute_s, load_s), compute_s)
+        return sum(count * block_gb / rate for count, rate in zip(blocks, rates, strict=False))
 
     def block_bytes(self, block_tokens: int) -> float:
         return self.kv_bytes_per_token * block_tokens
+
+
+def _head(found: Sequence[int], num_blocks: int) -> list[int]:
+    """The first blocks of all that were found, by tier: those nearer to the head are in faster tiers."""
+    head = []
+    for count in found:
+        head.append(min(count, num_blocks))
+        num_blocks -= head[-1]
+    return head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,10 @@ class DiskSource:
             self._reader = self._open()
         if isinstance(self._reader, Miss):
             return self._reader
-        buffer = np.empty(self.header.layer_bytes, np.uint8)
+        try:
+            buffer = np.empty(self.header.layer_bytes, np.uint8)
+        except MemoryError:
+            return Miss.BUSY
         miss = self._reader.read(layer, [buffer])
         if miss is not None:
             return miss

@@ -3,8 +3,8 @@
 Soft state: every entry is some node's word, kept no longer than that node speaks. A node numbers what it announces
 within an *epoch*, which ends with its process or earlier. A higher epoch voids all that was said in lower ones; a gap
 in the numbers makes the shard ask for everything anew, and what the node said before is void once the last part of that
-has come. A node that is silent is not offered, later forgotten. So no entry outlives its node; and whoever asks a node
-in vain says so, and the entry goes.
+has come. A node that is silent is not offered, later forgotten. So no entry outlives its node; and a node that is asked
+in vain announces that what it was asked for is gone.
 
 Calls come from one thread, and each takes milliseconds at most: what a lost node had is removed a part at a time, while
 others announce.
@@ -114,15 +114,6 @@ class Directory:
         self._counters["keys_asked"] += len(keys)
         self._counters["keys_found"] += sum(map(bool, found))
         return found
-
-    def not_there(self, node: str, keys: Iterable[bytes]) -> None:
-        """A node was asked and does not have these."""
-        known = self._nodes.get(node)
-        if known is None:
-            return
-        for key in keys:
-            self._table.put(key, self._others(key, known))
-            self._counters["reported_absent"] += 1
 
     def not_reached(self, node: str) -> None:
         """A node's process was found dead: it is not offered until it speaks again."""

@@ -44,10 +44,6 @@ class DiskTier:
         self._writer = DiskWriter(self._contents)
         self._contents.rebuild(wall_clock())
 
-    @property
-    def files(self) -> FileOperations:
-        return self._contents.files
-
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
 

@@ -63,15 +63,6 @@ class Lineage:
         """Of the chunk that holds these tokens behind `parent`."""
         return self._key(parent, memoryview(encoded(token_ids).tobytes()))
 
-    def keys_of_prefixes(self, parent: bytes, token_ids: TokenIds) -> list[bytes]:
-        """Item i: the key of a chunk that would end behind i + 1 of these tokens."""
-        running, view = self._hash(parent), memoryview(encoded(token_ids).tobytes())
-        keys = []
-        for start in range(0, len(view), 4):
-            running.update(view[start : start + 4])
-            keys.append(running.digest())
-        return keys
-
     def chain(self, token_ids: TokenIds, chunk_tokens: int) -> list[KeyedRange]:
         """All chunks of a sequence from the root on; the last may be short."""
         view, parent = memoryview(encoded(token_ids).tobytes()), self.root

@@ -88,8 +88,9 @@ class NodeCache:
         return chain
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests wait no longer."""
+        """These requests wait no longer; there may be room for what others want."""
         self._tiers.waiting.forget(request_ids)
+        self._thread.wake()
 
     def read(self, keys: Sequence[bytes]) -> list[Located | None]:
         """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""

@@ -18,6 +18,7 @@ from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.saving import HostPut
 
@@ -54,6 +55,7 @@ class ProcessChunkStore:
         host_bytes = DEFAULT_HOST_BYTES if config.host_bytes is None else config.host_bytes
         disk = make_disk_tier(config, files=self._files, clock=clock)
         self.node = NodeCache(config, self._memory, host_bytes, disk, clock=clock)
+        self.admin = NodeAdmin(self.node, "local", clock)
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """See `ChunkStore.locate`."""

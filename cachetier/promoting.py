@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 import numpy as np
 
@@ -12,8 +13,17 @@ from mneme.cachetier.chunk import ChunkHeader, U8Array
 from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.disk_interface import DiskRead
+from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_tiers import NodeTiers
+
+
+class _Prefetch(Enum):
+    """The values are the names of counters."""
+
+    DONE = "prefetched"
+    NO_ROOM = "prefetch_no_room"
+    FAILED = "prefetch_failed"
 
 
 class Promoter:
@@ -53,32 +63,35 @@ class Promoter:
         return found
 
     def prefetch_next(self) -> bool:
-        """Bring up the next chunk that a waiting request wants; False if there is none (AttentionStore 3.3.1)."""
+        """Bring up the next chunk that a waiting request wants (AttentionStore 3.3.1).
+
+        False if there is none, or no room beside what the requests before it want: it is tried again later.
+        """
         tiers = self._tiers
         wanted = tiers.waiting.next_wanted(tiers.host.max_blocks * BLOCK_BYTES)
         if wanted is None or tiers.disk is None:
             return False
         request_id, key = wanted
-        if key in tiers.host.index or self._prefetch(key, tiers.waiting.exempt()):
+        outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
+        if outcome is _Prefetch.DONE:
             tiers.waiting.brought(request_id, key)
-        else:
+        elif outcome is _Prefetch.FAILED:
             tiers.waiting.give_up(request_id)
-        return True
+        return outcome is not _Prefetch.NO_ROOM
 
-    def _prefetch(self, key: bytes, exempt: Container[bytes]) -> bool:
-        assert self._tiers.disk is not None
+    def _prefetch(self, disk: DiskTier, key: bytes) -> _Prefetch:
+        outcome = _Prefetch.FAILED
         with self.loading():
-            reader = self._tiers.disk.open_key(key)
-            if isinstance(reader, Miss):
-                return False
-            with reader:
-                if not self._reserve(reader.header, exempt):
-                    self._count("prefetch_no_room")
-                    return False
-                is_loaded = self._load(reader, is_reserved=True) is not None
+            reader = disk.open_key(key)
+            if not isinstance(reader, Miss):
+                with reader:
+                    if not self._reserve(reader.header, self._tiers.waiting.exempt()):
+                        outcome = _Prefetch.NO_ROOM
+                    elif self._load(reader, is_reserved=True) is not None:
+                        outcome = _Prefetch.DONE
         self._tiers.settle()
-        self._count("prefetched" if is_loaded else "prefetch_failed")
-        return is_loaded
+        self._count(outcome.value)
+        return outcome
 
     def _in_host(self, key: bytes) -> Located | None:
         with self._tiers.lock:
@@ -90,7 +103,9 @@ class Promoter:
 
     def _reserve(self, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
         with self._tiers.lock:
-            return self._tiers.host.reserve(header, spared)
+            is_reserved = self._tiers.host.reserve(header, spared)
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        return is_reserved
 
     def _load(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:
         header, held = reader.header, None
@@ -101,20 +116,25 @@ class Promoter:
                 if is_reserved and held is None:
                     self._tiers.host.cancel(header.key)
                 elif is_reserved:
-                    self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+                    self._arrive(header, held)
         if held is None:
             self._count("promote_failed")
             return None
         self._count("promoted" if is_reserved else "promote_no_room")
         return Located(header, header.num_tokens, "host", held, None)
 
+    def _arrive(self, header: ChunkHeader, held: Held) -> None:
+        """Under the lock. It is here because it is wanted again: that is a use."""
+        self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+        entry = self._tiers.host.index.get(header.key)
+        if entry is not None:
+            self._tiers.host.index.use(entry, self._tiers.clock())
+
     def _held(self, reader: DiskRead) -> Held | None:
         header = reader.header
-        layers: list[U8Array] = [np.empty(header.layer_bytes, np.uint8) for _ in range(header.layout.num_layers)]
-        if reader.read(0, layers) is not None:
-            return None
         try:
-            return self._tiers.memory.keep(layers)
+            layers: list[U8Array] = [np.empty(header.layer_bytes, np.uint8) for _ in range(header.layout.num_layers)]
+            return None if reader.read(0, layers) is not None else self._tiers.memory.keep(layers)
         except MemoryError:
             self._count("memory_refused")
             return None

@@ -7,7 +7,7 @@ asks each node for everything, and is whole again a moment later. Nothing waits 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -31,9 +31,6 @@ class DirectoryActor:
 
     def lookup(self, keys: Sequence[bytes]) -> list[tuple[Place, ...]]:
         return self._directory.lookup(keys)
-
-    def not_there(self, node: str, keys: Sequence[bytes]) -> None:
-        self._directory.not_there(node, keys)
 
     def not_reached(self, node: str) -> None:
         self._directory.not_reached(node)
@@ -87,12 +84,8 @@ class DirectoryShards:
             self._breaker.succeeded()
         return places
 
-    def not_there(self, node: str, keys: Iterable[bytes]) -> None:
-        """Nobody waits for it to arrive."""
-        for key in keys:
-            self._shards[shard_of(key, len(self._shards))].not_there.remote(node, [key])
-
     def not_reached(self, node: str) -> None:
+        """Nobody waits for it to arrive."""
         for shard in self._shards:
             shard.not_reached.remote(node)
 

@@ -19,28 +19,33 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from mneme.cachetier.announcer import Announcer
+from mneme.cachetier.cache_admin import ADMIN_CALLS, AdminCall
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span, spans_of
-from mneme.cachetier.change_log import TierName
+from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
+from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.saving import HostPut
-from mneme.errors import ConfigError
+from mneme.cachetier.session_log_store import Appended, LogKey
+from mneme.cachetier.session_logs import SessionLogs
+from mneme.errors import ConfigError, MnemeError
 
 _logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _PUT_WAIT_S = 0.1  # at most, for reads that are under way
-_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.4  # of the time that a question may take; the rest is for other nodes
+_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.3  # of the time that a question may take; the rest is for other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class NodeIdentity:
     namespace: str  # of the application's actors
     host_bytes: int  # of the host tier
     object_bytes: int  # that may ever be in the object store, with what is on its way
+    session_ttl_s: float = 3600.0  # of session logs
 
 
 class Found(NamedTuple):
@@ -76,7 +82,8 @@ class NodeActor:
         self._no_reads = asyncio.Event()
         self._no_reads.set()
         self._peers: dict[str, Any] = {}
-        self._opening = asyncio.ensure_future(self._in(self._puts, self._open))
+        self._logs: NodeSessionLogs | None = None  # likewise
+        self._opening = asyncio.ensure_future(self._open_all())
 
     async def ready(self) -> str:
         """When the node can be asked; why it goes without a disk, if it should have one."""
@@ -135,20 +142,60 @@ class NodeActor:
         if self._cache is not None:
             await self._in(self._reads, self._cache.missed, key, tier, miss)
 
-    async def not_there(self, node: str, keys: Sequence[bytes]) -> None:
-        """A node does not have what the directory says it has."""
-        self._directory.not_there(node, keys)
+    async def not_here(self, keys: Sequence[bytes]) -> None:
+        """Others believe that these are here and did not get them: what is not is announced as gone.
+
+        The node says so, not the reader: whoever has to be quick may see less than there is.
+        """
+        if self._cache is not None:
+            gone = [key for key in keys if key not in self._cache]
+            self._announcer.changed([Change(key, tier, 0, False) for key in gone for tier in ("host", "disk")])
 
     async def not_reached(self, node: str) -> None:
         """A node's actor is dead."""
         self._peers.pop(node, None)
         self._directory.not_reached(node)
 
+    async def append_log(self, key: LogKey, records: Sequence[bytes], is_copy: bool = False) -> Appended:
+        """These are of `session_log_store.py`; whoever asks for what is here alone is another node."""
+        return Appended.FAILED if self._logs is None else await self._logs.append(key, records, is_copy=is_copy)
+
+    async def read_log(self, key: LogKey, newer_than: int, timeout_s: float) -> LogRead:
+        return LogRead(None, False) if self._logs is None else await self._logs.read(key, newer_than, timeout_s)
+
+    async def read_log_here(self, key: LogKey, newer_than: int) -> LogRead:
+        return LogRead(None, False) if self._logs is None else await self._logs.read_here(key, newer_than)
+
+    async def delete_log(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
+        return None if self._logs is None else await self._logs.delete(key, at_least, timeout_s)
+
+    async def delete_log_here(self, key: LogKey, at_least: int) -> bool | None:
+        return None if self._logs is None else await self._logs.delete_here(key, at_least)
+
+    async def install_log(self, key: LogKey, content: bytes) -> bool:
+        return self._logs is not None and await self._logs.install(key, content)
+
+    async def log_node_joined(self) -> bool:
+        if self._logs is not None:
+            self._logs.node_joined()
+        return True
+
     async def stats(self) -> dict[str, Any]:
+        logs = {} if self._logs is None else self._logs.stats()
         tiers = {} if self._cache is None else await self._in(self._lookups, self._cache.stats)
         objects = {"used_bytes": self._memory.used_bytes, "capacity_bytes": self._memory.max_bytes}
         about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
-        return {**tiers, "objects": objects, **about}
+        return {**tiers, "objects": objects, "session_logs": logs, **about}
+
+    async def manage(self, call: AdminCall, *args: Any, **options: Any) -> Any:
+        """`CacheAdmin` of this node alone; an error of ours is the answer, not raised. None: it is not up yet."""
+        assert call in ADMIN_CALLS
+        if self._cache is None:
+            return None
+        try:
+            return await self._in(self._reads, lambda: getattr(self._admin, call)(*args, **options))
+        except MnemeError as error:
+            return error
 
     async def flush(self, timeout_s: float) -> bool:
         """Write to disk what waits to be."""
@@ -157,9 +204,27 @@ class NodeActor:
     async def close(self, timeout_s: float) -> None:
         """Before the actor is ended: write what waits, let the folder go."""
         cache, self._cache = self._cache, None
+        logs, self._logs = self._logs, None
+        if logs is not None:
+            await logs.close()
         if cache is not None:
             self._announcer.stop()
             await self._in(self._puts, lambda: cache.close(timeout_s=timeout_s))
+
+    async def _open_all(self) -> None:
+        identity = self._identity
+        logs = None if self._folder is None else await self._in(self._reads, self._open_logs, self._folder)
+        self._logs = NodeSessionLogs(logs, identity.node_id, identity.namespace)
+        await self._in(self._puts, self._open)
+
+    @property
+    def _folder(self) -> str | None:
+        """On this node's disk."""
+        disk = self._config.disk
+        return None if disk is None else disk.folder.replace("%n", self._identity.name)
+
+    def _open_logs(self, folder: str) -> SessionLogs | None:
+        return open_node_logs(self._config, folder, self._identity.session_ttl_s)
 
     def _open(self) -> None:
         config, identity = self._config, self._identity
@@ -172,6 +237,7 @@ class NodeActor:
             epoch=time.time_ns(),
         )
         cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
+        self._admin = NodeAdmin(cache, identity.name)
         self._announcer.start()
         self._cache = cache
 

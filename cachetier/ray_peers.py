@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from mneme.cachetier.breaker import Breaker
 
+_MAX_LATE = 64
+_LATE_S = 1.0  # an answer that takes longer speaks against its node; one that only came after its deadline does not
 
-class Call:
+
+class Call(NamedTuple):
     """One that was made: to a node, with a name for its counters."""
 
-    def __init__(self, node: str, name: str, answer: Any) -> None:
-        self.node, self.name, self.answer = node, name, answer
+    node: str
+    name: str
+    answer: Any
+    since_s: float
 
 
 class Peers:
@@ -25,15 +30,21 @@ class Peers:
 
     def __init__(self, on_dead: Callable[[str], None]) -> None:
         self._breakers: dict[str, Breaker] = {}
+        self._late: deque[Call] = deque(maxlen=_MAX_LATE)  # oldest first
         self._on_dead = on_dead
         self.counters: Counter[str] = Counter()
 
     def call(self, node: str, name: str, method: Any, *args: Any) -> Call | None:
         """Begin a call; None if that node does not answer these days."""
+        self._settle_late()
         if not self._breaker(node).allows():
             self.counters["not_asked"] += 1
             return None
-        return Call(node, name, method.remote(*args))
+        return Call(node, name, method.remote(*args), time.monotonic())
+
+    def is_up(self, node: str) -> bool:
+        """As far as the last calls tell."""
+        return not self._breaker(node).is_open
 
     def answers(self, calls: Sequence[Call | None], deadline_s: float) -> list[Any]:
         """One for each call, None where there is none by the deadline, of `time.monotonic`."""
@@ -44,8 +55,8 @@ class Peers:
         try:
             answer = ray.get(call.answer, timeout=max(0.0, deadline_s - time.monotonic()))
         except GetTimeoutError:
-            breaker.failed()
             self.counters[f"{call.name}_timeout"] += 1
+            self._late.append(call)
             return None
         except RayError as error:
             breaker.failed()
@@ -55,6 +66,20 @@ class Peers:
             return None
         breaker.succeeded()
         return answer
+
+    def _settle_late(self) -> None:
+        """Calls that missed their deadlines: were they answered after all?"""
+        oldest_s = time.monotonic() - _LATE_S
+        while self._late and self._late[0].since_s < oldest_s:
+            try:
+                call = self._late.popleft()
+            except IndexError:  # another thread was faster
+                return
+            breaker = self._breaker(call.node)
+            if ray.wait([call.answer], timeout=0)[0]:
+                breaker.succeeded()
+            else:
+                breaker.failed()
 
     def _breaker(self, node: str) -> Breaker:
         return self._breakers.setdefault(node, Breaker())

@@ -77,11 +77,11 @@ class PutsUnderWay:
             has_room = self._changed.wait_for(
                 lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes, self._wait_s
             )
-            if has_room:
-                self._num_bytes += num_bytes
-            else:
+            if self._is_closed or not has_room:
                 self._counters["put_dropped"] += 1
-            return has_room
+                return False
+            self._num_bytes += num_bytes
+            return True
 
     def _release(self, num_bytes: int, counter: str) -> None:
         with self._changed:

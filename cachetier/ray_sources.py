@@ -19,6 +19,7 @@ from mneme.cachetier.ray_memory import Refs, get_runs, layers_per_object
 
 _SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
 _BASE_TIMEOUT_S = 1.0
+_PULLED_AHEAD = 2  # chunks whose first objects come while another is read
 _AHEAD_BYTES = 256 << 20  # of a span's chunks, asked for before they are needed
 
 
@@ -73,9 +74,19 @@ class PeerReads:
         with self._lock:
             for header in self._headers[len(self._calls) : index + self._ahead]:
                 self._calls.append(self._peer.read.remote([header.key]))
-            call = self._calls[index]
+            calls = self._calls[index : index + 1 + _PULLED_AHEAD]
+        refs = self._refs(calls[0], timeout_s(chunk_bytes(self._headers[index])))
+        if isinstance(refs, Miss):
+            return refs
+        begin_pull(refs[:1])
+        for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0]:
+            following = self._refs(call, 0.0)
+            begin_pull(() if isinstance(following, Miss) else following[:1])
+        return refs
+
+    def _refs(self, call: Any, limit_s: float) -> Refs | Miss:
         try:
-            (refs,) = ray.get(call, timeout=timeout_s(chunk_bytes(self._headers[index])))
+            (refs,) = ray.get(call, timeout=limit_s)
         except GetTimeoutError:
             return Miss.BUSY
         except RayActorError:
@@ -83,10 +94,7 @@ class PeerReads:
             return Miss.ABSENT
         except RayError:
             return Miss.ABSENT
-        if refs is None:
-            return Miss.ABSENT
-        begin_pull(refs[:1])
-        return tuple(refs)
+        return Miss.ABSENT if refs is None else tuple(refs)
 
 
 def begin_pull(refs: Refs) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from mneme.cachetier.cache_admin import CacheAdmin
 from mneme.cachetier.chain_search import Located, usable
 from mneme.cachetier.chain_spans import Span, query_of
 from mneme.cachetier.chunk import Chunk
@@ -31,7 +32,6 @@ from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
 
-_OWN_SHARE = 0.7  # of a question's time, for the own node and the directory
 _PUT_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
@@ -40,8 +40,9 @@ _MAX_WAITING = 4096  # requests whose nodes are remembered
 class RayChunkStore:
     """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int) -> None:
-        """`put_bytes` may be under way to the actor."""
+    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int, admin: CacheAdmin) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes."""
+        self.admin = admin
         self._node_id, self._connect = node_id, connect
         self._node = connect()
         self._peers = Peers(self._lost)
@@ -55,7 +56,7 @@ class RayChunkStore:
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """See `ChunkStore.locate`."""
         start_s = time.monotonic()
-        found = self._ask_own(query, timeout_s, start_s + timeout_s * _OWN_SHARE)
+        found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
             return []
         sources = [self._own_source(each) for each in found.here]
@@ -67,6 +68,7 @@ class RayChunkStore:
                 del sources[num_whole:], keys[num_whole:]  # a chunk that is usable in part
                 sources += [source for source, _ in further]
                 keys += [key for _, key in further]
+        self._known.drop(query.keys[query.first :])  # what is not there any more is put again
         self._known.note(keys)
         self._counters["located"] += len(sources)
         return sources
@@ -87,7 +89,7 @@ class RayChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
-        is_put = self._puts.put(self._node, chunk)
+        is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
         if is_put:
             self._known.note([chunk.header.key])
         return is_put
@@ -95,6 +97,12 @@ class RayChunkStore:
     def stats(self) -> dict[str, int]:
         """Of this process; counters since the start."""
         return {**self._counters, **self._peers.counters, **self._puts.stats()}
+
+    def node_stats(self, timeout_s: float) -> dict[str, Any] | None:
+        """Of this node's tiers, see `NodeActor.stats`; None if it does not answer."""
+        call = self._peers.call(self._node_id, "stats", self._node.stats)
+        found: dict[str, Any] | None = self._peers.answers([call], time.monotonic() + timeout_s)[0]
+        return found
 
     def close(self) -> None:
         """See `ChunkStore.close`; the node's actor stays."""
@@ -123,9 +131,8 @@ class RayChunkStore:
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
             if chunks is not None and len(sound) < span.num_chunks:
-                absent = query.keys[span.first + len(sound)]
                 self._counters["directory_ghosts"] += 1
-                self._node.not_there.remote(span.node, [absent])
+                found.peers[span.node].not_here.remote([query.keys[span.first + len(sound)]])
             if len(sound) < span.num_chunks:
                 break
         return sources
@@ -147,16 +154,16 @@ class RayChunkStore:
         if not found:
             return []
         reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
-        return [(self._peer_source(reads, index, each, span), each.header.key) for index, each in enumerate(found)]
+        return [(self._peer_source(reads, index, each, peer), each.header.key) for index, each in enumerate(found)]
 
-    def _peer_source(self, reads: PeerReads, index: int, located: Located, span: Span) -> ChunkSource:
+    def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
         edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
         key = located.header.key
 
         def on_miss(miss: Miss) -> None:
             self._missed(edge, key, miss)
             if miss is Miss.ABSENT:
-                self._node.not_there.remote(span.node, [key])
+                peer.not_here.remote([key])
 
         layers = ObjectLayers(located.header, lambda: reads.fetch(index))
         return HostSource(located.header, located.num_usable, layers, on_miss, edge)

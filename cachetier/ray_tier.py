@@ -13,7 +13,9 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.ray_admin import RayCacheAdmin
 from mneme.cachetier.ray_node import NodeActor, NodeIdentity, node_actor_name
+from mneme.cachetier.ray_session_logs import RaySessionLogs
 from mneme.cachetier.ray_store import RayChunkStore
 
 _logger = logging.getLogger(__name__)
@@ -25,16 +27,20 @@ _PUT_SHARE = 1 / 20  # of one engine's process, on its way to the node's actor
 _READY_TIMEOUT_S = 60.0  # a million files are listed in half of it
 
 
-def start_cache_tier(config: CacheConfig, application: str, *, timeout_s: float = _READY_TIMEOUT_S) -> RayChunkStore:
+def start_cache_tier(
+    config: CacheConfig, application: str, *, session_ttl_s: float = 3600.0, timeout_s: float = _READY_TIMEOUT_S
+) -> RayChunkStore:
     """The store of this process, an engine's: its node's actor and the directory are made if there are none.
 
     Waits until the node has listed its files, so that a restart is warm; after `timeout_s` it goes on without.
+    `session_ttl_s`: of session logs, which the node's actor keeps too (`start_session_logs`).
     """
-    identity = own_identity(config, application)
+    identity = own_identity(config, application, session_ttl_s)
     store = RayChunkStore(
         identity.node_id,
         lambda: node_actor(config, identity),
         put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
+        admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
     )
     try:
         problem = ray.get(node_actor(config, identity).ready.remote(), timeout=timeout_s)
@@ -44,6 +50,14 @@ def start_cache_tier(config: CacheConfig, application: str, *, timeout_s: float 
         if problem:
             _logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, problem)
     return store
+
+
+def start_session_logs(config: CacheConfig, application: str, session_ttl_s: float) -> RaySessionLogs | None:
+    """The logs that this application's nodes share, as an engine's process sees them; None without a disk."""
+    if config.disk is None:
+        return None
+    identity = own_identity(config, application, session_ttl_s)
+    return RaySessionLogs(identity.node_id, lambda: node_actor(config, identity))
 
 
 def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
@@ -58,7 +72,7 @@ def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
     return len(actors)
 
 
-def own_identity(config: CacheConfig, application: str) -> NodeIdentity:
+def own_identity(config: CacheConfig, application: str, session_ttl_s: float) -> NodeIdentity:
     """Of the node that this process runs on."""
     node_id = ray.get_runtime_context().get_node_id()
     node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
@@ -73,6 +87,7 @@ def own_identity(config: CacheConfig, application: str) -> NodeIdentity:
         namespace=_namespace(application),
         host_bytes=min(host_bytes, object_bytes),
         object_bytes=object_bytes,
+        session_ttl_s=session_ttl_s,
     )
 
 

@@ -71,6 +71,7 @@ class Saver:
             is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
             if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
                 return HostPut.REFUSED
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
         held = self._taken(header, payload, is_passing=not is_admitted)
         if held is None:
             return HostPut.REFUSED

@@ -44,6 +44,7 @@ class Log:
     checksum: bytes = b""  # of its last frame
     num_ids: int = 0
     ttl_s: float | None = None  # the session's own
+    has_prompt: bool = False  # its last record began a turn
     must_replace: bool = False  # what is in the file is not what is known here: a write failed
 
     @property
@@ -58,7 +59,7 @@ class Log:
         """What its file holds."""
         replay = parsed.replay
         self.num_bytes, self.checksum, self.version = parsed.num_bytes, parsed.checksum, replay.version
-        self.num_ids, self.ttl_s = replay.num_ids, replay.ttl_s
+        self.num_ids, self.ttl_s, self.has_prompt = replay.num_ids, replay.ttl_s, replay.has_prompt
         self.is_deleted = parsed.num_bytes == TOMBSTONE_BYTES and not replay.num_ids
 
 

@@ -160,13 +160,13 @@ class SessionLogs:
             records = [deleted(log.version), *records]
         content = log_of(key, records)
         parsed = parse_log(content, key)
-        if parsed is None or parsed.num_bytes != len(content):
-            raise ValueError("records: must follow one another")
+        if parsed is None or parsed.num_bytes != len(content):  # they go on from ids that are not here
+            return Appended.NEEDS_WHOLE
         return self._replace(key, content, parsed)
 
     def _extend(self, log: Log, records: Sequence[bytes], head: RecordHead) -> Appended:
         content, checksum = frames(records, log.checksum)
-        if log.must_replace or log.is_too_long(len(content)):
+        if log.must_replace or log.is_too_long(len(content)) or head.is_from_prompt > log.has_prompt:
             return Appended.NEEDS_WHOLE
         if not self._make_room(1 + len(content) // BLOCK_BYTES, log.key):
             return Appended.FAILED
@@ -178,6 +178,7 @@ class SessionLogs:
         self._index.remove(log.key)
         log.num_bytes, log.written_s = log.num_bytes + len(content), self._clock()
         log.checksum, log.version, log.num_ids, log.ttl_s = checksum, head.version, head.num_ids, head.ttl_s
+        log.has_prompt = head.kind is RecordKind.BEGAN
         self._index.put(log)
         self._counters["written_bytes"] += len(content)
         return Appended.WRITTEN
@@ -274,8 +275,7 @@ class SessionLogs:
         _logger.warning("session logs: a log could not be written: %s", error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             self._counters["disk_full"] += 1
-            victim = self._index.victim(key)
-            if victim is not None:
+            if (victim := self._index.victim(key)) is not None:
                 self._remove(victim, "evicted")
         return Appended.FAILED
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from dataclasses import dataclass, field
 from enum import IntEnum
 from math import isfinite
 from typing import NamedTuple
@@ -50,16 +49,14 @@ class RecordKind(IntEnum):
     DELETED = 4
 
 
-def _no_ids() -> array[int]:
-    return array("i")
+NO_IDS: array[int] = array("i")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionState:
-    """A conversation between two turns. Arrays are never changed, only replaced."""
+class SessionState(NamedTuple):
+    """A conversation between two turns. Arrays are never changed, only replaced; a tuple, as engines make many."""
 
     version: int = 0  # 0: nothing is known of it
-    ids: array[int] = field(default_factory=_no_ids)  # empty: there is none, or no more
+    ids: array[int] = NO_IDS  # empty: there is none, or no more
     seen_ids: array[int] | None = None  # what a truncated conversation goes on from; None: all ids
     marks: bytes = b""  # 16 each
     mark_key: bytes = bytes(MARK_KEY_BYTES)  # of the digests in the marks
@@ -78,6 +75,7 @@ class RecordHead(NamedTuple):
     base: int  # the version it goes on from
     num_ids: int  # of the state it leads to, what is seen of a truncated one too
     ttl_s: float | None
+    is_from_prompt: bool  # it goes on from the prompt of a BEGAN right before it
 
 
 class RecordFields(NamedTuple):
@@ -108,7 +106,8 @@ class RecordFields(NamedTuple):
     @property
     def head(self) -> RecordHead:
         base = (self.base_epoch << _HALF) + self.base_time
-        return RecordHead(RecordKind(self.kind), self.version, base, self.num_ids + self.num_seen, self.own_ttl_s)
+        num_ids = self.num_ids + self.num_seen
+        return RecordHead(RecordKind(self.kind), self.version, base, num_ids, self.own_ttl_s, self.is_from_prompt)
 
     @property
     def own_ttl_s(self) -> float | None:
@@ -124,7 +123,6 @@ class RecordFields(NamedTuple):
 
     @property
     def is_from_prompt(self) -> bool:
-        """Its ids follow those of the prompt that the record before it is about."""
         return bool(self.flags & _FROM_PROMPT)
 
     @property
@@ -165,7 +163,7 @@ def ended(before: SessionState, state: SessionState, num_prompt: int | None) -> 
     start = common_prefix(before.ids, state.ids) if num_prompt is None else num_prompt
     seen = None
     if state.seen_ids is not None:
-        seen_start = common_prefix(before.seen_ids or _no_ids(), state.seen_ids)
+        seen_start = common_prefix(before.seen_ids or NO_IDS, state.seen_ids)
         seen = Delta(seen_start, state.seen_ids[seen_start:])
     return _packed(
         RecordKind.ENDED,
@@ -183,7 +181,7 @@ def whole(state: SessionState) -> bytes:
 
 
 def deleted(version: int) -> bytes:
-    return _packed(RecordKind.DELETED, SessionState(version=version), 0, ids=Delta(0, _no_ids()))
+    return _packed(RecordKind.DELETED, SessionState(version=version), 0, ids=Delta(0, NO_IDS))
 
 
 def head_of(record: bytes | memoryview) -> RecordHead | None:

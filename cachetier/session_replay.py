@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 
 from mneme.cachetier.session_record import (
     FIXED_BYTES,
@@ -35,12 +34,17 @@ class Replay:
         return len(self._ids) + len(self._seen)
 
     @property
+    def has_prompt(self) -> bool:
+        """The last record began a turn."""
+        return self._prompt is not None
+
+    @property
     def ttl_s(self) -> float | None:
         return self._last.ttl_s
 
     def state(self) -> SessionState:
         """As of the last record; it has no more of the turn that runs than its name."""
-        return replace(self._last, ids=self._ids[:], seen_ids=self._seen[:] if self._is_truncated else None)
+        return self._last._replace(ids=self._ids[:], seen_ids=self._seen[:] if self._is_truncated else None)
 
     def apply(self, record: bytes | memoryview) -> RecordHead | None:
         """None, and nothing has changed, if it is no record that follows those before it."""
@@ -59,8 +63,7 @@ class Replay:
         if fields.ids_start > len(self._ids):
             return False
         self._prompt = Delta(fields.ids_start, _array(record, FIXED_BYTES, fields.ids_count))
-        self._last = replace(
-            self._last,
+        self._last = self._last._replace(
             version=fields.version,
             num_base=fields.num_base,
             last_turn=fields.own_last_turn,

@@ -42,7 +42,7 @@ class Tier:
         self.num_blocks = 0
         self.num_found = 0
         self.num_written = 0  # blocks that came from above; in the first tier, that were computed
-        self.num_read = 0  # blocks that were found here and went to the first tier
+        self.num_prefetched = 0  # blocks that came from the tier below ahead of their use
         self._index = index
         self._victim: Block | None = None
         self._num_victims = 0
@@ -140,11 +140,22 @@ class SimulatedTiers:
             parent = self._use(key, parent, now_s)
         if parent is not None:
             self.tiers[0].offer(parent)
-        for index, tier in enumerate(self.tiers):
-            tier.flush()
-            while tier.is_over:
-                self._move_down(index)
+        self._settle()
         return num_found
+
+    def prefetch(self, keys: Sequence[int], source: int, limit: int, now_s: float) -> int:
+        """Bring what is of a request in the tier `source` to the tier above; at most so many blocks, head first.
+
+        For the order of evictions it counts as a use now; `now_s` never falls. Returns how many came.
+        """
+        blocks = [self.blocks[key] for key in keys[: self.num_present(keys)]]
+        moved = [block for block in blocks if block.tier == source][:limit]
+        for block in moved:
+            self._move_up(block, now_s)
+        if moved:
+            self.tiers[source - 1].offer(moved[-1])
+            self._settle()
+        return len(moved)
 
     def num_present(self, keys: Sequence[int]) -> int:
         """Blocks of a request that are there: by halving, as a block is there only if those before it are."""
@@ -154,9 +165,9 @@ class SimulatedTiers:
             low, high = (middle, high) if keys[middle - 1] in self.blocks else (low, middle - 1)
         return low
 
-    def leaves_of(self, requests: Iterable[Sequence[int]]) -> list[Hashable | None]:
-        """For each request that waits, the leaf whose run it will use; None if there is none."""
-        return [self._leaf_of(keys) for keys in requests]
+    def leaves_of(self, requests: Iterable[Sequence[int]], tier: int) -> list[Hashable | None]:
+        """For each request that waits, the leaf whose run in a tier it will use; None if there is none."""
+        return [self._leaf_of(keys, tier) for keys in requests]
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -198,11 +209,31 @@ class SimulatedTiers:
         block.has_returned = True
         if block.tier:
             tier.num_blocks -= 1
-            tier.num_read += 1
             self.tiers[0].num_blocks += 1
             block.tier = block.num_below = 0
             if block.parent is not None:
                 block.parent.num_below += 1
+
+    def _move_up(self, block: Block, now_s: float) -> None:
+        """By one tier; what is before it in its request is there already, or above."""
+        source, target = self.tiers[block.tier], self.tiers[block.tier - 1]
+        source.used(block)
+        source.num_blocks -= 1
+        block.tier -= 1
+        block.num_below = 0
+        block.last_used_s = now_s
+        target.num_blocks += 1
+        target.num_prefetched += 1
+        if block.parent is not None and block.parent.tier == block.tier:
+            target.used(block.parent)
+            block.parent.num_below += 1
+
+    def _settle(self) -> None:
+        """Move down what is too much."""
+        for index, tier in enumerate(self.tiers):
+            tier.flush()
+            while tier.is_over:
+                self._move_down(index)
 
     def _move_down(self, index: int) -> None:
         tier = self.tiers[index]
@@ -231,11 +262,11 @@ class SimulatedTiers:
             del block.parent.children[block.key]
         self._past.note(block.key)
 
-    def _leaf_of(self, keys: Sequence[int]) -> Block | None:
-        num_present = self.num_present(keys)
-        if not num_present:
+    def _leaf_of(self, keys: Sequence[int], tier: int) -> Block | None:
+        used = (self.blocks[key] for key in reversed(keys[: self.num_present(keys)]))
+        block = next((block for block in used if block.tier <= tier), None)
+        if block is None or block.tier != tier:
             return None
-        block = self.blocks[keys[num_present - 1]]
         while block.num_below == 1:
-            block = next(child for child in block.children.values() if child.tier == block.tier)
+            block = next(child for child in block.children.values() if child.tier == tier)
         return None if block.num_below else block

@@ -75,7 +75,7 @@ class WaitingRequests:
                 self._renew()
 
     def next_wanted(self, capacity_bytes: int) -> tuple[str, bytes] | None:
-        """The next chunk to bring up, and who wants it; it is not offered again.
+        """The next chunk to bring up, and who wants it: `brought` or `give_up` follows, or it is the next again.
 
         Of the requests within the window: as many as fit the host tier, L_pw = C_mem / S_kv (AttentionStore 3.3.1).
         """
@@ -86,7 +86,7 @@ class WaitingRequests:
             window = capacity_bytes * len(self._requests) // max(1, num_bytes)
             for request_id, request in islice(self._requests.items(), window):
                 if request.wanted:
-                    return request_id, request.wanted.popleft()
+                    return request_id, request.wanted[0]
         return None
 
     def brought(self, request_id: str, key: bytes) -> None:
@@ -95,10 +95,12 @@ class WaitingRequests:
             request = self._requests.get(request_id)
             if request is not None:
                 request.brought = key
+                if request.wanted and request.wanted[0] == key:
+                    request.wanted.popleft()
                 self._renew()
 
     def give_up(self, request_id: str) -> None:
-        """There is no room for more of it."""
+        """The chunk cannot be had, so what is behind it is of no use."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:

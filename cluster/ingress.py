@@ -34,6 +34,7 @@ class Ingress:
             model=self._config.model_name,
             name=own_replica_id(),
             router=self._config.router,
+            has_session_logs=self._config.cache.enabled and self._config.cache.disk is not None,
         )
         start_router(engines)
         replica_set.listen(engines.deployment_name, self._replicas_changed)

@@ -14,16 +14,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from mneme.cluster.api_state import ApiState
+from mneme.cluster.kv_asking import ask_tier
 from mneme.cluster.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest
 from mneme.cluster.kv_selection import Selection, encoded_text, one_given, select_sequence, served_model
 from mneme.cluster.protocol import validate
 from mneme.cluster.tenancy import kv_salt
-from mneme.errors import PinNotFound, ReplicaUnavailable
+from mneme.errors import PinNotFound
 from mneme.replicas.kv_queries import (
     DropKv,
     DropTenantKv,
     KvAnswer,
-    KvQuery,
     KvStats,
     ListKvPins,
     LookUpKv,
@@ -54,7 +54,7 @@ async def pin(api: ApiState, request: Request) -> JSONResponse:
     body = validate(PinRequest, await api.parsed(request))
     chosen = await select_sequence(api, request, body, seen=True)
     pin_id = body.pin_id or _pin_id(chosen)
-    pinned = await ask_tier(api, PinKv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
+    pinned = await ask_tier(api.client, PinKv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
     return JSONResponse(tier_pin_object(pinned))
 
 
@@ -71,7 +71,7 @@ async def unpin(api: ApiState, request: Request) -> JSONResponse:
 async def let_go(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Of a pin of that name wherever there is one; raises `PinNotFound`."""
     answers = await api.client.query(DropPin(PinKey(tenant, pin_id)))
-    was_in_tier = await ask_tier(api, UnpinKv(kv_salt(tenant, None), pin_id))
+    was_in_tier = await ask_tier(api.client, UnpinKv(kv_salt(tenant, None), pin_id))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
@@ -79,7 +79,7 @@ async def let_go(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
 
 async def tier_pins(api: ApiState, tenant: str) -> list[dict[str, Any]]:
     """What the API key has pinned in the tier."""
-    pins = await ask_tier(api, ListKvPins(kv_salt(tenant, None)))
+    pins = await ask_tier(api.client, ListKvPins(kv_salt(tenant, None)))
     return [tier_pin_object(pin) for pin in pins or ()]
 
 
@@ -107,7 +107,7 @@ async def drop(api: ApiState, request: Request) -> JSONResponse:
 
 async def stats(api: ApiState, request: Request) -> JSONResponse:
     """Sums of all that is kept, and the caller's own share."""
-    tier = await ask_tier(api, KvStats(kv_salt(request.state.tenant, None), in_tier=True))
+    tier = await ask_tier(api.client, KvStats(kv_salt(request.state.tenant, None), in_tier=True))
     replicas = [
         {"replica": each.replica_id, "pages": each.metrics.get("pages"), "host_pages": each.metrics.get("host_pages")}
         for each in await api.client.stats()
@@ -116,24 +116,10 @@ async def stats(api: ApiState, request: Request) -> JSONResponse:
     return JSONResponse({"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own})
 
 
-async def ask_tier(api: ApiState, query: KvQuery) -> Any:
-    """What the tier answers through the first replica that can ask it; None: there is no tier."""
-    refusal = ReplicaUnavailable("no replica is ready")
-    for replica_id in sorted(each.replica_id for each in await api.client.stats()):
-        try:
-            answers = await api.client.query(query._replace(in_tier=True), replica_id=replica_id)
-        except ReplicaUnavailable as error:
-            refusal = error
-        else:
-            answer: KvAnswer = answers[replica_id]
-            return answer.tier
-    raise refusal
-
-
 async def _ask_all(api: ApiState, query: LookUpKv | DropKv | DropTenantKv) -> tuple[dict[str, Any], Any]:
     """Every replica for its own part, by replica id, and then the tier: what a replica saves meanwhile goes too."""
     answers: dict[str, KvAnswer] = await api.client.query(query)
-    return {replica_id: answer.engine for replica_id, answer in answers.items()}, await ask_tier(api, query)
+    return {replica_id: answer.engine for replica_id, answer in answers.items()}, await ask_tier(api.client, query)
 
 
 async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> DropKv:
@@ -145,7 +131,10 @@ async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> 
 
 
 def _pin_id(chosen: Selection) -> str:
-    """The same for the same tokens under the same salt."""
+    """The same for the same tokens under the same salt; a session's is the same whatever was said since."""
     hasher = hashlib.blake2b(chosen.salt.encode(), digest_size=16, person=b"mneme pin")
-    hasher.update(np.asarray(chosen.token_ids, "<u4").tobytes())
+    if chosen.session is not None:
+        hasher.update(b"session:" + chosen.session[1].encode())
+    else:
+        hasher.update(b"tokens:" + np.asarray(chosen.token_ids, "<u4").tobytes())
     return hasher.hexdigest()

@@ -5,13 +5,24 @@ Of several ingresses a scrape through the proxy meets one: what an ingress count
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from mneme.cluster.cache_metrics import cache_lines
 from mneme.cluster.engine_client import EngineClient, ReplicaStats
+from mneme.cluster.kv_asking import ask_tier
 from mneme.cluster.latency import Latencies
 from mneme.cluster.prometheus import Labels, family
+from mneme.errors import MnemeError
+from mneme.replicas.kv_queries import KvStats
+from mneme.replicas.warm_prompts import PUBLIC
+
+logger = logging.getLogger(__name__)
+
+_NODES_TIMEOUT_S = 1.0
 
 KNOWN_PATHS = frozenset(
     {
@@ -112,7 +123,20 @@ class MetricsPage:
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
     async def render(self) -> str:
-        return "\n".join(self._lines(await self._client.stats())) + "\n"
+        stats = await self._client.stats()
+        engines = [each.metrics["cache"] for each in stats if isinstance(each.metrics.get("cache"), dict)]
+        nodes = await self._cache_nodes() if engines else []
+        return "\n".join(self._lines(stats) + cache_lines(nodes, engines)) + "\n"
+
+    async def _cache_nodes(self) -> list[dict[str, Any]]:
+        """What the nodes of the cache tier say, if they say it soon."""
+        try:
+            async with asyncio.timeout(_NODES_TIMEOUT_S):
+                figures = await ask_tier(self._client, KvStats(PUBLIC.salt, in_tier=True))
+        except (TimeoutError, MnemeError) as error:
+            logger.warning("the cache tier did not say its figures: %s", type(error).__name__)
+            return []
+        return [] if figures is None else list(figures["nodes"])
 
     def _lines(self, stats: Sequence[ReplicaStats]) -> list[str]:
         lines = family("mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()})

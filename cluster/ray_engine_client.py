@@ -39,7 +39,10 @@ STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s o
 class RayEngineClient:
     """See `EngineClient`; lives on one event loop, which `set_replicas` must be called on."""
 
-    def __init__(self, calls: ReplicaCalls, *, model: str, name: str, router: RouterConfig) -> None:
+    def __init__(
+        self, calls: ReplicaCalls, *, model: str, name: str, router: RouterConfig, has_session_logs: bool = False
+    ) -> None:
+        """`has_session_logs`: replicas find in durable logs what one that does not answer knew of a session."""
         self._calls = calls
         self._model = model
         self._name = name  # unique among ingresses: the subscriber's name at the replicas
@@ -47,7 +50,7 @@ class RayEngineClient:
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
-        self._homes = SessionHomes()
+        self._homes, self._has_session_logs = SessionHomes(), has_session_logs
         self._epochs: dict[str, str] = {}
         self._stats: tuple[float, list[ReplicaStats]] | None = None
         self._stats_lock = asyncio.Lock()
@@ -185,9 +188,22 @@ class RayEngineClient:
         key = (request.salt, request.session_id)
         home = self._homes.fork_home(key)
         if request.append:
-            found = newest(await self.query(GetSession(key)))
-            home = None if found is None else found[0]
+            home = await self._home_of(key)
         return self._links.keys() - {home} if home in self._links else set()
+
+    async def _home_of(self, key: SessionKey) -> str | None:
+        """The replica that has the session's newest copy; None: no replica knows it."""
+        asked, ask = list(self._links), self._try_one if self._has_session_logs else self._query_one
+        answers = await asyncio.gather(*(ask(r, GetSession(key)) for r in asked))
+        found = newest(dict(zip(asked, answers, strict=True)))
+        return None if found is None else found[0]
+
+    async def _try_one(self, replica_id: str, query: Query) -> Any:
+        """None if it does not answer."""
+        try:
+            return await self._query_one(replica_id, query)
+        except ReplicaUnavailable:
+            return None
 
     def _settle(self, request: GenerationRequest, replica_id: str) -> None:
         """The session lives here now: what it left elsewhere would only grow old."""

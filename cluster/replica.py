@@ -8,11 +8,13 @@ values. Serve never queues or rejects here: admission is the engine's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChunkStore
 from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.session_log_store import SessionLogStore
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_private import keep_to_loopback, own_application, own_replica_id, report_progress
@@ -23,11 +25,18 @@ from mneme.config import parse
 LoadEngine = Callable[..., Engine]  # called like `mneme.replicas.load.load_engine_loop`
 
 
-def _open_store(config: CacheConfig, fingerprint: ModelFingerprint) -> ChunkStore:
+def _open_store(session_ttl_s: float, config: CacheConfig, fingerprint: ModelFingerprint) -> ChunkStore:
     """The cache tier that this application's replicas share."""
     from mneme.cachetier.ray_tier import start_cache_tier
 
-    return start_cache_tier(config, own_application())
+    return start_cache_tier(config, own_application(), session_ttl_s=session_ttl_s)
+
+
+def _open_session_logs(config: CacheConfig, session_ttl_s: float) -> SessionLogStore | None:
+    """Likewise."""
+    from mneme.cachetier.ray_tier import start_session_logs
+
+    return start_session_logs(config, own_application(), session_ttl_s)
 
 
 class EngineReplica(ReplicaServer):
@@ -44,7 +53,8 @@ class EngineReplica(ReplicaServer):
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
             tenants=tenants(cluster.http.api_keys),
             cache=cluster.cache,
-            open_store=_open_store,
+            open_store=partial(_open_store, cluster.engine.session_ttl_s),
+            open_session_logs=_open_session_logs,
         )
         engine.start()
         super().__init__(replica_id, engine)

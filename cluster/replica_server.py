@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from mneme.cluster.replica_calls import StreamItem, StreamOpened, WrongReplica
-from mneme.errors import MnemeError
+from mneme.errors import MnemeError, Overloaded
+from mneme.replicas.kv_queries import KvQuery
 from mneme.replicas.queries import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
+
+_NUM_KV_THREADS, _MAX_KV_QUERIES = 2, 64
 
 
 class Engine(Protocol):
@@ -63,6 +67,8 @@ class ReplicaServer:
         self._replica_id = replica_id
         self._engine = engine
         self._subscribers: set[str] = set()
+        self._kv_threads = ThreadPoolExecutor(_NUM_KV_THREADS, "kv-query")
+        self._num_kv_queries = 0
 
     async def events(self, *, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """The token stream of one subscriber; when it ends, in whatever way, its requests are aborted."""
@@ -103,9 +109,20 @@ class ReplicaServer:
         return {**self._engine.stats(), "pid": os.getpid()}
 
     async def query(self, *, replica_id: str, query: Query) -> Any:
-        """What the engine says between two of its steps; an error is returned, not raised."""
+        """What the engine says between two of its steps; an error is returned, not raised.
+
+        Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
+        """
         self._check(replica_id)
-        return await asyncio.to_thread(self._engine.query, query)
+        if not isinstance(query, KvQuery):
+            return await asyncio.to_thread(self._engine.query, query)
+        if self._num_kv_queries >= _MAX_KV_QUERIES:
+            return Overloaded("too many questions about KV at once")
+        self._num_kv_queries += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._kv_threads, self._engine.query, query)
+        finally:
+            self._num_kv_queries -= 1
 
     async def check_health(self) -> None:
         """Returns when the engine's thread has answered; Serve replaces a replica that stays silent."""

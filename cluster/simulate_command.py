@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_costs import GB, Prices, Rates, load_rates, load_table
 from mneme.cachetier.cache_simulator import SIMULATED_POLICIES, CacheSimulator, Outcome
 from mneme.cachetier.synthetic_trace import PREFIX, make_trace, parse_shape
-from mneme.cachetier.traces import MAX_TOKENS, TraceRequest, read_trace
+from mneme.cachetier.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
+from mneme.cluster.simulate_plot import plot_runs
 from mneme.errors import ConfigError, shown
 
+HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
 TIERS = ("device", "host", "disk")
 DEFAULT_POLICY = "returning"
 _MAX_BLOCKS = 10**12
@@ -35,9 +38,12 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cache.add_argument("--capacity-blocks", metavar="N|inf", help="one tier of so many blocks; several, by commas")
     for name in TIERS:
-        cache.add_argument(f"--{name}-gb", type=float, metavar="GB", help=f"the {name} tier, in 10^9 bytes")
+        cache.add_argument(f"--{name}-gb", metavar="GB", help=f"the {name} tier, in 10^9 bytes; several, by commas")
     cache.add_argument("--block-tokens", type=int, default=512, help="tokens in a block (default 512)")
     cache.add_argument("--queue", type=int, default=0, help="requests to come that the policy sees (default 0)")
+    cache.add_argument(
+        "--prefetch", action="store_true", help="bring what the queue will use from the disk to the host"
+    )
     cache.add_argument(
         "--rates",
         type=Path,
@@ -45,7 +51,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON of measured rates, such as prefill_tokens_per_s, or a replica's cost model",
     )
     cache.add_argument("--prices", type=Path, metavar="FILE", help="JSON of dollars per hour, such as host_gb_per_hour")
-    cache.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates of all runs, by tier")
+    cache.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates of all runs, by tier, and cost")
     cache.add_argument("--json", action="store_true", help="one line of JSON")
 
 
@@ -60,9 +66,12 @@ def simulate(args: argparse.Namespace) -> int:
         if policy not in SIMULATED_POLICIES:
             raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
     trace = _trace(args.trace, args.block_tokens)
-    runs = [_run(trace, capacities, policy, rates, prices, args) for capacities in sizes for policy in policies]
+    busy_blocks = most_used_within(trace, HOUR_S)
+    runs = [_run(trace, size, policy, rates, prices, args) for size in sizes for policy in policies]
+    for run in runs:
+        run["hour_blocks"] = busy_blocks
     if args.plot is not None:
-        _plot(args.plot, runs)
+        plot_runs(args.plot, runs)
     if args.json:
         print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))
     else:
@@ -73,14 +82,14 @@ def simulate(args: argparse.Namespace) -> int:
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     """One line per run, hit ratios by tier."""
     names = list(runs[0]["tiers"])
-    head = f"{'policy':>10} {'blocks':>16} {'hit ratio':>10}" + "".join(f" {'in ' + name:>10}" for name in names)
+    head = f"{'policy':>10} {'blocks':>20} {'hit ratio':>10}" + "".join(f" {'in ' + name:>10}" for name in names)
     lines = [f"{head} {'TTFT p50':>10} {'p90 s':>8} {'GB moved':>10} {'$/hour':>8}"]
     for run in runs:
         blocks = "+".join("inf" if size is None else str(size) for size in run["capacity_blocks"])
         found = "".join(f" {run['tiers'][name]['hit_ratio']:10.4f}" for name in names)
         ttft, moved = run["ttft_s"], sum(run["moved_gb"].values())
         cost = math.nan if run["hourly_cost"] is None else run["hourly_cost"]
-        line = f"{run['policy']:>10} {blocks:>16} {run['block_hit_ratio']:10.4f}{found}"
+        line = f"{run['policy']:>10} {blocks:>20} {run['block_hit_ratio']:10.4f}{found}"
         lines.append(f"{line} {ttft['p50']:10.3f} {ttft['p90']:8.3f} {moved:10.1f} {cost:8.2f}")
     return lines
 
@@ -91,22 +100,45 @@ def _trace(name: str, block_tokens: int) -> list[TraceRequest]:
     return read_trace(Path(name), block_tokens)
 
 
-def _sizes(args: argparse.Namespace, block_bytes: float) -> list[list[int | None]]:
-    """What to run: blocks of each tier."""
-    gigabytes = [getattr(args, f"{name}_gb") for name in TIERS]
-    if (args.capacity_blocks is None) == all(size is None for size in gigabytes):
+class Size(NamedTuple):
+    """Of a cache: what one run is of."""
+
+    blocks: list[int | None]  # by tier
+    host_gb: float = 0.0
+    disk_gb: float = 0.0
+
+
+def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
+    """What to run: every combination of the tiers' sizes."""
+    given = [getattr(args, f"{name}_gb") for name in TIERS]
+    if (args.capacity_blocks is None) == all(size is None for size in given):
         raise ConfigError("capacity: give --capacity-blocks, or some of --device-gb, --host-gb and --disk-gb")
     if args.capacity_blocks is not None:
-        return [[_num_blocks(size)] for size in args.capacity_blocks.split(",")]
-    for name, size in zip(TIERS, gigabytes, strict=True):
-        if size is not None and not 0 <= size <= _MAX_GB:
-            raise ConfigError(f"{name}-gb: must be from 0 to {_MAX_GB:g} (got {shown(size)})")
-    blocks: list[int | None] = [int((size or 0.0) * GB / block_bytes) for size in gigabytes]
+        return [Size([_num_blocks(size)]) for size in args.capacity_blocks.split(",")]
+    choices = [_gigabytes(name, text) for name, text in zip(TIERS, given, strict=True)]
+    return [_size(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
+
+
+def _gigabytes(name: str, text: str | None) -> list[float]:
+    sizes = []
+    for part in "0" if text is None else text.split(","):
+        try:
+            size = float(part)
+        except ValueError:
+            size = math.nan
+        if not 0 <= size <= _MAX_GB:
+            raise ConfigError(f"{name}-gb: must be from 0 to {_MAX_GB:g} (got {shown(part)})")
+        sizes.append(size)
+    return sizes
+
+
+def _size(gigabytes: Sequence[float], block_bytes: float) -> Size:
+    blocks: list[int | None] = [int(size * GB / block_bytes) for size in gigabytes]
     if not any(blocks):
         raise ConfigError(
             f"capacity: no tier holds a block of {block_bytes / GB:.3g} GB (kv_bytes_per_token in --rates)"
         )
-    return [blocks]
+    return Size(blocks, *gigabytes[1:])
 
 
 def _num_blocks(text: str) -> int | None:
@@ -125,22 +157,18 @@ def _check_range(name: str, value: int, smallest: int, largest: int) -> None:
 
 
 def _run(
-    trace: list[TraceRequest],
-    capacities: list[int | None],
-    policy: str,
-    rates: Rates,
-    prices: Prices,
-    args: argparse.Namespace,
+    trace: list[TraceRequest], size: Size, policy: str, rates: Rates, prices: Prices, args: argparse.Namespace
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    outcome = CacheSimulator(trace, capacities, policy, rates=rates, queue=args.queue).run()
-    shape = {"policy": policy, "capacity_blocks": capacities, "block_tokens": args.block_tokens, "queue": args.queue}
-    figures = _figures(outcome, rates.block_bytes(args.block_tokens) / GB, len(capacities))
+    simulator = CacheSimulator(trace, size.blocks, policy, rates=rates, queue=args.queue, prefetch=args.prefetch)
+    outcome = simulator.run()
+    shape = {"policy": policy, "capacity_blocks": size.blocks, "block_tokens": args.block_tokens, "queue": args.queue}
+    figures = _figures(outcome, rates.block_bytes(args.block_tokens) / GB, len(size.blocks))
     cost = None
     if outcome.span_s:  # prefills alone: decoding costs the same with every cache
-        busy_devices = outcome.compute_s / outcome.span_s
-        cost = round(prices.hourly(busy_devices, args.host_gb or 0.0, args.disk_gb or 0.0), 4)
-    return {**shape, **figures, "hourly_cost": cost, "took_s": round(time.perf_counter() - started, 2)}
+        cost = round(prices.hourly(outcome.compute_s / outcome.span_s, size.host_gb, size.disk_gb), 4)
+    took_s = round(time.perf_counter() - started, 2)
+    return {**shape, "prefetch": args.prefetch, **figures, "hourly_cost": cost, "took_s": took_s}
 
 
 def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any]:
@@ -159,8 +187,10 @@ def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any
         "num_requests": outcome.num_requests,
         "num_blocks": outcome.num_blocks,
         "block_hit_ratio": round(outcome.block_hit_ratio, 6),
+        "recomputed_blocks": outcome.num_recomputed,
         "tiers": ratios,
         "moved_gb": moved,
+        "prefetched_gb": round(sum(tier.num_prefetched for tier in outcome.tiers) * block_gb, 3),  # of what moved
         "ttft_s": {name: round(value, 6) for name, value in ttft.items()},
         "prefill_s": round(outcome.compute_s, 3),
         "busy_devices": round(outcome.compute_s / outcome.span_s, 4) if outcome.span_s else None,
@@ -169,30 +199,3 @@ def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any
 
 def _rank(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
-
-
-def _plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Stacked bars of hit ratios by tier (AttentionStore Fig. 21)."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("plot: needs matplotlib, which is not installed") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.6 * len(runs)), 4.8))
-    names = [f"{run['policy']}\n{run['capacity_blocks'][0] or 'inf'}" for run in runs]
-    base = [0.0] * len(runs)
-    for tier in runs[0]["tiers"]:
-        ratios = [run["tiers"][tier]["hit_ratio"] for run in runs]
-        axes.bar(range(len(runs)), ratios, bottom=base, label=tier)
-        base = [low + ratio for low, ratio in zip(base, ratios, strict=True)]
-    axes.set_xticks(range(len(runs)), names, fontsize=6)
-    axes.set_ylabel("blocks found of all")
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot: {path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)

@@ -52,8 +52,12 @@ def open_cache_tier(
         model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
     )
     file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
-    costs = _costs(runner, engine, cache, file)
     store = open_store(cache, fingerprint)
+    try:
+        costs = _costs(runner, engine, cache, file)
+    except BaseException:
+        store.close()
+        raise
     runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, cache))
     return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size, on_close=lambda: file.write(costs))
 

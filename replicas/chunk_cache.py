@@ -20,7 +20,7 @@ from mneme.cachetier.chunk_store import ChainQuery, ChunkStore
 from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.load_controller import LoadController
-from mneme.replicas.chunk_fetches import Fetches
+from mneme.replicas.chunk_fetches import Fetches, MakeWorkers
 from mneme.replicas.chunk_saves import ChunkChain, ChunkSaves
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_moves import Moves
@@ -29,6 +29,7 @@ from mneme.replicas.sequence import Sequence as RunningSequence
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
+    from mneme.replicas.sampler import Sampled
     from mneme.replicas.scheduler import Scheduler
 
 
@@ -45,6 +46,7 @@ class ChunkCache:
         page_size: int,
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        make_workers: MakeWorkers | None = None,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.saves = ChunkSaves(store, fingerprint, page_size)
@@ -52,7 +54,9 @@ class ChunkCache:
         self._step_began_s = 0.0
         self._on_close = on_close
         controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
-        self._fetches = Fetches(store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock)
+        self._fetches = Fetches(
+            store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock, make_workers=make_workers
+        )
         self.counts: Counter[str] = Counter()
 
     def want(self, sequence: RunningSequence, forest: PrefixForest) -> None:
@@ -61,6 +65,8 @@ class ChunkCache:
             return
         salt, context = sequence.request.salt, sequence.context
         sequence.chain = ChunkChain(self.saves.lineage(salt))
+        if sequence.request.choice_index:  # follows the first choice, which asks
+            return
         resident = forest.resident(salt, context)
         num_resident = resident.device + resident.host
         if len(context) - num_resident < self.config.min_load_tokens:
@@ -73,7 +79,7 @@ class ChunkCache:
         self._step_began_s = self._clock()
         return moves._replace(completed=self.saves.of_step(chunks))
 
-    def settle(self, chunks: Sequence[Chunk], runner: Runner, scheduler: Scheduler) -> None:
+    def settle(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], runner: Runner, scheduler: Scheduler) -> None:
         """The step was computed: what should have come and did not is taken back, what is sound is saved."""
         assert runner.chunks is not None
         lost = runner.chunks.end_load()
@@ -82,7 +88,9 @@ class ChunkCache:
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             scheduler.retract(lost)
-        runner.chunks.end_saves()
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        outcomes = zip(sampling, sampled, strict=True)
+        runner.chunks.end_saves({sequence for sequence, outcome in outcomes if outcome.token_id is None})
 
     def end(self, sequence: RunningSequence, runner: Runner, *, is_sound: bool) -> None:
         """A request ends: what it still has for the store is saved, if that is sound. It has its pages still."""
@@ -91,6 +99,12 @@ class ChunkCache:
             found.close()
         if is_sound and runner.chunks is not None:
             runner.chunks.saver.save(self.saves.of_end(sequence))
+
+    def abandon(self, runner: Runner) -> None:
+        """A step failed: nothing that it was to load or to save counts, nor what was found for others."""
+        if runner.chunks is not None:
+            runner.chunks.abandon()
+        self._fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "read_buffer_bytes": self._fetches.room.num_used, "accuracy": self._costs.accuracy()}

@@ -21,7 +21,7 @@ import numpy as np
 
 from mneme.cachetier.misses import Miss
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.chunk_fetches import Fetch
+from mneme.replicas.chunk_fetch import Fetch
 from mneme.replicas.chunk_pages import ChunkPages, Event
 from mneme.replicas.forest_moves import Graft, GraftPiece
 from mneme.replicas.forest_nodes import Node
@@ -114,6 +114,8 @@ class ChunkLoad:
             piece.is_lost = True
         if first is pieces[0]:
             first.fetch.abandon()
+        else:
+            first.fetch.lose_from(first.given.chunk)  # the thread may wait for it, and others behind it
         self._condition.notify_all()
 
 
@@ -150,7 +152,7 @@ def _has(pieces: Sequence[_Piece], layer: int) -> bool:
 def _piece(graft: Graft, given: GraftPiece) -> _Piece:
     fetch = graft.chunks
     assert isinstance(fetch, Fetch)
-    start = fetch.spans[given.chunk][0]
+    start = fetch.start_of(given.chunk)
     position, runs = given.start, []
     for page_id, offset, count in given.runs:
         runs.append((page_id, offset, count, position - start))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChunkStore
@@ -49,11 +49,11 @@ class ChunkMover:
         self.num_loaded -= load.num_lost
         return lost
 
-    def end_saves(self) -> None:
-        """It is known which sequences computed what they were to compute."""
+    def end_saves(self, unsound: Collection[object] = ()) -> None:
+        """It is known which sequences computed what they were to compute, and of which nothing may be kept."""
         saves, self._saves = self._saves, None
         if saves is not None:
-            saves.finish()
+            saves.finish(unsound)
 
     def abandon(self) -> None:
         """The step failed, if it has not ended."""

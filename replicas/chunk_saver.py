@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,12 +52,12 @@ class StepSaves:
         self._num_layers = layer + 1
         self._saver.copy_layer(self._copies, layer)
 
-    def finish(self) -> None:
-        """The step is over, and what went wrong in it is known."""
+    def finish(self, unsound: Collection[object] = ()) -> None:
+        """The step is over, and what went wrong in it is known; nothing of these sequences is kept."""
         for layer in range(self._num_layers, self._saver.num_layers):
             self._saver.copy_layer(self._copies, layer)
         for copy in self._copies:
-            copy.is_void |= copy.job.is_void
+            copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
         self._saver.confirm(self._copies)
 
     def abandon(self) -> None:
@@ -118,6 +119,7 @@ class ChunkSaver:
         ]
         for thread in self._threads:
             thread.start()
+        self._stop: Callable[[], object] = weakref.finalize(self, self._shared.to_copy.put, None)
 
     @property
     def counts(self) -> SaveCounts:
@@ -157,21 +159,27 @@ class ChunkSaver:
 
     def close(self) -> None:
         """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
-        self._shared.to_copy.put(None)
+        self._stop()
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
     def _copy(self, job: SaveJob) -> _Copy | None:
-        shared, num_bytes = self._shared, self.num_layers * self._layout.layer_bytes(len(job.token_ids))
+        shared, num_layer_bytes = self._shared, self._layout.layer_bytes(len(job.token_ids))
+        layers = self._buffer(num_layer_bytes)
         with shared.condition:
-            if shared.num_bytes + num_bytes > self._max_bytes:
+            if layers is None or shared.num_bytes + layers.nbytes > self._max_bytes:
                 shared.counts.dropped += 1
                 return None
-            shared.num_bytes += num_bytes
+            shared.num_bytes += layers.nbytes
             for page_id, *_ in job.runs:
                 shared.num_reading[page_id] = shared.num_reading.get(page_id, 0) + 1
-        layers = np.empty((self.num_layers, num_bytes // self.num_layers), np.uint8)
         return _Copy(job, np.array(job.runs, np.int64), layers, self.num_layers + 1)
+
+    def _buffer(self, num_layer_bytes: int) -> U8Array | None:
+        try:
+            return np.empty((self.num_layers, num_layer_bytes), np.uint8)
+        except MemoryError:  # what is not saved is computed again
+            return None
 
 
 def _copy_chunks(shared: _Shared) -> None:

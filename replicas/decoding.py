@@ -22,7 +22,11 @@ class Decoding:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that goes on where another ended."""
@@ -94,4 +98,4 @@ class Decoding:
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
         params = sequence.request.sampling
-        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+        return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)

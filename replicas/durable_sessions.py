@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -28,7 +27,7 @@ from mneme.replicas.token_log import is_usable
 
 log = logging.getLogger(__name__)
 
-READ_S = 0.05  # how long a turn waits for its session's log
+READ_S = 0.2  # how long a turn waits for its session's log, at most
 DELETE_S = 5.0
 _NUM_READERS = 4
 _MAX_READS = 64  # at a time: more are not begun, as the disk or the network hangs
@@ -164,4 +163,4 @@ class DurableSessions:
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1
         sound = state if is_sound else SessionState(version=state.version)  # as if it were deleted
-        return replace(sound, version=taken_over(state.version, self._wall_clock()))
+        return sound._replace(version=taken_over(state.version, self._wall_clock()))

@@ -20,14 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.admission import check_request
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.decoding import Decoding
 from mneme.replicas.durable_sessions import DurableSessions
+from mneme.replicas.engine_parts import make_scheduler, make_sessions
 from mneme.replicas.engine_pool import make_forest
 from mneme.replicas.engine_stats import engine_stats
 from mneme.replicas.forest_moves import Moves
@@ -37,10 +37,9 @@ from mneme.replicas.queue_limits import QueueLimits
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.request_deadlines import RequestDeadlines
 from mneme.replicas.sampler import Sampled, sample
-from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.session_pages import abandon_roots, delete_pages, let_go, share_pages
-from mneme.replicas.sessions import SessionKey, Sessions
+from mneme.replicas.session_pages import abandon_roots, share_pages
+from mneme.replicas.sessions import SessionKey
 from mneme.replicas.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 0.0005  # how often an engine that is blocked looks whether the cache tier has answered
+_FAILED = "the engine failed; the request was not completed"
 
 
 class Engine:
@@ -73,24 +73,8 @@ class Engine:
         self._decoding = Decoding(tokenizer, known_eos)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
-        self.scheduler = Scheduler(
-            self.forest,
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            attention_mass=getattr(runner, "attention_mass", None),
-        )
-        self.sessions = Sessions(
-            self._decoding.encode,
-            clock,
-            ttl_s=config.session_ttl_s,
-            max_sessions=config.max_sessions,
-            max_tokens=config.max_session_tokens,
-            end_token_ids=known_eos,
-            decode=None if tokenizer is None else self._decoding.decode,
-            on_drop=partial(let_go, self.forest),
-            on_delete=partial(delete_pages, self.forest),
-            journal=None if durable is None else durable.writer,
-        )
+        self.scheduler = make_scheduler(runner, config, self.forest)
+        self.sessions = make_sessions(config, self._decoding, self.forest, clock, durable)
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -163,8 +147,10 @@ class Engine:
         """Run one batch; returns what happened to each request, in order."""
         self._begin_step()
         chunks = self.scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self._moves(chunks))
-        logits = self._runner.forward(inputs)
+        try:
+            logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
+        except TransferFailed:
+            return self._compute_again()
         sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
 
@@ -194,9 +180,12 @@ class Engine:
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
         for sequence in list(self._sequence_by_id.values()):
             self._finish(sequence, "error", message)
         self.forest.forget_all()
+        self.pins.renew()
         return self.take_events()
 
     def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
@@ -220,7 +209,7 @@ class Engine:
         self.num_steps += 1
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if self.chunks is not None:
-            self.chunks.settle(chunks, self._runner, self.scheduler)
+            self.chunks.settle(chunks, sampled, self._runner, self.scheduler)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue
@@ -228,7 +217,17 @@ class Engine:
                 self._append(sequence, outcome)
             except Exception:  # one request may fail, the batch may not
                 log.exception("commit failed request_id=%s", sequence.request.request_id)
-                self._finish(sequence, "error", "the engine failed; the request was not completed")
+                self._finish(sequence, "error", _FAILED)
+        return self.take_events()
+
+    def _compute_again(self) -> list[TokenEvent]:
+        """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
+        log.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
+        for sequence in self.scheduler.retract_all():
+            self._finish(sequence, "error", _FAILED)
+        self.pins.renew()
         return self.take_events()
 
     def _append(self, sequence: Sequence, outcome: Sampled) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.durable_sessions import Recalled, take_over
 from mneme.replicas.engine import BLOCKED_S, Engine
-from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
+from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part, kv_tier_of
 from mneme.replicas.queries import EngineQuery, Query, answer, sessions_to_restore, was_there
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey, session_key
@@ -40,7 +40,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.kv_tier: KvTier | None = None  # set before `start` where there is one
+        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks)
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -183,9 +183,7 @@ class EngineLoop:
             return self.engine.step()
         except Exception:  # the edge of the engine: no request may be left without an answer
             log.exception("step failed requests=%s", list(self._subscriber_by_request))
-            events = self.engine.fail_all("the engine failed; the request was not completed")
-            self.engine.pins.renew()
-            return events
+            return self.engine.fail_all("the engine failed; the request was not completed")
         finally:
             self._step_s = time.perf_counter() - started_s
 

@@ -152,8 +152,10 @@ class PrefixForest(Paths):
         """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
 
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
-        happened, where some of it has no KV. Paths of one owner that keep the same go on together.
+        happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
         """
+        if not self._sharing:
+            return None
         kept = kept_by(path, ranges)
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept

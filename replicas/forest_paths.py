@@ -114,7 +114,8 @@ class Paths:
 
     def retract(self, nodes: Iterable[Node]) -> None:
         """Grafted nodes whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
-        self._pages.retract(nodes)
+        if self._sharing:  # else nothing stays of a path that was given back
+            self._pages.retract(nodes)
 
     def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.

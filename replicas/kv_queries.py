@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mneme.cachetier.cache_admin import (
+    Administered,
     Amount,
     CacheAdmin,
     FoundChunk,
@@ -36,6 +37,7 @@ from mneme.replicas.session_pages import delete_pages
 from mneme.replicas.sessions import SessionKey
 
 if TYPE_CHECKING:
+    from mneme.replicas.chunk_cache import ChunkCache
     from mneme.replicas.engine import Engine
 
 
@@ -102,6 +104,13 @@ class KvTier:
     admin: CacheAdmin
     fingerprint: ModelFingerprint
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
+
+
+def kv_tier_of(chunks: ChunkCache | None) -> KvTier | None:
+    """Of an engine, if its store can be managed."""
+    if chunks is None or not isinstance(chunks.store, Administered):
+        return None
+    return KvTier(admin=chunks.store.admin, fingerprint=chunks.fingerprint, tenant_bytes=chunks.config.tenant_bytes)
 
 
 class KvAnswer(NamedTuple):

@@ -20,7 +20,7 @@ from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.pins import PinKey
 from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 from mneme.replicas.warm_prompts import PUBLIC
@@ -51,7 +51,7 @@ class LLM:
         cache: CacheConfig | Mapping[str, Any] | None = None,
     ) -> None:
         base = config if isinstance(config, EngineConfig) else parse(EngineConfig, config or {}, "config")
-        if isinstance(cache, Mapping):
+        if cache is not None and not isinstance(cache, CacheConfig):
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
@@ -126,7 +126,7 @@ class LLM:
         key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
         self._engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
         while self._engine.has_work:
-            self._engine.step()
+            self._step()
         described = self._engine.pins.describe(key)
         error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
         if error is not None:
@@ -191,7 +191,7 @@ class LLM:
                     self._engine.submit(unsent.popleft())
                 if self._engine.is_blocked:
                     time.sleep(BLOCKED_S)
-                for event in self._engine.step():
+                for event in self._step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)
         finally:  # an error, or Ctrl-C: nothing of this call may run on
@@ -200,6 +200,13 @@ class LLM:
             self._engine.take_events()
             if durable is not None:
                 durable.writer.flush(_WRITE_S)
+
+    def _step(self) -> list[TokenEvent]:
+        try:
+            return self._engine.step()
+        except BaseException:  # Ctrl-C too: what the step was to compute is not there
+            self._engine.fail_all("the step was not completed")
+            raise
 
 
 def _one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:

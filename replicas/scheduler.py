@@ -30,6 +30,7 @@ from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
+_MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
 class Scheduler:
@@ -100,19 +101,23 @@ class Scheduler:
         return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
 
     def retract(self, nodes: Collection[Node]) -> None:
-        """The KV of grafted nodes did not come: who is on them goes back to the queue, to compute what they had."""
-        lost = set(nodes)
-        for sequence in [s for s in self.running[::-1] if s.path is not None and not lost.isdisjoint(s.path.nodes)]:
-            assert sequence.path is not None
-            self.running.remove(sequence)
-            self._forest.release(sequence.path)
-            sequence.path = None
-            if sequence.chain is not None:
-                sequence.chain.num_saved = 0
-            self.waiting.put_back(sequence)
-            self.num_retracted += 1
-        self._refused = None
+        """The KV of grafted nodes did not come: who is on them, or on what was computed behind them, goes back to the
+        queue, to compute what they had."""
+        lost = {each for node in nodes for each in (node, *node.below_it())}
+        self._put_back([s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.nodes)])
         self._forest.retract(nodes)
+
+    def retract_all(self) -> list[Sequence]:
+        """The step was not computed, and no page can be trusted: who ran goes back to the queue.
+
+        Returns those for whom that was once too often.
+        """
+        sequences = list(self.running)
+        self._put_back(sequences)
+        self._forest.forget_all()
+        for sequence in sequences:
+            sequence.num_retries += 1
+        return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
@@ -251,6 +256,18 @@ class Scheduler:
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
         return Chunk(sequence, rows.spans, rows.runs)
+
+    def _put_back(self, sequences: Collection[Sequence]) -> None:
+        for sequence in sequences:
+            assert sequence.path is not None
+            self.running.remove(sequence)
+            self._forest.release(sequence.path)
+            sequence.path = None
+            if sequence.chain is not None:
+                sequence.chain.num_saved = 0
+            self.waiting.put_back(sequence)
+        self.num_retracted += len(sequences)
+        self._refused = None
 
     def _num_pending(self, sequence: Sequence) -> int:
         """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""

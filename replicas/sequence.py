@@ -11,7 +11,7 @@ from mneme.replicas.origins import Origins, Source
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
-    from mneme.replicas.chunk_fetches import Fetch
+    from mneme.replicas.chunk_fetch import Fetch
     from mneme.replicas.chunk_saves import ChunkChain
     from mneme.replicas.detokenizer import TextStream
     from mneme.replicas.token_counts import TokenCounts
@@ -40,6 +40,7 @@ class Sequence:
     found: Fetch | None = None  # what the cache tier has of it, until it is admitted
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
+    num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
     stop_text: TextStream | None = None  # follows the output where stop strings are given
@@ -63,6 +64,9 @@ class Sequence:
         self.context = context
         if self.chain is not None:
             self.chain.restart()
+        if self.found is not None:  # KV of what it saw before
+            self.found.close()
+            self.found = None
 
     @property
     def num_output(self) -> int:

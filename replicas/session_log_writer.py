@@ -14,7 +14,6 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mneme.cachetier.session_log_store import Appended, SessionLogStore, log_key
@@ -56,7 +55,7 @@ class SessionLogWriter:
         self._num_made, self._num_done = 0, 0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once so many are done
         self._counters: Counter[str] = Counter()
-        self._is_stopping = False
+        self._is_stopping, self._is_idle = False, False
         self._thread = threading.Thread(target=self._run, name="session-logs", daemon=True)
         self._thread.start()
 
@@ -64,7 +63,7 @@ class SessionLogWriter:
         """See `SessionJournal`."""
         before = log.state()
         log.version = running.prompt_version = next_version(log.version, self._wall_clock())
-        state = replace(before, version=log.version, num_base=running.num_base, last_turn=turn)
+        state = before._replace(version=log.version, num_base=running.num_base, last_turn=turn)
         self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
@@ -118,7 +117,8 @@ class SessionLogWriter:
             self._changes.append(change)
             if len(self._changes) > MAX_CHANGES:
                 self._drop_one()
-            self._condition.notify()
+            if self._is_idle:
+                self._condition.notify()
 
     def _drop_one(self) -> None:
         """The oldest that is no deletion."""
@@ -142,7 +142,9 @@ class SessionLogWriter:
     def _next(self) -> _Change | None:
         with self._condition:
             while not self._changes and not self._is_stopping:
+                self._is_idle = True
                 self._condition.wait()
+            self._is_idle = False
             return self._changes.popleft() if self._changes else None
 
     def _call_waiting(self, *, everything: bool = False) -> None:
@@ -183,5 +185,5 @@ def _all_records(change: _Change) -> list[bytes]:
     """From nothing."""
     if change.prompt is None:
         return [whole(change.state)]
-    before = replace(change.before, version=change.state.version - 1)
+    before = change.before._replace(version=change.state.version - 1)
     return [whole(before), _record(change._replace(before=before))]

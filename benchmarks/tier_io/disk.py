@@ -45,7 +45,7 @@ class Disk:
         make_cold([self._raw, *self._folder.rglob("*.kv")])
 
     def put(self, index: int) -> None:
-        outcome = self._tier.put(self._chain.chunks[index], self._chain.lineage)
+        outcome = self._tier.put(self._chain.chunks[index])
         if outcome is not Put.WRITTEN:
             raise MnemeError(f"a chunk was not written: {outcome.value}")
 

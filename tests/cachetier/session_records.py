@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
 
 from mneme.cachetier.session_log_store import LogKey, log_key
 from mneme.cachetier.session_record import SessionState, began, ended, next_version
@@ -22,8 +21,8 @@ def ids_of(number: int, count: int) -> array[int]:
 
 def begin_turn(state: SessionState, number: int, num_prompt: int, now_s: float = 1e9) -> tuple[bytes, SessionState]:
     """A turn that goes on from all of `state`: its record, and the state then."""
-    running = replace(
-        state, version=next_version(state.version, now_s), num_base=len(state.ids), last_turn=1000 + number
+    running = state._replace(
+        version=next_version(state.version, now_s), num_base=len(state.ids), last_turn=1000 + number
     )
     return began(running, state.version, len(state.ids), ids_of(number, num_prompt)), running
 
@@ -31,8 +30,7 @@ def begin_turn(state: SessionState, number: int, num_prompt: int, now_s: float =
 def end_turn(running: SessionState, number: int, num_prompt: int, num_output: int) -> tuple[bytes, SessionState]:
     """What follows `begin_turn`."""
     prompt = running.ids + ids_of(number, num_prompt)
-    state = replace(
-        running,
+    state = running._replace(
         version=next_version(running.version, 1e9),
         ids=prompt + ids_of(500 + number, num_output),
         marks=bytes([number % 256]) * 16 * min(number + 1, 8),

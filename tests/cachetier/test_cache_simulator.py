@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -15,6 +16,8 @@ from mneme.cachetier.past_keys import PastKeys
 from mneme.cachetier.simulated_tiers import GHOSTS, SimulatedTiers
 from mneme.errors import ConfigError
 from tests.cachetier.trace_cases import lru_ratio, min_ratio, random_trace, request
+
+FAST = Rates(host_gb_per_s=1e6, disk_gb_per_s=1e6, prefill_tokens_per_s=1.0)  # nothing is faster computed again
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -52,7 +55,7 @@ def test_every_tier_holds_its_own_after_each_request(policy: str, capacities: li
 def test_tiers_of_lru_together_find_what_one_of_their_size_does() -> None:
     trace = random_trace(3)
     one = CacheSimulator(trace, [50], "lru").run()
-    three = CacheSimulator(trace, [10, 15, 25], "lru").run()
+    three = CacheSimulator(trace, [10, 15, 25], "lru", rates=FAST).run()
     assert three.block_hit_ratio == one.block_hit_ratio
     assert sum(tier.num_found for tier in three.tiers) == three.num_found
     assert all(tier.num_read == tier.num_found for tier in three.tiers[1:])
@@ -60,7 +63,7 @@ def test_tiers_of_lru_together_find_what_one_of_their_size_does() -> None:
 
 def test_blocks_move_down_when_used_by_others_and_up_when_found() -> None:
     trace = [request(0.0, [1, 2]), request(1.0, [3, 4]), request(2.0, [1, 2])]
-    device, host = CacheSimulator(trace, [2, 2], "lru").run().tiers
+    device, host = CacheSimulator(trace, [2, 2], "lru", rates=FAST).run().tiers
     assert (device.num_found, device.num_written) == (0, 4)
     assert (host.num_found, host.num_read, host.num_written) == (2, 2, 4)  # 1 and 2, then 3 and 4
 
@@ -78,7 +81,70 @@ def test_the_first_token_waits_for_what_is_slower() -> None:
     assert rates.first_token(400, 100, [3, 0, 0]).ttft_s == 1.0
     assert rates.first_token(400, 100, [4, 0, 0]).compute_s == 0.01  # one token is computed
     assert rates.first_token(400, 100, [0, 4, 0]).ttft_s == pytest.approx(0.4)  # 0.4 GB from the host
-    assert rates.first_token(400, 100, [0, 2, 2]).ttft_s == pytest.approx(0.2 + 2.0)
+    assert rates.first_token(400, 100, [0, 2, 2]).ttft_s == pytest.approx(0.2 + 1.0)  # the last is computed meanwhile
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_so_much_is_loaded_that_no_other_head_is_sooner(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(40):
+        rates = Rates(
+            prefill_tokens_per_s=rng.uniform(10, 1000), host_gb_per_s=rng.uniform(0.1, 10),
+            disk_gb_per_s=rng.uniform(0.01, 1), kv_bytes_per_token=1e6,
+        )  # fmt: skip
+        found = [rng.randrange(5) for _ in range(3)]
+        num_tokens = 100 * sum(found) + rng.randrange(1, 200)
+        timing = rates.first_token(num_tokens, 100, found)
+        blocks = [place for place, count in enumerate(found) for _ in range(count)]
+        best = math.inf
+        for num_loaded in range(len(blocks) + 1):
+            load_s = sum(
+                (0, 0.1 / rates.host_gb_per_s, 0.1 / rates.disk_gb_per_s)[place] for place in blocks[:num_loaded]
+            )
+            compute_s = max(num_tokens - 100 * num_loaded, 1) / rates.prefill_tokens_per_s
+            best = min(best, max(load_s, compute_s))
+        assert timing.ttft_s == pytest.approx(best)
+        assert timing.ttft_s <= num_tokens / rates.prefill_tokens_per_s
+        assert list(timing.loaded) == [blocks[: sum(timing.loaded)].count(place) for place in range(3)]
+
+
+def test_what_waits_is_brought_from_the_disk_as_far_as_the_disk_is_fast() -> None:
+    session, others = [1, 2, 3], [[10 * number, 10 * number + 1] for number in range(1, 6)]
+    trace = [request(0.0, session), *(request(1.0 + at, ids) for at, ids in enumerate(others)), request(8.0, session)]
+    for seconds_per_block, num_ahead in ((0.1, 3), (2.0, 2), (9.0, 0)):
+        rates = Rates(disk_gb_per_s=4e-3 / seconds_per_block, kv_bytes_per_token=1e6, prefill_tokens_per_s=1e-3)
+        simulator = CacheSimulator(trace, [2, 4, 20], "lru", rates=rates, queue=1, prefetch=True)
+        _, host, disk = simulator.run().tiers
+        simulator.tiers.check()
+        assert (host.num_prefetched, host.num_found, disk.num_found) == (num_ahead, num_ahead, 3 - num_ahead)
+        assert disk.num_read == 3
+    _, host, disk = CacheSimulator(trace, [2, 4, 20], "lru", rates=FAST, queue=1).run().tiers
+    assert (host.num_found, disk.num_found) == (0, 3)
+
+
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+@pytest.mark.parametrize("capacities", [[3, 10, 40], [0, 5, 20], [4, 8, None]])
+def test_prefetching_moves_and_loses_nothing(policy: str, capacities: list[int | None]) -> None:
+    simulator = CacheSimulator(random_trace(9), capacities, policy, rates=FAST, queue=6, prefetch=True)
+    outcome = simulator.run()
+    simulator.tiers.check()
+    plain = CacheSimulator(random_trace(9), capacities, policy, rates=FAST, queue=6).run()
+    assert outcome.tiers[1].num_prefetched > 0
+    assert outcome.tiers[2].num_found < plain.tiers[2].num_found
+    if capacities[2] is None:
+        assert outcome.num_found == plain.num_found
+
+
+def test_a_prefetch_that_has_nowhere_to_go_is_refused() -> None:
+    for capacities, queue in (([5, 5], 3), ([5, 0, 5], 3), ([5, 5, 5], 0)):
+        with pytest.raises(ConfigError, match="prefetch: needs"):
+            CacheSimulator([], capacities, "lru", queue=queue, prefetch=True)
+
+
+def test_what_waits_stays_on_every_tier_that_has_some_of_it() -> None:
+    trace = [request(0.0, [1, 2, 3, 4]), *(request(1.0 + at, [10 + at]) for at in range(2)), request(9.0, [1, 2, 3, 4])]
+    device, host = CacheSimulator(trace, [4, 1], "lookahead", queue=3).run().tiers
+    assert device.num_found + host.num_found == 3
 
 
 def test_another_policy_is_refused() -> None:

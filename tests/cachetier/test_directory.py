@@ -118,14 +118,6 @@ def test_a_silent_node_is_not_offered_then_forgotten(directory: Directory, clock
     assert tell(directory, 2).wants_all
 
 
-def test_a_reader_that_asked_in_vain_takes_the_entry_out(directory: Directory) -> None:
-    tell_all(directory, 0, *map(added, KEYS[:2]))
-    tell_all(directory, 0, added(KEYS[0]), node="b")
-    directory.not_there("a", KEYS[:1])
-    directory.not_there("never heard of", KEYS)
-    assert directory.lookup(KEYS[:2]) == [(Place("b", "host", 100),), (Place("a", "host", 100),)]
-
-
 def test_a_node_found_dead_is_offered_again_when_it_speaks(directory: Directory) -> None:
     tell_all(directory, 0, added(KEYS[0]))
     directory.not_reached("a")

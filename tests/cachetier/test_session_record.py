@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -135,7 +134,7 @@ def test_the_common_prefix(one: list[int], other: list[int]) -> None:
 @given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20), st.booleans())
 def test_a_turn_may_replace_any_of_what_was_said(before: list[int], after: list[int], has_seen: bool) -> None:
     old = SessionState(version=5, ids=array("i", before), seen_ids=array("i", after) if has_seen else None)
-    new = replace(old, version=6, ids=array("i", after), seen_ids=array("i", before))
+    new = old._replace(version=6, ids=array("i", after), seen_ids=array("i", before))
     replay = Replay()
     assert replay.apply(whole(old)) is not None
     record = ended(old, new, None)

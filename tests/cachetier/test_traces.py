@@ -10,8 +10,9 @@ import pytest
 
 from mneme.cachetier.cache_costs import Prices, Rates, load_table
 from mneme.cachetier.synthetic_trace import SyntheticShape, make_trace, parse_shape
-from mneme.cachetier.traces import TraceRequest, read_trace
+from mneme.cachetier.traces import TraceRequest, most_used_within, read_trace
 from mneme.errors import ConfigError
+from tests.cachetier.trace_cases import random_trace
 
 ROW = {"timestamp": 500, "input_length": 9, "output_length": 3, "hash_ids": [7, 8, 9]}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -155,3 +156,14 @@ def test_tables_are_read_and_checked(tmp_path: Path) -> None:
     path.write_text(" " * 100_000)
     with pytest.raises(ConfigError, match="at most 65536 bytes"):
         load_table(Prices, path)
+
+
+@pytest.mark.parametrize("span_s", [0.0, 30.0, 1e9])
+def test_most_used_within_is_that_of_every_span(span_s: float) -> None:
+    trace = random_trace(4)
+    spans = (
+        {block for asked in trace if 0 <= last.arrival_s - asked.arrival_s <= span_s for block in asked.block_ids}
+        for last in trace
+    )
+    assert most_used_within(trace, span_s) == max(map(len, spans))
+    assert most_used_within([], span_s) == 0

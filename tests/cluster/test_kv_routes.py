@@ -157,9 +157,12 @@ def test_a_session_is_looked_up_and_deleted_by_its_name() -> None:
         assert found["num_tokens"] == len(IDS) + 1
         assert on_replicas(found) == [(0, 0), (32, 0)]
         assert found["tier"]["tokens"] == 32
+        pinned = await call(client, "/pin", session_id="mine")
+        await engines.compute("b", [*IDS, 3, 3, 3], session_id="public:mine")
+        assert (await call(client, "/unpin", session_id="mine"))["id"] == pinned["id"]
         gone = await drop(client, session_id="mine")
         assert gone["tier"]["chunks"] == 2  # the first two are another's too
-        assert [each["device_pages"] for each in gone["replicas"]] == [0, 2]
+        assert [each["device_pages"] for each in gone["replicas"]] == [0, 3]
         found = await call(client, "/lookup", session_id="mine")
         assert (on_replicas(found), found["tier"]["tokens"]) == ([(0, 0), (0, 0)], 16)
         assert (await client.get("/v1/sessions/mine")).status_code == 200  # what was said is kept

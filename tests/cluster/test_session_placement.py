@@ -59,6 +59,21 @@ def test_a_session_that_no_replica_knows_is_appended_to_where_its_log_can_be_rea
     run(scenario)
 
 
+def test_a_replica_that_died_with_a_session_is_not_waited_for_where_there_are_logs() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        calls.engines["a"].sessions[KEY] = 1.0
+        calls.engines["b"].durable.add(KEY)
+        calls.kill("a")
+        with pytest.raises(ReplicaUnavailable):  # only it may know what was said
+            await tokens(client, appended("one.0"))
+        client._has_session_logs = True
+        await tokens(client, appended("two.0"))
+        assert admitted(calls) == {"a": [], "b": ["two.0"]}
+
+    run(scenario)
+
+
 def test_the_newest_copy_counts_whichever_was_used_last() -> None:
     answers = {"a": {"version": 7, "idle_s": 100.0}, "b": {"version": 6, "idle_s": 1.0}, "c": None}
     assert session_homes.newest(answers) == ("a", answers["a"])

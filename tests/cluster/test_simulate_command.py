@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mneme.cachetier.cache_costs import Rates
 from mneme.cachetier.cache_simulator import CacheSimulator
+from mneme.cachetier.traces import most_used_within
 from mneme.cluster.cli import main
 from tests.cachetier.trace_cases import BLOCK_TOKENS, lru_ratio, random_trace
 
@@ -57,14 +59,36 @@ def test_tiers_of_bytes_move_blocks_and_cost_money(tmp_path: Path, capsys: pytes
     assert simulate(*trace, *sizes, *tables, "--policy", "lru", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["capacity_blocks"] == [10, 15, 25]
-    outcome = CacheSimulator(random_trace(1), [10, 15, 25], "lru").run()
-    assert found["moved_gb"]["from_disk"] == outcome.tiers[2].num_read > 0
+    measured = Rates(kv_bytes_per_token=250_000_000, prefill_tokens_per_s=10)
+    outcome = CacheSimulator(random_trace(1), [10, 15, 25], "lru", rates=measured).run()
+    assert found["moved_gb"]["from_disk"] == outcome.tiers[2].num_read > 0 == found["prefetched_gb"]
+    assert found["recomputed_blocks"] == outcome.num_recomputed
     assert found["moved_gb"]["to_host"] == outcome.tiers[1].num_written > 0
     ratios = [tier["hit_ratio"] for tier in found["tiers"].values()]
     assert sum(ratios) == pytest.approx(found["block_hit_ratio"], abs=1e-5)
     storage = 15.9 * 0.1 + 25 * 0.01
     assert found["hourly_cost"] == pytest.approx(found["busy_devices"] * 3 + storage, abs=1e-3)
     assert found["ttft_s"]["p50"] <= found["ttft_s"]["p90"] <= found["ttft_s"]["p99"]
+
+
+def test_sizes_are_combined_and_the_queue_is_read_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"kv_bytes_per_token": 250000000, "disk_gb_per_s": 100}')
+    trace = ["--trace", str(write_trace(tmp_path)), "--block-tokens", str(BLOCK_TOKENS), "--rates", str(rates)]
+    sizes = ["--device-gb", "5", "--host-gb", "10,20", "--disk-gb", "0,30", "--policy", "returning"]
+    plot = tmp_path / "sizes.png"
+    assert simulate(*trace, *sizes, "--queue", "8", "--json", "--plot", str(plot)) == 0
+    plain = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["capacity_blocks"] for run in plain] == [[5, 10, 0], [5, 10, 30], [5, 20, 0], [5, 20, 30]]
+    assert plain[0]["block_hit_ratio"] < plain[1]["block_hit_ratio"] < plain[3]["block_hit_ratio"]
+    assert {run["hour_blocks"] for run in plain} == {most_used_within(random_trace(1), 3600.0)}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    sizes[sizes.index("0,30")] = "30"
+    assert simulate(*trace, *sizes, "--queue", "8", "--prefetch", "--json") == 0
+    ahead = json.loads(capsys.readouterr().out)["runs"]
+    for before, after in zip(plain[1::2], ahead, strict=True):
+        assert after["prefetched_gb"] > 0 == before["prefetched_gb"]
+        assert after["tiers"]["disk"]["hit_ratio"] < before["tiers"]["disk"]["hit_ratio"]
 
 
 def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +120,10 @@ def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pyte
         ([*SYNTHETIC, "--host-gb", "-1"], "host-gb: must be from 0"),
         ([*SYNTHETIC, "--disk-gb", "inf"], "disk-gb: must be from 0"),
         ([*SYNTHETIC, "--host-gb", "1e-9"], "no tier holds a block"),
-        ([*SYNTHETIC, "--capacity-blocks", "5", "--policy", "fifo"], "policy: must be one of"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--policy", "newest"], "policy: must be one of"),
+        ([*SYNTHETIC, "--host-gb", "10,,20"], "host-gb: must be from 0"),
+        ([*SYNTHETIC, "--host-gb", "10,big"], "host-gb: must be from 0"),
+        ([*SYNTHETIC, "--host-gb", "1000", "--queue", "4", "--prefetch"], "prefetch: needs a queue"),
         ([*SYNTHETIC, "--capacity-blocks", "5", "--queue", "-1"], "queue: must be from 0"),
         (["--trace", "synthetic", "--block-tokens", "0", "--capacity-blocks", "5"], "block-tokens: must be from 1"),
         (["--trace", "nothing.jsonl", "--capacity-blocks", "5"], "nothing.jsonl: cannot be read"),

@@ -10,12 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -30,13 +32,14 @@ from mneme.cluster.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
 
 STORE_BYTES = 80 << 20
+START_LIMIT_S = 120.0  # of a process that uses the tier
 CALL_LIMIT_S = 30.0  # of any call of a test
 CHUNK_TOKENS = 64
-LAYOUT = ChunkLayout(num_layers=6, num_kv_heads=4, head_dim=1024, dtype="float16", chunk_tokens=CHUNK_TOKENS)
-FINGERPRINT = ModelFingerprint(weights="w", layout=LAYOUT, inv_freq=(1.0,))  # 1 MB a layer: 4 in the first object
-SMALL_LAYOUT = ChunkLayout(num_layers=3, num_kv_heads=1, head_dim=16, dtype="float16", chunk_tokens=CHUNK_TOKENS)
-SMALL = ModelFingerprint(weights="s", layout=SMALL_LAYOUT, inv_freq=(1.0,))
-CHUNK_BYTES = 6 << 20
+LAYOUT = ChunkLayout(num_layers=5, num_kv_heads=4, head_dim=1024, dtype="float16", chunk_tokens=CHUNK_TOKENS)
+LARGE = ModelFingerprint(weights="w", layout=LAYOUT, inv_freq=(1.0,))  # 1 MB a layer: two objects, of 4 layers and 1
+LARGE_BYTES = 5 << 20
+SMALL = ModelFingerprint(weights="w", layout=replace(LAYOUT, num_kv_heads=1, head_dim=256), inv_freq=(1.0,))
+SMALL_BYTES = LARGE_BYTES // 16
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -68,28 +71,26 @@ class EngineProcess:
     def __init__(self, config: CacheConfig, application: str) -> None:
         self.store = start_cache_tier(config, application)
         self.sources: list[ChunkSource] = []
-        self.token_ids: list[int] = []
+        self.expected: dict[bytes, Chunk] = {}
 
-    def put(self, token_ids: list[int], fingerprint: ModelFingerprint = FINGERPRINT) -> list[bool]:
+    def put(self, token_ids: list[int], fingerprint: ModelFingerprint = SMALL) -> list[bool]:
         lineage = prefix_lineage(fingerprint, "tenant")
         return [self.store.put(chunk, lineage) for chunk in chain(token_ids, fingerprint)]
 
     def locate(
-        self, token_ids: list[int], timeout_s: float = 2.0, fingerprint: ModelFingerprint = FINGERPRINT
+        self, token_ids: list[int], fingerprint: ModelFingerprint = SMALL, timeout_s: float = 2.0
     ) -> list[tuple[str, int]]:
-        """Edges and usable tokens; the sources are kept for `read`."""
+        """Edges and usable tokens; the sources are kept for `read`. Nobody waits, so nothing is brought up."""
         lineage = prefix_lineage(fingerprint, "tenant")
-        query = ChainQuery.of(lineage, fingerprint.digest, token_ids, CHUNK_TOKENS, request_id="r")
+        query = ChainQuery.of(lineage, fingerprint.digest, token_ids, CHUNK_TOKENS)
         self.close_sources()
-        self.sources, self.token_ids = self.store.locate(query, timeout_s), token_ids
-        self.store.forget(["r"])
+        self.sources = self.store.locate(query, timeout_s)
+        self.expected = {chunk.header.key: chunk for chunk in chain(token_ids, fingerprint)}
         return [(source.edge, source.num_usable) for source in self.sources]
 
     def read(self, num_layers: int | None = None, *, close: bool = True) -> list[ReadChunk]:
         """The first layers of each source that was located, layer by layer; None: all."""
-        expected = {chunk.header.key: chunk for chunk in chain(self.token_ids, FINGERPRINT)}
-        expected |= {chunk.header.key: chunk for chunk in chain(self.token_ids, SMALL)}
-        done = [_read(source, expected.get(source.header.key), num_layers) for source in self.sources]
+        done = [_read(source, self.expected.get(source.header.key), num_layers) for source in self.sources]
         if close:
             self.close_sources()
         return done
@@ -99,10 +100,6 @@ class EngineProcess:
             source.close()
         self.sources = []
 
-    def known(self, token_ids: list[int]) -> int:
-        keys = [chunk.header.key for chunk in chain(token_ids, FINGERPRINT)]
-        return len(self.store.known(keys))
-
     def stats(self) -> dict[str, int]:
         return self.store.stats()
 
@@ -110,7 +107,7 @@ class EngineProcess:
         self.store.close()
 
 
-def chain(token_ids: list[int], fingerprint: ModelFingerprint) -> list[Chunk]:
+def chain(token_ids: list[int], fingerprint: ModelFingerprint = SMALL) -> list[Chunk]:
     """Each chunk's payload is a function of its last token."""
     lineage = prefix_lineage(fingerprint, "tenant")
     ranges = lineage.chain(token_ids, CHUNK_TOKENS)
@@ -123,7 +120,6 @@ class CacheCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._nodes: dict[str, Any] = {}
-        self._engines: list[Any] = []
         with single_node():
             self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
             ray.init(
@@ -146,10 +142,10 @@ class CacheCluster:
         return next(str(node["NodeID"]) for node in ray.nodes() if node["NodeName"] == name and node["Alive"])
 
     def engine(self, name: str, config: CacheConfig, application: str) -> Any:
-        """An engine's process on a node, for a handle whose calls are made by `call`."""
+        """An engine's process on a node, started; its methods are called by `call`."""
         affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
         made = ray.remote(EngineProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(config, application)
-        self._engines.append(made)
+        ray.get(made.stats.remote(), timeout=START_LIMIT_S)
         return made
 
     def node_actor(self, name: str, application: str) -> Any:
@@ -182,8 +178,14 @@ def cache_cluster() -> Iterator[CacheCluster]:
 
 
 def call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of an actor, in bounded time."""
-    return ray.get(method.remote(*args, **kwargs), timeout=CALL_LIMIT_S)
+    """Of an actor, in bounded time; made again while Ray makes the actor again."""
+    deadline_s = time.monotonic() + CALL_LIMIT_S
+    while True:
+        try:
+            return ray.get(method.remote(*args, **kwargs), timeout=CALL_LIMIT_S)
+        except ActorUnavailableError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
 
 
 def eventually(look: Callable[[], _T], limit_s: float = CALL_LIMIT_S) -> _T:
@@ -198,6 +200,21 @@ def eventually(look: Callable[[], _T], limit_s: float = CALL_LIMIT_S) -> _T:
 def kill(actor: Any) -> None:
     """The actor's process, as the system would; Ray makes it again."""
     os.kill(call(actor.stats)["pid"], signal.SIGKILL)
+
+
+def mapped_files_bytes(folder: Path) -> int:
+    """Of object stores, in files instead of memory: where a store goes when it is full."""
+    total = 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if f" {folder}" in line and "plasma" in line:
+                first, last = line.split()[0].split("-")
+                total += int(last, 16) - int(first, 16)
+    return total
 
 
 def _node_args(name: str) -> dict[str, Any]:

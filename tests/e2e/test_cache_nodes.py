@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +14,27 @@ import pytest
 import ray
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.directory import Announcement, shard_of
 from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.ray_tier import shutdown_cache_tier
 from tests.e2e.cache_cluster import (
-    CHUNK_BYTES,
+    CALL_LIMIT_S,
     CHUNK_TOKENS,
+    LARGE,
+    LARGE_BYTES,
+    SMALL,
+    SMALL_BYTES,
     CacheCluster,
+    EngineProcess,
     ReadChunk,
     cache_cluster,
     call,
+    chain,
     eventually,
     kill,
+    mapped_files_bytes,
 )
 
 pytestmark = [
@@ -29,7 +44,6 @@ pytestmark = [
 ]
 
 TAIL = 10
-READ_LIMIT_S = 15.0
 
 
 class Tier(NamedTuple):
@@ -57,7 +71,7 @@ def disk_config(folder: Path, **fields: Any) -> CacheConfig:
 
 @pytest.fixture(scope="module")
 def tier(cluster: CacheCluster) -> Tier:
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     return Tier(cluster, *(cluster.engine(name, config, "shared") for name in "ab"))
 
 
@@ -66,12 +80,12 @@ def tokens(first: int, num_chunks: int = 3, tail: int = TAIL) -> list[int]:
     return list(range(first * 10_000, first * 10_000 + num_chunks * CHUNK_TOKENS + tail))
 
 
-def await_located(engine: Any, token_ids: list[int], edge: str) -> None:
-    """Until an engine sees all of a sequence, each chunk by this edge."""
+def await_located(engine: Any, token_ids: list[int], *edges: str, fingerprint: ModelFingerprint = SMALL) -> None:
+    """Until an engine sees all of a sequence, each chunk by one of these edges."""
 
     def look() -> bool:
-        found = call(engine.locate, token_ids)
-        return sum(n for _, n in found) == len(token_ids) and {e for e, _ in found} == {edge}
+        found = call(engine.locate, token_ids, fingerprint)
+        return sum(n for _, n in found) == len(token_ids) and {e for e, _ in found} <= {*edges}
 
     eventually(look)
 
@@ -83,25 +97,25 @@ def assert_all_read(read: list[ReadChunk], token_ids: list[int]) -> None:
 
 
 def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: Tier) -> None:
-    ids = tokens(1)
-    assert all(call(tier.a.put, ids))
+    ids = tokens(1, num_chunks=2)
+    assert all(call(tier.a.put, ids, LARGE))
     for engine, edge in ((tier.a, "host"), (tier.b, "peer_host")):
-        await_located(engine, ids, edge)
+        await_located(engine, ids, edge, fingerprint=LARGE)
         assert_all_read(call(engine.read), ids)
-    assert call(tier.b.locate, [*ids[:-3], 7, 7, 7])[-1] == ("peer_host", TAIL - 3)
+    assert call(tier.b.locate, [*ids[:-3], 7, 7, 7], LARGE)[-1] == ("peer_host", TAIL - 3)
 
 
 def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: Tier, cluster: CacheCluster) -> None:
     ids = tokens(2, num_chunks=1, tail=0)
-    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS)
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     other = cluster.engine("a", config, "shared")
     before = call(tier.actor("a").stats)["objects"]["used_bytes"]
     for answer in [engine.put.remote(ids) for engine in (tier.a, other)]:
-        assert all(ray.get(answer, timeout=READ_LIMIT_S))
+        assert all(ray.get(answer, timeout=CALL_LIMIT_S))
     for engine in (tier.a, other):
-        call(engine.close)
+        eventually(lambda engine=engine: call(engine.stats)["put_bytes_under_way"] == 0)
     await_located(tier.b, ids, "peer_host")
-    assert call(tier.actor("a").stats)["objects"]["used_bytes"] - before == CHUNK_BYTES
+    assert call(tier.actor("a").stats)["objects"]["used_bytes"] - before == SMALL_BYTES
     ray.kill(other)
 
 
@@ -114,3 +128,191 @@ def test_an_actor_that_was_killed_finds_its_files_again(tier: Tier) -> None:
     await_located(tier.b, ids, "peer_disk")
     assert_all_read(call(tier.b.read), ids)
     await_located(tier.b, ids, "peer_host")  # it was brought up for the other node
+    await_located(tier.a, ids, "host")
+
+
+def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_written_and_no_more(tier: Tier) -> None:
+    ids = tokens(4, num_chunks=4, tail=0)
+    actor = tier.actor("a")
+    pid, taken = call(actor.stats)["pid"], call(actor.stats)["host"].get("taken", 0)
+    saving = tier.a.put.remote(ids)
+    eventually(lambda: call(actor.stats)["host"].get("taken", 0) > taken)
+    os.kill(pid, signal.SIGKILL)
+    ray.get(saving, timeout=CALL_LIMIT_S)  # it has not hung
+    eventually(lambda: call(tier.a.stats)["put_bytes_under_way"] == 0)
+    call(actor.ready)
+
+    def is_saved_again() -> bool:
+        call(tier.a.put, ids)
+        return sum(n for _, n in call(tier.a.locate, ids)) == len(ids)
+
+    eventually(is_saved_again)
+    assert_all_read(call(tier.a.read), ids)
+
+
+@pytest.mark.parametrize("reader", ["a", "b"])
+def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: Tier, reader: str) -> None:
+    ids = tokens(5 if reader == "a" else 6)
+    call(tier.a.put, ids)
+    engine = tier.a if reader == "a" else tier.b
+    await_located(engine, ids, "host" if reader == "a" else "peer_host")
+    assert call(tier.actor("a").flush, 10.0)
+    assert_all_read(call(engine.read, 1, close=False), ids)
+    kill(tier.actor("a"))
+    started_s = time.monotonic()
+    read = call(engine.read)
+    assert time.monotonic() - started_s < CALL_LIMIT_S / 2
+    assert all(each.is_exact for each in read)
+    await_located(tier.a, ids, "disk", "host")  # host: what the other node asked the new actor for
+    assert_all_read(call(tier.a.read), ids)
+
+
+def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(tier: Tier) -> None:
+    kept, lost = tokens(7), tokens(8, num_chunks=1, tail=0)
+    call(tier.a.put, kept)
+    call(tier.b.put, lost)
+    await_located(tier.b, kept, "peer_host")
+    await_located(tier.a, lost, "peer_host")
+    directory = ray.get_actor("directory-0", "mneme-cache-shared")
+    for path in (tier.cluster.folder / "kv-b").rglob("*.kv"):
+        path.unlink()
+    os.kill(call(tier.actor("b").stats)["pid"], signal.SIGKILL)
+    ray.kill(directory, no_restart=False)
+    await_located(tier.b, kept, "peer_host")
+    eventually(lambda: len(call(directory.stats)["live_nodes"]) == 2)
+    assert call(directory.lookup, [chain(lost)[0].header.key]) == [()]
+    assert call(tier.a.locate, lost) == []
+
+
+def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: Tier) -> None:
+    """And what it has stays, though somebody asked for it in vain."""
+    ghost, kept = tokens(9, num_chunks=1, tail=0), tokens(10, num_chunks=1, tail=0)
+    call(tier.b.put, kept)
+    await_located(tier.a, kept, "peer_host")
+    node, keys = tier.cluster.node_id("b"), [chain(ids)[0].header.key for ids in (ghost, kept)]
+    directories = [ray.get_actor(f"directory-{number}", "mneme-cache-shared") for number in range(2)]
+    directory = directories[shard_of(keys[0], 2)]
+    said = Announcement(node=node, epoch=2**62, seq=0, changes=[Change(keys[0], "host", 1, True)], is_first=True)
+    call(directory.announce, said)
+    assert call(directory.lookup, keys[:1]) != [()]
+    eventually(lambda: call(tier.a.locate, ghost) == [] and call(directory.lookup, keys[:1]) == [()])
+    call(tier.actor("b").not_here, keys)
+    await_located(tier.a, kept, "peer_host")
+
+
+def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluster: CacheCluster) -> None:
+    before = mapped_files_bytes(cluster.folder)
+    engine = EngineProcess(CacheConfig(host_bytes=3 * LARGE_BYTES, chunk_tokens=CHUNK_TOKENS), "full")
+    started_s = time.monotonic()
+    for number in range(20, 26):
+        engine.put(tokens(number, num_chunks=4, tail=0), LARGE)  # 20 MB each
+    engine.close()
+    assert time.monotonic() - started_s < CALL_LIMIT_S
+    stats = call(cluster.node_actor("head", "full").stats)
+    assert engine.stats()["put_bytes_under_way"] == 0
+    assert 0 < stats["host"]["bytes"] <= stats["host"]["capacity_bytes"]
+    assert stats["objects"]["used_bytes"] <= stats["host"]["capacity_bytes"]
+    assert mapped_files_bytes(cluster.folder) == before
+    shutdown_cache_tier("full")
+
+
+def test_a_second_cluster_on_a_folder_is_refused_and_goes_on_in_memory(cluster: CacheCluster, tmp_path: Path) -> None:
+    config = disk_config(tmp_path, host_bytes=2 * LARGE_BYTES, chunk_tokens=CHUNK_TOKENS)
+    engines = {application: EngineProcess(config, application) for application in ("first", "second")}
+    stats = {application: call(cluster.node_actor("head", application).stats) for application in engines}
+    assert stats["first"]["disk_problem"] == ""
+    assert "in use by another cluster" in stats["second"]["disk_problem"]
+    ids = tokens(30, num_chunks=1)
+    assert all(engines["second"].put(ids))
+    eventually(lambda: sum(n for _, n in engines["second"].locate(ids)) == len(ids))
+    assert_all_read(engines["second"].read(), ids)
+    assert [shutdown_cache_tier(application) for application in engines] == [2, 2]
+    engines["first"].close()
+    engines["second"].close()
+
+
+def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluster: CacheCluster) -> None:
+    """Somebody ended it for good."""
+    engine = EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "ended")
+    ids = tokens(31, num_chunks=1)
+    actor = cluster.node_actor("head", "ended")
+    ray.kill(actor, no_restart=True)
+    started_s = time.monotonic()
+    assert engine.locate(ids, timeout_s=0.05) == []
+    assert time.monotonic() - started_s < 1.0
+
+    def is_back() -> bool:
+        engine.put(ids)
+        return sum(n for _, n in engine.locate(ids)) == len(ids)
+
+    eventually(is_back)
+    engine.close()
+    shutdown_cache_tier("ended")
+
+
+def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluster) -> None:
+    engine = EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "hanging")
+    ids = tokens(32, num_chunks=1)
+    engine.put(ids)
+    eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
+    pid = call(cluster.node_actor("head", "hanging").stats)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        assert engine.locate(ids, timeout_s=0.05) == []
+        assert time.monotonic() - started_s < 1.0
+        eventually(lambda: not engine.locate(ids, timeout_s=0.05) and engine.stats().get("not_asked", 0) > 0)
+        assert not any(engine.put(ids))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: sum(n for _, n in engine.locate(ids)) == len(ids))
+    engine.close()
+    shutdown_cache_tier("hanging")
+
+
+@pytest.mark.slow
+def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
+    """Of either node's actor and of the directory, at any moment of saving and loading."""
+    generator = random.Random(0)
+    for number in range(100, 130):
+        ids = tokens(number)
+        saving = tier.a.put.remote(ids)
+        victim = generator.choice(("a", "b", "directory-0", "directory-1"))
+        is_shard = victim.startswith("directory")
+        actor = ray.get_actor(victim, "mneme-cache-shared") if is_shard else tier.actor(victim)
+        reading = tier.b.locate.remote(tokens(generator.randrange(100, number + 1)))
+        ray.kill(actor, no_restart=False)
+        ray.get([saving, reading], timeout=CALL_LIMIT_S)
+        for engine in (tier.b, tier.a):
+            assert all(each.is_exact for each in call(engine.read))
+            call(engine.locate, ids)
+
+    def is_whole() -> bool:
+        call(tier.a.put, ids)
+        return sum(n for _, n in call(tier.b.locate, ids)) == len(ids)
+
+    eventually(is_whole)
+    assert_all_read(call(tier.b.read), ids)
+
+
+def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
+    cluster = tier.cluster
+    cluster.add_node("c")
+    config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
+    engine = cluster.engine("c", config, "shared")
+    stays, goes = tokens(40), tokens(41)
+    call(tier.a.put, stays)
+    call(engine.put, goes)
+    await_located(tier.b, stays, "peer_host")
+    await_located(tier.b, goes, "peer_host")
+    assert_all_read(call(tier.b.read, 1, close=False), goes)
+    cluster.remove_node("c")
+    started_s = time.monotonic()
+    read = call(tier.b.read)
+    assert time.monotonic() - started_s < CALL_LIMIT_S / 2
+    assert all(each.is_exact for each in read)
+    eventually(lambda: call(tier.b.locate, goes) == [])
+    counters = call(tier.b.stats)
+    assert any(name.startswith("peer_host_miss") or name.startswith("peer_locate_") for name in counters)
+    eventually(lambda: sum(n for _, n in call(tier.b.locate, stays)) == len(stays))
+    assert_all_read(call(tier.b.read), stays)

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.metrics import await_idle, await_metric, read_metrics
+from tests.e2e.replica_processes import cpu_seconds, replica_pids
 from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -264,17 +265,3 @@ def footprint(process: ServerProcess) -> dict[int, tuple[int, float]]:
             rss_mb = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
         result[pid] = (len(os.listdir(f"/proc/{pid}/fd")), rss_mb)
     return result
-
-
-def cpu_seconds(process: ServerProcess) -> dict[int, float]:
-    """CPU time of each engine replica so far, by pid."""
-    result = {}
-    for pid in replica_pids(process, "ray::ServeReplica:mneme:engine"):
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            user, system = stat.read().rpartition(")")[2].split()[11:13]
-        result[pid] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return result
-
-
-def replica_pids(process: ServerProcess, title: str) -> list[int]:
-    return [pid for pid, command in process.processes().items() if command.startswith(title)]

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from typing import Any
 
 import torch
 
+from mneme.errors import TransferFailed
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.sequence import Chunk
 
 FREE = 2**30
+WRONG = -9  # a token whose KV is not what it should be
+
+Slot = tuple[int, int]  # page, offset
+Slots = dict[Slot, tuple[int, int]]
 
 
 class FakeRunner:
@@ -38,7 +44,10 @@ class FakeRunner:
         self.num_rows = 0
         self.fail_next = False
         self.flat = False  # predict every token alike
-        self._slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
+        self.slots: Slots = {}  # (page, offset) -> (position, token)
+        self.chunks: Any = None  # loads and saves chunks, where there is a cache tier (`played_chunks.FakeMover`)
+        self.doubtful: set[Slot] = set()  # of this step: what was to be loaded and was not, and what was computed of it
+        self.num_failing_transfers = 0
         self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
         self.num_saved = self.num_loaded = 0  # pages
 
@@ -46,10 +55,21 @@ class FakeRunner:
         self.can_copy = False
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> list[Chunk]:
+        if self.chunks is not None:
+            self.chunks.abandon()
+        if self.num_failing_transfers:
+            self.num_failing_transfers -= 1
+            raise TransferFailed("no such memory")
         self._move(moves)
+        self.doubtful = set()
+        if self.chunks is not None and moves.grafts:
+            self.doubtful = self.chunks.load(moves.grafts, self.slots)
         for chunk in chunks:
             self._write(chunk)
             self.num_rows += chunk.num_rows
+        self._spread_doubt(chunks)
+        if self.chunks is not None:
+            self.chunks.save(moves.completed, self.slots)
         return chunks
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
@@ -58,10 +78,11 @@ class FakeRunner:
             raise RuntimeError("the device is gone")
         rows = []
         for chunk in chunks:
-            for position in itertools.chain(*itertools.starmap(range, chunk.spans)):
-                self._check_context(chunk, position)
+            seen = [slot for position in chunk_positions(chunk) for slot in self._check_context(chunk, position)]
             if chunk.samples:
-                rows.append(predict(chunk.sequence.context, self.vocab_size))
+                is_wrong = not self.doubtful.isdisjoint(seen)
+                rows.append((predict(chunk.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
+        self.doubtful = set()
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
 
@@ -69,42 +90,77 @@ class FakeRunner:
         for columns in (*zip(*moves.saves, strict=True), moves.fresh, [load.device_page for load in moves.loads]):
             assert len(set(columns)) == len(columns), "a page stands twice in a column"
         for device_page, host_page in moves.saves:
-            self._host[host_page] = {at: told for (page, at), told in self._slots.items() if page == device_page}
+            self._host[host_page] = {at: told for (page, at), told in self.slots.items() if page == device_page}
         fresh = set(moves.fresh)
-        self._slots = {slot: content for slot, content in self._slots.items() if slot[0] not in fresh}
+        self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in fresh}
         for host_page, device_page, start, num_tokens in moves.loads:
             assert device_page in fresh
             for position in range(start, start + num_tokens):
                 offset = position % self.page_size
-                self._slots[device_page, offset] = self._host[host_page][offset]
-                assert self._slots[device_page, offset][0] == position
+                self.slots[device_page, offset] = self._host[host_page][offset]
+                assert self.slots[device_page, offset][0] == position
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
 
     def _write(self, chunk: Chunk) -> None:
-        positions = list(itertools.chain(*itertools.starmap(range, chunk.spans)))
-        slots = [(page, offset + index) for page, offset, count in chunk.runs for index in range(count)]
+        positions = chunk_positions(chunk)
+        slots = written_slots(chunk)
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.samples)
         for position, slot in zip(positions, slots, strict=False):
             assert position % self.page_size == slot[1]
-            assert slot not in self._slots, "a slot is written twice"
-            self._slots[slot] = (position, chunk.sequence.context[position])
+            assert slot not in self.slots, "a slot is written twice"
+            self.slots[slot] = (position, chunk.sequence.context[position])
 
-    def _check_context(self, chunk: Chunk, query_position: int) -> None:
-        """The row sees each token of its window once, at its position; what is left of the window may be away."""
-        path = chunk.sequence.path
+    def _check_context(self, chunk: Chunk, query_position: int) -> list[Slot]:
+        """The row sees each token of its window once, at its position; what is left of the window may be away.
+
+        Returns where it sees them.
+        """
+        seen = self._seen(chunk, query_position)
+        found = {position: self.slots[slot][1] for position, slot in seen}
+        assert len(found) == len(seen), "a position is seen twice"
+        first = self._first_seen(query_position)
+        context = {position: chunk.sequence.context[position] for position in range(first, query_position + 1)}
+        wrong = [slot for position, slot in seen if context.get(position) != self.slots[slot][1]]
+        assert self.doubtful.issuperset(wrong), "a row sees what is not its context"
+        assert found.keys() == context.keys()
+        return [slot for _, slot in seen]
+
+    def _seen(self, chunk: Chunk, query_position: int) -> list[tuple[int, Slot]]:
+        """What a row sees, in its window: positions in its sequence, and slots."""
+        path, first = chunk.sequence.path, self._first_seen(query_position)
         assert path is not None
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.nodes)
         seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
             for offset in range(self.page_size if page_id is not None else 0):
-                position, token = self._slots.get((page_id, offset), (FREE, -1))
-                if mask >> offset & 1 and position + delta <= query_position:
-                    seen.append((position + delta, token))
-        assert len({position for position, _ in seen}) == len(seen), "a position is seen twice"
-        first = 0 if self.window is None else max(query_position - self.window + 1, 0)
-        context = [(position, chunk.sequence.context[position]) for position in range(first, query_position + 1)]
-        assert [each for each in sorted(seen) if each[0] >= first] == context
+                position = self.slots.get((page_id, offset), (FREE, -1))[0] + delta
+                if mask >> offset & 1 and first <= position <= query_position:
+                    seen.append((position, (page_id, offset)))
+        return seen
+
+    def _first_seen(self, query_position: int) -> int:
+        return 0 if self.window is None else max(query_position - self.window + 1, 0)
+
+    def _spread_doubt(self, chunks: list[Chunk]) -> None:
+        """KV of rows that see what is not there is wrong, whoever sees it; its slots say so from now on."""
+        num_before = 0
+        while len(self.doubtful) > num_before:
+            num_before = len(self.doubtful)
+            for chunk in chunks:
+                for position, slot in zip(chunk_positions(chunk), written_slots(chunk), strict=False):
+                    if not self.doubtful.isdisjoint(each for _, each in self._seen(chunk, position)):
+                        self.doubtful.add(slot)
+        for slot in self.doubtful:
+            self.slots[slot] = (self.slots[slot][0], WRONG)
+
+
+def chunk_positions(chunk: Chunk) -> list[int]:
+    return list(itertools.chain(*itertools.starmap(range, chunk.spans)))
+
+
+def written_slots(chunk: Chunk) -> list[Slot]:
+    return [(page, offset + index) for page, offset, count in chunk.runs for index in range(count)]
 
 
 def predict(ids: list[int], vocab_size: int) -> int:

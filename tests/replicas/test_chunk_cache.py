@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.model import Decoder
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
@@ -33,6 +34,11 @@ def finish_saves(engine: Engine) -> None:
     engine.close()
     assert mover.saver.num_bytes == 0
     assert not mover.saver._shared.num_reading
+
+
+def wait_for_store(engine: Engine) -> None:
+    while engine.is_blocked:
+        time.sleep(BLOCKED_S)
 
 
 def fill(decoder: Decoder, store: FakeStore, *prompts: list[int]) -> list[list[int]]:
@@ -108,7 +114,8 @@ def test_a_layer_that_does_not_come_is_computed(decoder: Decoder, edge: str, lay
     submit(engine, "again", told, NUM_NEW)
     events = run(engine)
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
-    assert engine.scheduler.num_retracted == 1
+    retracted = engine.scheduler.num_retracted
+    assert retracted == 1 if edge == "host" else retracted <= 1  # what is read ahead may be known not to come
     finish_saves(engine)
     assert store.num_open == 0
 
@@ -141,6 +148,7 @@ def test_beside_others_a_sequence_waits_until_its_chunks_are_in_memory(decoder: 
     engine = make_cached_engine(decoder, store)
     submit(engine, "running", draw(10, 20), 60)
     for _ in range(3):
+        wait_for_store(engine)
         engine.step()
     submit(engine, "again", told, NUM_NEW)
     for _ in range(20):
@@ -179,6 +187,7 @@ def test_a_failed_step_saves_nothing_of_itself(decoder: Decoder, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(Decoder, "_attend", fails)
+        wait_for_store(engine)
         with pytest.raises(RuntimeError):
             engine.step()
     engine.fail_all("gone")
@@ -262,3 +271,17 @@ def test_engines_of_a_path_that_is_gone_end(decoder: Decoder, tmp_path: Path) ->
         if thread.name.startswith("kv-"):
             thread.join(10)
     assert threading.active_count() <= before
+
+
+def test_nothing_is_kept_of_a_sequence_whose_logits_are_not_finite(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(16, 150), NUM_NEW)
+    forward = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda *args: forward(*args) * float("nan"))
+    events = run(engine)
+    assert [event.finish_reason for event in events] == ["error"]
+    finish_saves(engine)
+    assert not store.chunks

@@ -105,7 +105,7 @@ def state_of(engine: Engine, session: str = KEY[1]) -> SessionState:
     """But for the version, which counts how often a session was taken over."""
     log = engine.sessions.get((KEY[0], session))
     assert log is not None
-    return dataclasses.replace(log.state(), version=0)
+    return log.state()._replace(version=0)
 
 
 def delete(engine: Engine, session: str = KEY[1]) -> bool:

@@ -1,4 +1,4 @@
-"""A copy between the tiers fails: who was in the step hears of it, and what comes later finds nothing stale."""
+"""A copy between the tiers fails: the step is computed again, and what comes later finds nothing stale."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ class FailingCopies:
 
     def __init__(self) -> None:
         self.num_good: dict[str, int | None] = {"gather": None, "scatter": None}
+        self.num_bad = 1  # then all is well again
         self.num_failed = 0
         self.has_failed = threading.Event()
 
     def copy(self, kind: str, *args: Any) -> None:
         left = self.num_good[kind]
-        if left == 0:
+        if left == 0 and self.num_failed < self.num_bad:
             self.num_failed += 1
             self.has_failed.set()
             raise OSError(f"{kind}: no such memory")
-        self.num_good[kind] = None if left is None else left - 1
+        self.num_good[kind] = left - 1 if left else left
         (gather_pages if kind == "gather" else scatter_pages)(*args)
 
     def tier(self, pool: DevicePool, num_pages: int, spans: None) -> KvTier:
@@ -79,11 +80,10 @@ class Client:
         return events
 
     def check(self) -> None:
-        """Nothing is left of anything, in either tier, and nothing runs; on the engine's thread."""
+        """Nothing runs, and no page is held; on the engine's thread."""
         forest = self.engine.forest
         self.loop._ask(forest.check)
-        assert (forest.num_in_use, forest.num_cached) == (0, 0)
-        assert (forest.host.num_in_use, forest.host.num_cached) == (0, 0)
+        assert (forest.num_in_use, forest.host.num_in_use) == (0, 0)
         assert self.engine.in_flight == {}
 
 
@@ -115,26 +115,22 @@ def history(client: Client) -> list[int]:
 
 
 @pytest.mark.parametrize("num_good", [0, 3])
-def test_a_load_that_fails_ends_its_step(
+def test_a_step_whose_load_fails_is_computed_again(
     decoder: Decoder, client: Client, copies: FailingCopies, num_good: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At once, or in the middle of the forward pass; then the same turns again."""
+    """It fails at once, or in the middle of the forward pass."""
     ids = history(client)
     turns = {"a2": [*ids, *draw(3, 6)], "c1": draw(4, 20)}
     copies.num_good["scatter"] = num_good
-    for name, events in client.ask(turns).items():
-        assert outcome(events) == ([], "error"), name
-        assert events[-1].error == "the engine failed; the request was not completed"
-        assert events[-1].refusal is None
+    found = client.ask(turns)
     assert copies.num_failed == 1
     assert "no such memory" in caplog.text
+    for name, prompt in turns.items():
+        assert outcome(found[name]) == (full_prefill(decoder, prompt, NUM_NEW)[0], "length"), name
+    assert found["a2"][0].usage is not None
+    assert found["a2"][0].usage.cached_tokens == 0
+    assert client.engine.scheduler.num_retracted >= 1
     client.check()
-    copies.num_good["scatter"] = None
-    again = client.ask({"a3": turns["a2"], "c2": turns["c1"]})
-    assert outcome(again["a3"]) == (full_prefill(decoder, turns["a2"], NUM_NEW)[0], "length")
-    assert outcome(again["c2"]) == (full_prefill(decoder, turns["c1"], NUM_NEW)[0], "length")
-    assert again["a3"][0].usage is not None
-    assert again["a3"][0].usage.cached_tokens == 0
 
 
 def test_a_save_that_fails_leaves_nothing_on_the_host(
@@ -145,11 +141,9 @@ def test_a_save_that_fails_leaves_nothing_on_the_host(
     ids += outcome(client.ask({"a1": ids})["a1"])[0]
     copies.num_good["gather"] = 1
     filler = draw(2, 16 * 16 - NUM_NEW)
-    assert outcome(client.ask({"b1": filler})["b1"])[1] == "error"
+    assert outcome(client.ask({"b1": filler})["b1"]) == (full_prefill(decoder, filler, NUM_NEW)[0], "length")
     assert copies.num_failed == 1
     client.check()
-    copies.num_good["gather"] = None
-    assert outcome(client.ask({"b2": filler})["b2"]) == (full_prefill(decoder, filler, NUM_NEW)[0], "length")
     turn = [*ids, *draw(3, 6)]
     again = client.ask({"a2": turn})["a2"]
     assert outcome(again) == (full_prefill(decoder, turn, NUM_NEW)[0], "length")
@@ -166,14 +160,14 @@ def test_a_save_that_fails_leaves_nothing_on_the_host(
 def test_a_copy_ahead_of_need_that_fails_is_told_once(
     decoder: Decoder, copies: FailingCopies, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody runs then; the next step hears of it, and the one after that does not."""
+    """Nobody runs then; the next step hears of it and is computed again, and what had been there is not trusted."""
     client = Client(make_engine(decoder, num_pages=16, num_host_pages=64, copy_out_below=1.0))
     copies.num_good["gather"] = 0
     ids = draw(1, 90)
     assert outcome(client.ask({"a1": ids})["a1"])[1] == "length"
     assert copies.has_failed.wait(WAIT_S)
-    copies.num_good["gather"] = None
-    assert outcome(client.ask({"b1": draw(2, 20)})["b1"])[1] == "error"
+    assert outcome(client.ask({"b1": draw(2, 20)})["b1"])[1] == "length"
+    assert "no such memory" in caplog.text
     client.check()
     again = client.ask({"a2": ids})["a2"]
     assert outcome(again) == (full_prefill(decoder, ids, NUM_NEW)[0], "length")

@@ -59,6 +59,14 @@ def test_an_answer_goes_on_past_the_window(truncation: Truncation) -> None:
     assert runner.num_rows == 7 + 99 if truncation is REUSE else runner.num_rows > 7 + 99 + 4 * 15
 
 
+@pytest.mark.parametrize("truncation", [REUSE, RECOMPUTE])
+def test_without_sharing_what_stays_is_computed_anew(truncation: Truncation) -> None:
+    engine = engine_of(prefix_sharing=False)
+    ids = [1, 2, 3, 4, 0, 1, 2]
+    assert tokens_of(say(engine, "a", ids, 60, truncation), "a") == played(ids, 60)
+    assert engine.forest.num_in_use == 0
+
+
 def test_the_next_turn_goes_on_from_what_was_kept() -> None:
     engine = engine_of()
     ids = [1, 2, 3, 4, 0, 1, 2]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.forest_moves import Moves
 from mneme.replicas.forest_nodes import DEVICE, HOST, Node, common_prefix
 from mneme.replicas.model import Decoder, StepInputs
@@ -77,6 +78,8 @@ def run(engine: Engine) -> list[TokenEvent]:
     for _ in range(5_000):
         if not engine.scheduler.has_work:
             return events
+        while engine.is_blocked:  # for some milliseconds
+            time.sleep(BLOCKED_S)
         events += engine.step()
         engine.forest.check()
     raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,111 @@
+"""The cache tier on /metrics: sums over nodes and engines, and nothing where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from mneme.cluster import metrics_page
+from mneme.cluster.cache_metrics import cache_lines
+from mneme.cluster.engine_client import ReplicaStats
+from mneme.errors import ReplicaUnavailable
+from mneme.replicas.queries import Query
+from tests.cluster.api_fixtures import TOKENIZER, get
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.cluster.test_kv_routes import IDS, TieredEngines, run
+
+ENGINE: dict[str, Any] = {
+    "lookups": 3,
+    "read_buffer_bytes": 100,
+    "retracted": 0,
+    "accuracy": {"prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}},
+    "chunks": {"loaded": 4, "lost": 1, "chunks": 5, "bytes": 500, "refused": 1, "dropped": 2, "void": 0, "failed": 0},
+}
+
+
+async def page(client: httpx.AsyncClient) -> list[str]:
+    return (await client.get("/metrics")).raise_for_status().text.splitlines()
+
+
+def with_cache(engines: TieredEngines) -> None:
+    """As engines say that have a cache tier."""
+    plain = engines.stats
+
+    async def stats() -> list[ReplicaStats]:
+        found = await plain()
+        return [ReplicaStats(replica_id=s.replica_id, model="", metrics={**s.metrics, "cache": ENGINE}) for s in found]
+
+    engines.stats = stats  # type: ignore[method-assign]
+
+
+def test_nodes_are_counted_once_and_engines_each() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        with_cache(engines)
+        engines.save(IDS)
+        lines = await page(client)
+        for line in (
+            "mneme_cache_nodes 1",
+            'mneme_cache_chunks{tier="host"} 4',
+            'mneme_cache_chunks{tier="disk"} 0',
+            'mneme_cache_bytes{tier="host"} 16384',
+            f'mneme_cache_capacity_bytes{{tier="host"}} {1 << 20}',
+            'mneme_cache_puts_total{outcome="taken"} 4',
+            'mneme_cache_misses_total{tier="disk",reason="bad_checksum"} 0',
+            "mneme_cache_lookups_total 6",
+            'mneme_cache_loaded_chunks_total{outcome="lost"} 2',
+            'mneme_cache_unsaved_chunks_total{reason="dropped"} 4',
+            'mneme_cost_predictions_total{kind="prefill"} 4',
+            'mneme_cost_actual_seconds_total{kind="prefill"} 4',
+            'mneme_cost_actual_seconds_total{kind="peer_disk"} 0',
+        ):
+            assert line in lines, line
+
+    run(scenario)
+
+
+def test_a_tier_that_is_silent_or_slow_leaves_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "_NODES_TIMEOUT_S", 0.01)
+
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        with_cache(engines)
+
+        async def refuse(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+            raise ReplicaUnavailable("gone")
+
+        async def hang(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        for broken in (refuse, hang):
+            engines.query = broken  # type: ignore[method-assign]
+            lines = await page(client)
+            assert "mneme_cache_nodes 0" in lines
+            assert "mneme_cache_lookups_total 6" in lines
+            assert 'mneme_pages{state="total"} 128' in lines
+
+    run(scenario)
+
+
+def test_no_tier_has_no_metrics() -> None:
+    assert "mneme_cache_" not in get("/metrics", engine=FakeEngineClient(TOKENIZER)).text
+
+
+def test_write_amplification_is_of_what_lasts() -> None:
+    disks = [{"written_bytes": 300, "superseded_bytes": 100}, {"written_bytes": 100, "superseded_bytes": 0}]
+    nodes = [{"host": {}, "disk": disk} for disk in disks]
+    lines = cache_lines([*nodes, {"host": {"chunks": "many"}, "disk": None}], [])
+    assert f"mneme_cache_write_amplification_ratio {400 / 300!r}" in lines
+    assert "mneme_cache_superseded_bytes_total 100" in lines
+    assert "mneme_cache_nodes 3" in lines
+    assert not any("amplification" in line for line in cache_lines([{"disk": None}], []))
+
+
+def test_every_label_is_bounded() -> None:
+    """What a node says beside is no sample: labels come from here, never from a report."""
+    nodes = [{"host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
+    text = "\n".join(cache_lines(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}]))
+    assert "tomorrow" not in text
+    assert "abab" not in text

@@ -1,0 +1,126 @@
+"""The cache tier of two nodes, managed from a third: what is found, pinned and deleted is that of all nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.cache_admin import PinName, leading, num_leading_tokens
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.keys import owner_of, prefix_lineage
+from mneme.cachetier.ray_admin import RayCacheAdmin
+from mneme.cachetier.ray_node import node_actor_name
+from mneme.errors import CachePinRefused, ReplicaUnavailable
+from tests.e2e.cache_cluster import CHUNK_TOKENS, LARGE, SMALL, CacheCluster, cache_cluster, call, eventually, kill
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+OWNER = owner_of("tenant")
+PIN = PinName(OWNER, "p")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[CacheCluster]:
+    with cache_cluster() as started:
+        for name in "ab":
+            started.add_node(name)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: CacheCluster) -> dict[str, Any]:
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS)
+    return {name: cluster.engine(name, config, "managed") for name in "ab"}
+
+
+@pytest.fixture
+def admin(cluster: CacheCluster, engines: dict[str, Any]) -> RayCacheAdmin:
+    """As a replica on node a would have it."""
+    for engine in engines.values():
+        call(engine.stats)  # it is up, and so is its node's actor
+    return RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-managed")
+
+
+def tokens(first: int, num_chunks: int) -> list[int]:
+    return list(range(first * 10_000, first * 10_000 + num_chunks * CHUNK_TOKENS))
+
+
+def query(ids: list[int], model: ModelFingerprint = SMALL) -> ChainQuery:
+    return ChainQuery.of(prefix_lineage(model, "tenant"), model.digest, ids, CHUNK_TOKENS)
+
+
+def await_put(engine: Any, admin: RayCacheAdmin, node: str, ids: list[int], model: ModelFingerprint = SMALL) -> None:
+    assert all(call(engine.put, ids, model))
+    num_chunks = len(ids) // CHUNK_TOKENS
+    eventually(lambda: sum(found.node == node for found in admin.lookup(query(ids, model))) == num_chunks)
+
+
+def num_found(admin: RayCacheAdmin, ids: list[int]) -> int:
+    return num_leading_tokens(leading(admin.lookup(query(ids)), CHUNK_TOKENS))
+
+
+def test_chunks_of_two_nodes_are_found_pinned_and_deleted_together(
+    engines: dict[str, Any], admin: RayCacheAdmin
+) -> None:
+    ids = tokens(1, 2)
+    await_put(engines["a"], admin, "a", ids[:CHUNK_TOKENS])
+    await_put(engines["b"], admin, "b", ids)
+    found = admin.lookup(query(ids))
+    assert sorted((each.place, each.node, each.is_near) for each in found) == [
+        (0, "a", True),
+        (0, "b", False),
+        (1, "b", False),
+    ]
+    assert num_found(admin, ids) == len(ids)
+    pinned = admin.pin(PIN, query(ids), 60)
+    assert pinned is not None
+    assert (pinned.num_tokens, pinned.amount.num_chunks) == (len(ids), 3)
+    assert [pin.pin_id for pin in admin.pins(OWNER)] == ["p"]
+    assert [figures["pins"]["keys"] for figures in admin.stats()] in ([1, 2], [2, 1])
+    assert {figures["node"] for figures in admin.stats()} == {"a", "b"}
+    assert admin.unpin(PIN)
+    assert not admin.unpin(PIN)
+    assert admin.delete(query(ids), spares_longer=False).num_chunks == 3
+    assert num_found(admin, ids) == 0
+    assert admin.pin(PIN, query(ids), 60) is None
+
+
+def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin: RayCacheAdmin) -> None:
+    ids = tokens(2, 4)  # 20 MB: over half of a node's 32
+    await_put(engines["a"], admin, "a", ids[:CHUNK_TOKENS], LARGE)
+    await_put(engines["b"], admin, "b", ids, LARGE)
+    with pytest.raises(CachePinRefused):
+        admin.pin(PIN, query(ids, LARGE), 60)
+    assert admin.pins(OWNER) == []
+    assert [figures["pins"]["keys"] for figures in admin.stats()] == [0, 0]
+    assert admin.delete_owned(OWNER).num_chunks == 5
+
+
+def test_a_node_that_does_not_answer_is_left_out_but_never_of_a_deletion(
+    cluster: CacheCluster, engines: dict[str, Any], admin: RayCacheAdmin
+) -> None:
+    ids = tokens(3, 1)
+    await_put(engines["a"], admin, "a", ids)
+    kill(cluster.node_actor("b", "managed"))
+    started_s = time.monotonic()
+    assert num_found(admin, ids) == CHUNK_TOKENS
+
+    def delete() -> bool:
+        try:
+            admin.delete(query(ids), spares_longer=False)
+        except ReplicaUnavailable:
+            return False
+        return True
+
+    eventually(delete)  # once the node's actor is there again
+    assert time.monotonic() - started_s < 30
+    assert num_found(admin, ids) == 0

@@ -1,0 +1,186 @@
+"""Session logs on three nodes: a session goes on wherever its next turn runs, whoever dies, unless it was deleted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.ray_tier import start_cache_tier, start_session_logs
+from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
+from mneme.cachetier.session_record import SessionState, whole
+from tests.cachetier.session_records import conversation, ids_of, key_number
+from tests.e2e.cache_cluster import CacheCluster, cache_cluster, call, eventually, kill
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+APPLICATION = "logs"
+STEPS = conversation(6)
+BOUND_S = 5.0  # a call to logs that hang takes a fraction of a second; this machine may be busy
+
+
+class LogProcess:
+    """What an engine's process does with its sessions' logs."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.chunks = start_cache_tier(config, APPLICATION)
+        logs = start_session_logs(config, APPLICATION, 3600.0)
+        assert logs is not None
+        self.logs = logs
+
+    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        return self.logs.append(key, records)
+
+    def read(self, key: LogKey, newer_than: int = 0) -> bytes | str | None:
+        """ "unknown": it cannot be known now."""
+        try:
+            return self.logs.read(key, newer_than)
+        except TimeoutError:
+            return "unknown"
+
+    def delete(self, key: LogKey) -> bool | None:
+        try:
+            return self.logs.delete(key)
+        except TimeoutError:
+            return None
+
+
+class Nodes:
+    def __init__(self, cluster: CacheCluster) -> None:
+        self.cluster = cluster
+        self.config = CacheConfig(
+            chunk_tokens=64, disk=DiskTierConfig(folder=str(cluster.folder / "kv-%n"), capacity_bytes=50 << 20)
+        )
+        self.engines = {name: self._engine(name) for name in ("head", "a", "b")}
+
+    def _engine(self, name: str) -> Any:
+        affinity = NodeAffinitySchedulingStrategy(self.cluster.node_id(name), soft=False)
+        made = ray.remote(LogProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(self.config)
+        call(made.append, key_number(99), [whole(SessionState(version=1, ids=ids_of(1, 1)))])
+        return made
+
+    def append(self, name: str, key: LogKey, record: bytes, state: SessionState) -> None:
+        """As a replica does it."""
+        outcome = call(self.engines[name].append, key, [record])
+        if outcome is Appended.NEEDS_WHOLE:
+            outcome = call(self.engines[name].append, key, [whole(state)])
+        assert outcome is Appended.WRITTEN
+
+    def say(self, name: str, key: LogKey, first: int, last: int) -> SessionState:
+        """Turns; the state behind them."""
+        for record, state in STEPS[2 * first : 2 * last]:
+            self.append(name, key, record, state)
+        return STEPS[2 * last - 1][1]
+
+    def read(self, name: str, key: LogKey) -> SessionState | None:
+        def known() -> tuple[bytes | None] | None:
+            found = call(self.engines[name].read, key)
+            return None if found == "unknown" else (found,)
+
+        (content,) = eventually(known)
+        parsed = None if content is None else parse_log(content, key)
+        return None if parsed is None else parsed.replay.state()
+
+    def has(self, name: str, key: LogKey, state: SessionState) -> bool:
+        return self.read(name, key) == state
+
+    def copied(self) -> int:
+        """Copies that have been made, if none waits."""
+        figures = [call(self.actor(name).stats)["session_logs"] for name in self.engines]
+        assert all(each["copies_waiting"] == 0 for each in figures)
+        return sum(each["copies"].get(name, 0) for each in figures for name in ("copied", "copied_whole"))
+
+    def num_files(self, key: LogKey) -> int:
+        return len(list(self.cluster.folder.glob(f"kv-*/mneme-sessions-1/{key.name.hex()}*.log")))
+
+    def actor(self, name: str) -> Any:
+        return self.cluster.node_actor(name, APPLICATION)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with cache_cluster() as cluster:
+        cluster.add_node("a")
+        cluster.add_node("b")
+        yield Nodes(cluster)
+
+
+def test_a_session_goes_on_on_any_node_and_has_one_copy(nodes: Nodes) -> None:
+    key = key_number(1)
+    state = nodes.say("a", key, 0, 2)
+    assert all(nodes.read(name, key) == state for name in nodes.engines)
+    eventually(lambda: nodes.num_files(key) == 2)
+    state = nodes.say("b", key, 2, 3)
+    assert all(nodes.read(name, key) == state for name in nodes.engines)
+    state = nodes.say("head", key, 3, 6)
+    assert all(nodes.read(name, key) == state for name in nodes.engines)
+    assert call(nodes.engines["head"].append, key, [STEPS[4][0]]) is Appended.STALE
+    call(nodes.engines["a"].append, key, [STEPS[4][0]])  # of a replica that does not know that it was left
+    assert all(nodes.read(name, key) == state for name in nodes.engines)
+
+
+def test_an_actor_that_dies_has_its_logs_when_it_is_back(nodes: Nodes) -> None:
+    key = key_number(2)
+    state = nodes.say("a", key, 0, 2)
+    kill(nodes.actor("a"))
+    eventually(lambda: nodes.has("a", key, state))
+    state = eventually(lambda: nodes.say("a", key, 2, 3))
+    assert all(nodes.read(name, key) == state for name in nodes.engines)
+
+
+def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
+    key, pid = key_number(3), call(nodes.actor("a").stats)["pid"]
+    state = nodes.say("a", key, 0, 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        assert call(nodes.engines["a"].append, key, [STEPS[2][0]]) is Appended.FAILED
+        assert call(nodes.engines["a"].read, key) == "unknown"
+        assert call(nodes.engines["b"].read, key_number(77)) == "unknown"  # it may be there
+        assert time.monotonic() - begun_s < BOUND_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    found = eventually(lambda: nodes.read("b", key))
+    assert found in (state, STEPS[2][1])
+
+
+def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: Nodes) -> None:
+    key = key_number(4)
+    nodes.say("a", key, 0, 2)
+    nodes.say("b", key, 2, 3)
+    eventually(lambda: nodes.num_files(key) >= 2)
+    assert eventually(lambda: call(nodes.engines["head"].delete, key)) is True
+    for name in nodes.engines:
+        kill(nodes.actor(name))
+    for name in nodes.engines:
+        gone = eventually(lambda name=name: nodes.read(name, key))
+        assert gone is not None
+        assert (len(gone.ids), gone.version > STEPS[5][1].version) == (0, True)
+    assert call(nodes.engines["a"].append, key, [STEPS[6][0]]) is Appended.STALE
+    assert call(nodes.engines["a"].append, key, [whole(STEPS[7][1])]) is Appended.STALE
+    assert eventually(lambda: call(nodes.engines["b"].delete, key) is False)
+
+
+def test_a_node_that_is_gone_leaves_the_copies(nodes: Nodes) -> None:
+    """The last test: a node goes for good."""
+    states = {number: nodes.say("b", key_number(number), 0, 1 + number % 4) for number in range(10, 22)}
+    eventually(lambda: all(nodes.num_files(key_number(number)) == 2 for number in states))
+    eventually(nodes.copied)
+    nodes.cluster.remove_node("b")
+    for number, state in states.items():
+        name = ("head", "a")[number % 2]
+        eventually(lambda name=name, number=number, state=state: nodes.has(name, key_number(number), state))
+    state = nodes.say("a", key_number(12), 1, 3)
+    assert nodes.read("head", key_number(12)) == state

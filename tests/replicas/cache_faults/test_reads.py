@@ -1,0 +1,214 @@
+"""Faults of a disk that is read, under engines on small real models.
+
+In each: the answers are those of an engine that has no tier, within a bounded time; what went wrong is counted; pages,
+buffers, descriptors and files are back where they were (`faulty_tier.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.errors import ConfigError
+from mneme.replicas.model import Decoder
+from tests.cachetier.nodes import Clock, RefusingMemory
+from tests.replicas.chunk_stores import SlowRows
+from tests.replicas.faulty_tier import NUM_NEW, WAIT_S, HookedFiles, ask, check_folder, config_of, faults_in
+from tests.replicas.saved_turn import NextTurn, Saved
+from tests.replicas.tiered_engine import draw, full_prefill
+
+PAGE = 4096
+
+
+def test_without_a_fault_all_is_loaded(next_turn: NextTurn) -> None:
+    found = next_turn.ask()
+    assert found.cached["turn"] == next_turn.saved.num_history
+    assert (found.counters["misses"], found.counters["retracted"]) == (0, 0)
+
+
+def boundaries(content: bytes) -> list[int]:
+    return list(range(0, len(content), PAGE))
+
+
+def check_truncations(next_turn: NextTurn, lengths: list[int]) -> None:
+    """Before the engine looks for it; then while it is read, which may be behind what was cut off."""
+    path = next_turn.paths[1]
+    for length in lengths:
+        next_turn.saved.put_into(next_turn.folder)
+        found = next_turn.ask_and_miss("misses", when_open=lambda: os.truncate(path, length))  # noqa: B023
+        assert found.cached["turn"] <= 64
+        next_turn.saved.put_into(next_turn.folder)
+        files = HookedFiles()
+        files.on_read = lambda name, offset: os.truncate(path, length) if offset and name == str(path) else None  # noqa: B023
+        next_turn.ask_and_miss("misses", "disk_miss_short", files=files)
+
+
+def test_a_file_is_truncated(next_turn: NextTurn) -> None:
+    lengths = boundaries(next_turn.paths[1].read_bytes())
+    check_truncations(next_turn, [lengths[0], lengths[1], lengths[5], lengths[-1]])
+
+
+@pytest.mark.slow
+def test_a_file_is_truncated_at_every_boundary(next_turn: NextTurn) -> None:
+    lengths = boundaries(next_turn.paths[1].read_bytes())
+    assert len(lengths) > 10
+    check_truncations(next_turn, lengths)
+
+
+def check_flips(next_turn: NextTurn, num_flips: int, seed: int) -> None:
+    """A flipped bit that is part of what is used is found; others, in Arrow's own tables and gaps, do not matter."""
+    chance, num_misses = random.Random(seed), 0
+    for _ in range(num_flips):
+        next_turn.saved.put_into(next_turn.folder)
+        path = chance.choice(next_turn.paths)
+        content = bytearray(path.read_bytes())
+        bit = chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        found = next_turn.ask()
+        is_missed = found.cached["turn"] < next_turn.saved.num_history
+        assert is_missed == (found.counters["misses"] > 0), (path, bit)
+        num_misses += is_missed
+    assert num_misses > num_flips // 2
+
+
+def test_a_bit_is_flipped(next_turn: NextTurn) -> None:
+    check_flips(next_turn, 12, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_bit_is_flipped_at_any_of_1000_places(next_turn: NextTurn) -> None:
+    check_flips(next_turn, 1000, 2)
+
+
+def test_a_file_is_deleted_before_it_is_opened(next_turn: NextTurn) -> None:
+    """Its header is known by then."""
+    path, files, opened = str(next_turn.paths[1]), HookedFiles(), []
+
+    def on_open(name: str) -> None:
+        opened.append(name)
+        if opened.count(path) == 2:
+            Path(path).unlink(missing_ok=True)
+
+    files.on_open = on_open
+    next_turn.ask_and_miss("disk_miss_absent", files=files)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(next_turn: NextTurn) -> None:
+    path, files = next_turn.paths[1], HookedFiles()
+    files.on_read = lambda name, offset: path.unlink(missing_ok=True) if offset and name == str(path) else None
+    assert next_turn.ask(files=files).cached["turn"] == next_turn.saved.num_history
+    assert not path.exists()
+
+
+def test_a_disk_hangs(next_turn: NextTurn) -> None:
+    """Rows take 0.1 ms each, so a load has some milliseconds; the read ends long after the answer."""
+    goes_on, files = threading.Event(), HookedFiles()
+    files.on_read = lambda name, offset: goes_on.wait(WAIT_S) if offset else None
+    found = next_turn.ask(files=files, costs=SlowRows(1e-4), before_close=goes_on.set)
+    assert found.cached["turn"] == 0
+
+
+def test_a_slow_disk_is_given_up_and_left_alone(decoder: Decoder, saved: Saved, tmp_path: Path) -> None:
+    """100 KB/s, where computing the prompt takes 24 ms; the next prompt does not try it."""
+    paths, files, read = saved.put_into(tmp_path), HookedFiles(), []
+    sizes = {str(path): path.stat().st_size for path in paths}
+
+    def throttled(name: str, offset: int) -> None:
+        read.append(name)
+        time.sleep(sizes[name] / 3 / 1e5 if offset else 0)
+
+    files.on_read = throttled
+    prompts = {"turn": saved.turn, "other": [*saved.turn[:150], 7, 7]}
+    other = full_prefill(decoder, prompts["other"], NUM_NEW)[0]
+    num_read = []
+    found = ask(
+        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(1e-4),
+        before_close=lambda: num_read.append(len(read)),
+    )  # fmt: skip
+    assert (found.tokens["turn"], found.cached["turn"]) == (saved.answer, 0)
+    assert num_read[0] > 0
+    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(1e-4))
+    assert found.tokens == {"turn": saved.answer, "other": other}
+
+
+def test_no_memory_for_what_is_read(next_turn: NextTurn) -> None:
+    files = HookedFiles()
+
+    def refuse(name: str, offset: int) -> None:
+        if offset and name == str(next_turn.paths[1]):
+            raise MemoryError
+
+    files.on_read = refuse
+    assert next_turn.ask(files=files).cached["turn"] == 64
+
+
+def test_host_memory_refuses(decoder: Decoder, saved: Saved, tmp_path: Path) -> None:
+    """To save into it, and to bring up into it."""
+    saved.put_into(tmp_path)
+    memory = RefusingMemory()
+    memory.is_full = True
+    longer = [*saved.turn, *draw(4, 100)]
+    found = ask(decoder, tmp_path, {"turn": saved.turn, "longer": longer}, memory=memory)
+    assert found.tokens == {"turn": saved.answer, "longer": full_prefill(decoder, longer, NUM_NEW)[0]}
+    assert found.counters["host_memory_refused"] > 0
+    assert found.counters["chunks_refused"] > 0
+    assert found.counters["host_bytes"] == 0
+
+
+def test_a_folder_is_one_tiers_alone(decoder: Decoder, next_turn: NextTurn) -> None:
+    config = config_of(next_turn.folder, host_bytes=0)
+
+    def second() -> None:
+        with pytest.raises(ConfigError, match="in use by another cluster"):
+            ProcessChunkStore(config)
+
+    assert next_turn.ask(when_open=second).cached["turn"] == next_turn.saved.num_history
+
+
+@pytest.mark.parametrize("years", [-30, 30])
+def test_the_wall_clock_jumps_while_the_tier_is_down(next_turn: NextTurn, years: int) -> None:
+    """Files are as old as the newest of them says: nothing is lost under a TTL of 100 s."""
+    time_s = time.time() + years * 365 * 86_400
+    for path in next_turn.paths:
+        os.utime(path, (time_s, time_s))
+    found = next_turn.ask(ttl_s=100.0)
+    assert found.cached["turn"] == next_turn.saved.num_history
+    assert found.counters["disk_expired"] == 0
+
+
+def test_a_clock_that_leaps_over_the_ttl_expires_chunks_and_no_token_changes(next_turn: NextTurn) -> None:
+    """As after a suspension of the machine; in the middle of a load, which goes on from the file that it has open."""
+    clock, files = Clock(), HookedFiles()
+
+    def leap(name: str, offset: int) -> None:
+        clock.now_s += 1000 if offset else 0
+
+    files.on_read = leap
+    next_turn.ask(files=files, clock=clock, ttl_s=100.0)
+    clock.now_s += 1000
+    next_turn.saved.put_into(next_turn.folder)
+    found = next_turn.ask(clock=Clock(clock.now_s), ttl_s=100.0)
+    assert found.cached["turn"] == next_turn.saved.num_history
+
+
+def test_what_is_left_after_faults_is_sound(next_turn: NextTurn) -> None:
+    """Once it was read; an engine that saves then makes it whole again."""
+    content = bytearray(next_turn.paths[2].read_bytes())
+    content[len(content) // 2] ^= 1
+    next_turn.paths[2].write_bytes(content)
+    assert faults_in(next_turn.folder) == 1
+    next_turn.ask_and_miss("disk_miss_bad_checksum")
+    assert faults_in(next_turn.folder) == 0
+    found = ask(next_turn.decoder, next_turn.folder, {"turn": next_turn.saved.turn})
+    assert found.tokens["turn"] == next_turn.saved.answer
+    assert faults_in(next_turn.folder) == 0
+    check_folder(next_turn.folder)
+    assert next_turn.ask().cached["turn"] >= next_turn.saved.num_history

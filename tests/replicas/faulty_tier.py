@@ -1,0 +1,181 @@
+"""Engines over real files that something happens to: what they answer and count, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_memory import ProcessMemory
+from mneme.cachetier.cost_model import CostModel
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.file_operations import Buffer, FileOperations
+from mneme.cachetier.folder_reports import Verifier
+from mneme.cachetier.folder_view import FolderView
+from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.model import Decoder
+from mneme.replicas.request import TokenEvent
+from tests.cachetier.chunks import folder_bytes
+from tests.replicas.chunk_stores import CHUNK_TOKENS, make_cached_engine
+from tests.replicas.tiered_engine import answers, submit, usages
+
+NUM_NEW = 6
+CAPACITY_BYTES = 4 << 20
+WAIT_S = 60.0  # that anything may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of some prompts."""
+
+    tokens: dict[str, list[int]]
+    cached: dict[str, int]  # tokens of the prompts that were not computed
+    counters: Counter[str]  # of the engine, of the host tier, and of the disk tier
+
+
+class HookedFiles(FileOperations):
+    """Calls `on_read(path, offset)` before each read, `on_open(path)` before each open of a file to read."""
+
+    def __init__(self) -> None:
+        self.on_read: Callable[[str, int], object] = lambda path, offset: None
+        self.on_open: Callable[[str], object] = lambda path: None
+
+    def open_to_read(self, path: str) -> int:
+        self.on_open(path)
+        return super().open_to_read(path)
+
+    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        self.on_read(os.readlink(f"/proc/self/fd/{fd}"), offset)
+        return super().read(fd, buffers, offset)
+
+
+class SharedStore:
+    """A store that outlives the engines on it."""
+
+    def __init__(self, store: ProcessChunkStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        pass
+
+
+def config_of(folder: Path, *, host_bytes: int, capacity_bytes: int = CAPACITY_BYTES, **more: Any) -> CacheConfig:
+    disk = DiskTierConfig(folder=str(folder), capacity_bytes=capacity_bytes)
+    return CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, host_bytes=host_bytes, disk=disk, **more)
+
+
+def run_bounded(engine: Engine) -> list[TokenEvent]:
+    """All events until nothing is left to do; in a bounded time."""
+    events: list[TokenEvent] = []
+    until_s = time.monotonic() + WAIT_S
+    while engine.scheduler.has_work:
+        assert time.monotonic() < until_s, "the engine does not come to an end"
+        if engine.is_blocked:
+            time.sleep(BLOCKED_S)
+            continue
+        events += engine.step()
+        engine.forest.check()
+    return events
+
+
+def ask(
+    decoder: Decoder,
+    folder: Path,
+    prompts: dict[str, list[int]],
+    *,
+    is_reader: bool = False,
+    files: FileOperations | None = None,
+    memory: ProcessMemory | None = None,
+    costs: CostModel | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    when_open: Callable[[], object] = lambda: None,
+    before_close: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> Outcome:
+    """Let an engine of its own answer, one prompt after the other; check that nothing of it stays but sound files.
+
+    is_reader  it keeps nothing in memory and saves nothing: whatever it does not compute, it has from the disk
+    when_open  what happens once the folder was listed
+    """
+    config = config_of(folder, host_bytes=0 if is_reader else 64 << 20, **more)
+    with nothing_left_open():
+        store = ProcessChunkStore(config, files=files, memory=memory, clock=clock)
+        when_open()
+        engine = make_cached_engine(decoder, store, costs=costs, config=config)
+        events: list[TokenEvent] = []
+        for name, ids in prompts.items():
+            submit(engine, name, ids, NUM_NEW)
+            events += run_bounded(engine)
+        before_close()
+        engine.close()
+        check_rest(engine, folder, config)
+        outcome = Outcome(
+            tokens=answers(events),
+            cached={name: usage.cached_tokens for name, usage in usages(events).items()},
+            counters=counters_of(engine, store),
+        )
+        del engine, store, events
+    return outcome
+
+
+def counters_of(engine: Engine, store: ProcessChunkStore) -> Counter[str]:
+    stats, found = store.node.stats(), Counter[str]()
+    found.update({f"host_{name}": count for name, count in stats["host"].items()})
+    found.update({f"disk_{name}": count for name, count in (stats["disk"] or {}).items()})
+    cache = engine.stats()["cache"]
+    found.update({f"chunks_{name}": count for name, count in cache["chunks"].items()})
+    found["retracted"] = cache["retracted"]
+    found["misses"] = sum(count for name, count in found.items() if name.startswith(("disk_miss", "host_miss")))
+    return found
+
+
+def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
+    """Pages, buffers and bytes of an engine that has closed are back where they were."""
+    engine.forest.check()
+    assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
+    mover, cache = engine._runner.chunks, engine.chunks
+    assert mover is not None
+    assert cache is not None
+    assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
+    assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
+    assert config.disk is not None
+    check_folder(folder, config.disk.capacity_bytes)
+
+
+def check_folder(folder: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    assert not list(folder.rglob("*.part"))
+    assert folder_bytes(folder) <= capacity_bytes
+
+
+def faults_in(folder: Path) -> int:
+    """Files that are not sound, as `mneme cache verify` finds them; nobody has the folder."""
+    view = FolderView(str(folder))
+    verifier = Verifier(view)
+    return sum(verifier.check(seen) is not None for seen in view.scan() if seen.name is not None)
+
+
+@contextmanager
+def nothing_left_open() -> Iterator[None]:
+    """No descriptor is open behind this that was not before."""
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    after = set(os.listdir("/proc/self/fd"))
+    if len(after) > len(before):
+        gc.collect()
+        after = set(os.listdir("/proc/self/fd"))
+    assert len(after) <= len(before), [os.readlink(f"/proc/self/fd/{fd}") for fd in after - before if _is_open(fd)]
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")

@@ -1,0 +1,204 @@
+"""An engine's cache tier without tensors and threads: a test says when the store answers, and what comes of it.
+
+A chunk's bytes are the positions and the tokens that they are the KV of, so what a fake runner loads and saves can be
+compared with what it should be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk import make_chunk
+from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.misses import Miss
+from mneme.replicas.chunk_cache import ChunkCache
+from mneme.replicas.chunk_fetch import Fetch
+from mneme.replicas.chunk_saver import SaveCounts
+from mneme.replicas.chunk_saves import SaveJob
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import Engine
+from mneme.replicas.forest_moves import Graft
+from mneme.replicas.forest_nodes import Node
+from mneme.replicas.read_room import ReadRoom
+from tests.replicas.chunk_stores import FakeStore, SlowRows
+from tests.replicas.fake_runner import WRONG, FakeRunner, Slot, Slots
+
+CHUNK_TOKENS = 8
+LAYOUT = ChunkLayout(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", chunk_tokens=CHUNK_TOKENS)
+FINGERPRINT = ModelFingerprint(weights="00", layout=LAYOUT, inv_freq=(1.0,))
+
+
+class PlayedWorkers:
+    """Tasks run when the test says so, in order."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[Callable[[], None]] = deque()
+
+    def run(self, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
+
+    def play(self, num_tasks: int | None = None) -> None:
+        """So many of those that wait; None: until nothing waits."""
+        while self.tasks and num_tasks != 0:
+            self.tasks.popleft()()
+            num_tasks = None if num_tasks is None else num_tasks - 1
+
+    def close(self, timeout_s: float) -> None:
+        self.play()
+
+
+class PlayedRoom(ReadRoom):
+    """Whoever would have to wait for room is let in."""
+
+    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+        return super().take(num_bytes, lambda: True, is_over)
+
+
+class PlayedCache:
+    """The parts that a test moves."""
+
+    def __init__(self, store: FakeStore, page_size: int, *, read_buffer_bytes: int = 1 << 20) -> None:
+        self.now_s = 0.0
+        self.workers: dict[str, PlayedWorkers] = {}
+        config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes)
+        self.cache = ChunkCache(
+            store,
+            FINGERPRINT,
+            SlowRows(),
+            config,
+            page_size=page_size,
+            clock=lambda: self.now_s,
+            make_workers=self._make_workers,
+        )
+        self.cache._fetches.room = PlayedRoom(read_buffer_bytes)
+        self.mover = FakeMover(store, self.workers["kv-read"])
+
+    @property
+    def num_open(self) -> int:
+        return self.cache._fetches.num_open
+
+    def play(self, num_looks: int | None = None, num_reads: int | None = None) -> None:
+        """The store answers, and chunks are read; for as many tasks as wait, or until nothing waits."""
+        looks, reads = self.workers["kv-look"], self.workers["kv-read"]
+        looks.play(num_looks)
+        reads.play(num_reads)
+        while num_looks is num_reads is None and looks.tasks:
+            looks.play()
+            reads.play()
+
+    def _make_workers(self, name: str, num_threads: int) -> Any:
+        return self.workers.setdefault(name, PlayedWorkers())
+
+
+@dataclass
+class _Save:
+    job: SaveJob
+    told: list[tuple[int, int]]  # (position, token) of what was copied
+
+
+class FakeMover:
+    """`ChunkMover` over the slots of a fake runner; its `saver` too."""
+
+    def __init__(self, store: FakeStore, readers: PlayedWorkers) -> None:
+        self.num_lost = self.num_loaded = 0
+        self.saver, self.counts = self, SaveCounts()
+        self.is_late: Callable[[], bool] = lambda: False  # whether a load that is under way is given up
+        self._store, self._readers = store, readers
+        self._lost: list[Node] | None = None
+        self._fetches: list[Fetch] = []
+        self._saves: list[_Save] = []
+        self._slots: Slots = {}
+
+    def load(self, grafts: Sequence[Graft], slots: Slots) -> set[Slot]:
+        """Returns the slots whose KV did not come."""
+        self._lost, self._slots, doubtful = [], slots, set[Slot]()
+        for graft in grafts:
+            fetch = graft.chunks
+            assert isinstance(fetch, Fetch)
+            self._fetches.append(fetch)
+            fetch.begin_load()
+            if fetch._is_busy and not self.is_late():
+                self._readers.play()
+            is_lost = fetch._is_busy
+            fetch.is_given_up = fetch.is_given_up or is_lost
+            for piece in graft.pieces:
+                told = None if is_lost else self._taken(fetch, piece.chunk)
+                is_lost = told is None
+                places = [(page, offset + i) for page, offset, count in piece.runs for i in range(count)]
+                for slot, position in zip(places, range(piece.start, piece.end), strict=True):
+                    slots[slot] = (position, WRONG) if told is None else told[position]
+                doubtful.update(places if is_lost else ())
+                self._lost += piece.nodes if is_lost else ()
+        return doubtful
+
+    def save(self, jobs: Sequence[SaveJob], slots: Slots | None = None) -> None:
+        """Of the step; without slots of a sequence that ends, which is sound."""
+        self._slots = slots if slots is not None else self._slots
+        saves = [_Save(job, self._copied(job)) for job in jobs]
+        if slots is None:
+            self._put(saves)
+        else:
+            self._saves = saves
+
+    def end_load(self) -> list[Node] | None:
+        lost, self._lost = self._lost, None
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            fetch.close()
+        self.num_lost += len(lost or ())
+        self.num_loaded += len(fetches)
+        return lost
+
+    def end_saves(self) -> None:
+        saves, self._saves = self._saves, []
+        self._put([save for save in saves if not save.job.is_void])
+
+    def abandon(self) -> None:
+        self.end_load()
+        self._saves = []
+
+    def close(self) -> None:
+        self.abandon()
+
+    def _taken(self, fetch: Fetch, index: int) -> dict[int, tuple[int, int]] | None:
+        """(position, token) by position; None if a layer does not come."""
+        layers = [fetch.take(index, layer) for layer in range(LAYOUT.num_layers)]
+        if any(isinstance(layer, Miss) for layer in layers):
+            return None
+        told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]
+        assert all(each == told[0] for each in told)
+        return {position: (position, token) for position, token in told[0]}
+
+    def _copied(self, job: SaveJob) -> list[tuple[int, int]]:
+        return [self._slots[page, offset + i] for page, offset, count, _ in job.runs for i in range(count)]
+
+    def _put(self, saves: list[_Save]) -> None:
+        for save in saves:
+            job = save.job
+            expected = list(enumerate(job.token_ids, job.start))
+            assert save.told == expected, "what is saved is not what it says it is"
+            positions = np.arange(job.start, job.start + len(expected), dtype=np.int32)
+            layers = [_encoded(expected)] * LAYOUT.num_layers
+            chunk = make_chunk(job.lineage, FINGERPRINT, job.parent, job.token_ids, positions, layers)
+            self.counts.chunks += self._store.put(chunk, job.lineage)
+
+
+def _encoded(told: list[tuple[int, int]]) -> np.ndarray:
+    """K, and V alike: [token, (position, token id)]"""
+    return np.array([told, told], np.float32).view(np.uint8).reshape(-1)
+
+
+def _decoded(layer: np.ndarray) -> list[tuple[int, int]]:
+    return [(int(position), int(token)) for position, token in layer.view(np.float32).reshape(2, -1, 2)[0]]
+
+
+def make_played_engine(runner: FakeRunner, played: PlayedCache, clock: Callable[[], float], **options: Any) -> Engine:
+    runner.chunks = played.mover
+    config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
+    return Engine(runner, None, config, chunks=played.cache, clock=clock)  # type: ignore[arg-type]

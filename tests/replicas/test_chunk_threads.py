@@ -1,0 +1,258 @@
+"""The threads of an engine's cache tier: nothing that they are at, and no end of an engine, leaves anything behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.misses import Miss
+from mneme.replicas import chunk_saver
+from mneme.replicas.engine import Engine
+from mneme.replicas.llm import LLM
+from mneme.replicas.model import Decoder
+from mneme.replicas.read_room import ReadRoom
+from mneme.replicas.request import SamplingParams
+from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.test_chunk_cache import wait_for_store
+from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
+
+NUM_NEW = 3
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder("llama-3", tmp_path_factory.mktemp("llama-3"))
+
+
+@pytest.fixture
+def filled(decoder: Decoder) -> FakeStore:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    run(engine)
+    engine.close()
+    assert store.chunks
+    return store
+
+
+class NumpyWithoutMemory:
+    def empty(self, *_: object) -> None:
+        raise MemoryError
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+
+class Gate:
+    """Reads that stop until they are let go on; says when the first has come."""
+
+    def __init__(self) -> None:
+        self.has_come, self._goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, layer: int) -> None:
+        self.has_come.set()
+        assert self._goes_on.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._goes_on.set()
+
+
+def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> None:
+    """Once its threads have ended. A store that is closed by then is not told who waits no longer (`hung`)."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-"):
+            thread.join(WAIT_S)
+    mover, cache = engine._runner.chunks, engine.chunks
+    assert mover is not None
+    assert cache is not None
+    assert store.num_open == 0
+    assert hung or not store.waiting
+    assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
+    assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
+
+
+@pytest.mark.parametrize("edge", ["disk", "peer_host"])
+def test_an_engine_closes_while_a_read_hangs(decoder: Decoder, filled: FakeStore, edge: str) -> None:
+    gate = Gate()
+    filled.edge, filled.before_read = edge, gate  # type: ignore[assignment]
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.close()  # returns, although the read does not
+    gate.open()
+    check_closed(engine, filled, hung=True)
+
+
+def test_an_engine_closes_while_the_store_is_asked(decoder: Decoder, filled: FakeStore) -> None:
+    gate, locate = Gate(), filled.locate
+
+    def slow(query: object, timeout_s: float) -> object:
+        gate(0)
+        return locate(query, timeout_s)  # type: ignore[arg-type]
+
+    filled.locate = slow  # type: ignore[method-assign,assignment]
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.close()
+    gate.open()
+    check_closed(engine, filled, hung=True)
+
+
+def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longer(
+    decoder: Decoder, filled: FakeStore
+) -> None:
+    """The store learns of the request after it has ended; it is told of the end after that."""
+    gate, locate = Gate(), filled.locate
+
+    def slow(query: object, timeout_s: float) -> object:
+        gate(0)
+        return locate(query, timeout_s)  # type: ignore[arg-type]
+
+    filled.locate = slow  # type: ignore[method-assign,assignment]
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.abort("a")
+    gate.open()
+    engine.close()
+    check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("how", ["raises", "finds what raises"])
+def test_a_store_that_raises_costs_a_computation(decoder: Decoder, filled: FakeStore, how: str) -> None:
+    def broken(*_: object) -> Miss | None:
+        raise RuntimeError("a bug")
+
+    if how == "raises":
+        filled.locate = broken  # type: ignore[method-assign,assignment]
+    else:
+        filled.edge, filled.fault = "disk", broken
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert answers(run(engine))["a"] == full_prefill(decoder, draw(1, 150), NUM_NEW)[0]
+    engine.close()
+    check_closed(engine, filled)
+
+
+def test_a_failed_step_lets_go_of_pages_at_once(
+    decoder: Decoder, filled: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the next one begins."""
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(2, 150), NUM_NEW)
+
+    def fails(*_: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "_attend", fails)
+        wait_for_store(engine)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.fail_all("gone")
+    mover = engine._runner.chunks
+    assert mover is not None
+    mover.saver.before_reuse(np.arange(64))  # returns
+    engine.close()
+    check_closed(engine, filled)
+
+
+def test_no_memory_for_a_copy_is_a_chunk_that_is_not_saved(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    with monkeypatch.context() as patched:
+        patched.setattr(chunk_saver, "np", NumpyWithoutMemory())
+        submit(engine, "a", draw(3, 150), NUM_NEW)
+        events = run(engine)
+    assert answers(events)["a"] == full_prefill(decoder, draw(3, 150), NUM_NEW)[0]
+    mover = engine._runner.chunks
+    assert mover is not None
+    assert mover.saver.counts.dropped == 3
+    engine.close()
+    check_closed(engine, store)
+
+
+def test_threads_end_with_an_engine_that_nobody_closes(decoder: Decoder) -> None:
+    before = set(threading.enumerate())
+    engine = make_cached_engine(decoder, FakeStore())
+    submit(engine, "a", draw(4, 100), NUM_NEW)
+    run(engine)
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(started) >= 7  # two that look, two that read, one that loads, two that save
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread.name
+
+
+def test_whoever_waits_for_room_is_let_in_when_it_is_urgent() -> None:
+    room, is_urgent, outcome = ReadRoom(100), threading.Event(), []
+    assert room.take(80, lambda: False, lambda: False)
+    waiting = threading.Thread(target=lambda: outcome.append(room.take(80, is_urgent.is_set, lambda: False)))
+    waiting.start()
+    is_urgent.set()
+    room.wake()
+    waiting.join(WAIT_S)
+    assert outcome == [True]
+    assert room.num_used == 160
+    assert not room.take(1, lambda: False, lambda: True)
+    assert room.num_used == 160
+    room.give(160)
+    assert room.num_used == 0
+
+
+def test_a_header_of_a_source_is_not_touched_behind_its_end(decoder: Decoder, filled: FakeStore) -> None:
+    """A load that is given up in its first layer reads on into nothing."""
+    gate = Gate()
+
+    def hang(header: ChunkHeader, layer: int) -> Miss | None:
+        gate(layer)
+        return None
+
+    filled.fault = hang
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    wait_for_store(engine)
+    stepping = threading.Thread(target=lambda: engine.step())
+    stepping.start()
+    assert gate.has_come.wait(WAIT_S)
+    gate.open()
+    stepping.join(WAIT_S)
+    assert not stepping.is_alive()
+    run(engine)
+    engine.close()
+    check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_of_an_llm_that_ends_early_leaves_nothing_to_match(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """What it was to compute is not there: the same prompt is computed anew, also after Ctrl-C."""
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm, prompt = LLM(dtype="float32", config={"num_pages": 64}), list(range(40, 140))
+    attend, num_calls = Decoder._attend, []
+
+    def interrupted(self: Decoder, *args: object) -> object:
+        num_calls.append(1)
+        if len(num_calls) == 2:
+            raise error
+        return attend(self, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "_attend", interrupted)
+        with pytest.raises(error):
+            llm.generate([prompt], greedy)
+    found = llm.generate([prompt], greedy)[0]
+    llm.close()
+    fresh = LLM(dtype="float32", config={"num_pages": 64})
+    assert found.outputs[0].token_ids == fresh.generate([prompt], greedy)[0].outputs[0].token_ids
+    assert found.metrics.cached_tokens == 0
+    fresh.close()

@@ -1,0 +1,86 @@
+"""Sessions of the offline API over processes: the same answers as if there had been one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mneme import LLM, SamplingParams
+from mneme.errors import ConfigError
+
+TURNS = ["The capital of France", " and of Spain", " is not", " but also", " the river"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def load(folder: Path | None, **engine: Any) -> LLM:
+    disk = None if folder is None else {"folder": str(folder), "capacity_bytes": 1 << 24}
+    config = {"num_pages": 64, "page_size": 16, **engine}
+    cache = None if disk is None else {"disk": disk, "host_bytes": 1 << 24, "chunk_tokens": 64}
+    return LLM(dtype="float32", config=config, cache=cache)
+
+
+def converse(llm: LLM, history: str, turns: list[str]) -> tuple[str, list[tuple[int, ...]]]:
+    """A client that sends all of its history; the prompt's ids come back with the answer's."""
+    said = []
+    for turn in turns:
+        history += turn
+        (output,) = llm.generate([history], GREEDY, session_ids=["s"])
+        history += output.outputs[0].text
+        said.append(output.outputs[0].token_ids)
+    return history, said
+
+
+def session_ids(llm: LLM) -> list[int]:
+    log = llm._engine.sessions.get(("", "s"))
+    assert log is not None
+    return log.ids.tolist()
+
+
+def test_a_session_goes_on_in_another_process_token_for_token(tmp_path: Path) -> None:
+    whole = load(None)
+    history, expected = converse(whole, "", TURNS)
+    ids = session_ids(whole)
+    whole.close()
+    text, said = "", []
+    for first in range(0, len(TURNS), 2):
+        llm = load(tmp_path)
+        text, answers = converse(llm, text, TURNS[first : first + 2])
+        said += answers
+        assert session_ids(llm) == ids[: len(session_ids(llm))]
+        llm.close()
+    assert (text, said) == (history, expected)
+    llm = load(tmp_path)
+    text, _ = converse(llm, text, [" once more"])
+    assert session_ids(llm)[: len(ids)] == ids
+    llm.close()
+
+
+def test_a_process_that_is_killed_leaves_its_sessions(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
+        "from tests.replicas.test_durable_llm import TURNS, converse, load, session_ids\n"
+        "llm = load(Path(sys.argv[1])); text, _ = converse(llm, '', TURNS[:3])\n"
+        "sys.stdout.write(repr((text, session_ids(llm)))); sys.stdout.flush(); os._exit(9)"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", code, str(tmp_path), root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 9, done.stderr
+    text, _, listed = done.stdout.rpartition(", [")
+    ids = [int(each) for each in listed.rstrip("])").split(",")]
+    llm = load(tmp_path)
+    history = text.removeprefix("('").removesuffix("'").encode().decode("unicode_escape")
+    converse(llm, history, TURNS[3:4])
+    assert session_ids(llm)[: len(ids)] == ids
+    llm.close()
+
+
+def test_two_engines_may_not_have_one_folder(tmp_path: Path) -> None:
+    llm = load(tmp_path)
+    with pytest.raises(ConfigError, match="in use"):
+        load(tmp_path)
+    llm.close()

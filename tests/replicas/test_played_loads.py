@@ -1,0 +1,179 @@
+"""Loads that fail at bad moments, step by step; the fake runner checks what every row sees."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.misses import Miss
+from mneme.replicas.engine import Engine
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.truncation import Truncation
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
+from tests.replicas.test_engine_policy import make_engine, make_request, run, tokens_of
+
+IDS = [(7 * i + i // 5) % 5 for i in range(60)]
+WINDOW = 48
+
+
+class Played:
+    """An engine over a store that another one filled."""
+
+    def __init__(self, store: FakeStore, **options: Any) -> None:
+        self.store = store
+        self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
+        self.cache = PlayedCache(store, 4)
+        self.engine: Engine = make_played_engine(
+            self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
+        )
+
+    def submit(self, name: str, ids: list[int], num_tokens: int = 3, **more: Any) -> None:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens)
+        self.engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=params, **more))
+
+    def check_rest(self) -> None:
+        self.cache.play()
+        assert (self.engine.forest.num_in_use, self.engine.in_flight) == (0, {})
+        assert (self.cache.num_open, self.cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
+        assert (self.store.num_open, self.store.waiting) == (0, set())
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    """It has the first 24 tokens."""
+    store = FakeStore()
+    filling = Played(store)
+    filling.submit("fill", IDS[:25], 1)
+    filling.cache.play()
+    run(filling.engine)
+    filling.check_rest()
+    assert len(store.chunks) == 3
+    return store
+
+
+def without_a_tier(ids: list[int], **more: Any) -> list[int]:
+    engine = make_engine(runner=FakeRunner(64, 4, max_context=WINDOW))
+    engine.submit(make_request("a", ids, SamplingParams(temperature=0, max_tokens=3), **more))
+    return tokens_of(run(engine), "a")
+
+
+def lose_from(chunk: int) -> Any:
+    def fault(header: ChunkHeader, layer: int) -> Miss | None:
+        return Miss.BAD_CHECKSUM if int(header.slot_position[0]) >= chunk * CHUNK_TOKENS and layer == 1 else None
+
+    return fault
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_who_keeps_only_what_was_computed_behind_a_lost_chunk_goes_back_too(store: FakeStore, chunk: int) -> None:
+    """A session drops the first half of what another request loads and computes in the same step."""
+    case = Played(store)
+    store.fault = lose_from(chunk)
+    case.submit("a", IDS[:44])
+    case.submit("b", IDS[:50], session_id="s", truncation=Truncation())
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:44], 3, 5)
+    assert tokens_of(events, "b") == without_a_tier(IDS[:50], session_id="s", truncation=Truncation())
+    assert case.engine.scheduler.num_retracted == 2
+    case.check_rest()
+
+
+@pytest.mark.parametrize("strategy", ["reuse_kv", "recompute"])
+def test_what_was_found_of_a_prompt_is_not_loaded_once_it_was_cut(store: FakeStore, strategy: Any) -> None:
+    """Chunks are found by the whole prompt; what stays of it has other tokens at their positions."""
+    case = Played(store)
+    more = {"session_id": "s", "truncation": Truncation(strategy=strategy)}
+    case.submit("a", IDS, **more)
+    case.cache.play()
+    assert tokens_of(run(case.engine), "a") == without_a_tier(IDS, **more)
+    case.check_rest()
+
+
+def test_all_choices_follow_one_load(store: FakeStore) -> None:
+    case = Played(store)
+    for choice in range(3):
+        case.submit(f"a{choice}", IDS[:30], choice_index=choice)
+    case.cache.play()
+    events = run(case.engine)
+    for choice in range(3):
+        assert tokens_of(events, f"a{choice}") == continuation(IDS[:30], 3, 5)
+    assert case.cache.cache.counts["lookups"] == 1
+    assert case.cache.mover.num_loaded == 1
+    case.check_rest()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_a_tier_that_fails_with_a_load_is_tried_again_but_not_for_ever(store: FakeStore, num_failures: int) -> None:
+    """Nothing of the load stays open, and no request runs for ever."""
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    case.runner.num_failing_transfers = num_failures
+    events = run(case.engine)
+    if num_failures <= 2:
+        assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    else:
+        assert [event.finish_reason for event in events] == ["error"]
+    case.check_rest()
+
+
+@pytest.mark.parametrize("plays", [(0, 0), (1, 0), (None, None)])
+@pytest.mark.parametrize("how", ["abort", "fail_all", "close"])
+def test_a_request_ends_while_its_chunks_are_looked_for_or_brought(
+    store: FakeStore, plays: tuple[int | None, int | None], how: str
+) -> None:
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play(*plays)
+    if how == "abort":
+        case.engine.abort("a")
+    elif how == "fail_all":
+        case.engine.fail_all("gone")
+    else:
+        case.engine.close()
+        case.engine.abort("a")
+    case.check_rest()
+
+
+def test_a_step_that_raises_with_a_load_under_way_leaves_nothing_open(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    case.runner.fail_next = True
+    with pytest.raises(RuntimeError):
+        case.engine.step()
+    events = case.engine.fail_all("gone")
+    assert [event.finish_reason for event in events] == ["error"]
+    case.check_rest()
+    case.submit("b", IDS[:30])
+    case.cache.play()
+    assert tokens_of(run(case.engine), "b") == continuation(IDS[:30], 3, 5)
+    case.check_rest()
+
+
+def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: FakeStore) -> None:
+    """It is known before pages are taken: nobody goes back."""
+    store.edge, store.fault = "disk", lose_from(1)
+    case = Played(store)
+    case.submit("other", [4] * 10, 20)
+    run_some(case.engine, 2)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.request_id == "a" and event.usage is not None)
+    assert usage.disk_tokens == CHUNK_TOKENS
+    assert case.engine.scheduler.num_retracted == 0
+    case.check_rest()
+
+
+def run_some(engine: Engine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
