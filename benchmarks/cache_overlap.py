@@ -71,7 +71,7 @@ class _Turns:
         return engine
 
     def take(self, engine: Engine) -> _Took:
-        """Raises `MnemeError` if the turn does not end."""
+        """Raises `MnemeError` if the other ends first: then nothing was to be held up."""
         self._files.bytes_per_s = None
         self._store.restart(is_cold=False)
         self._files.bytes_per_s = self.bytes_per_s
@@ -82,13 +82,16 @@ class _Turns:
         sent_s = other_s = time.perf_counter()
         engine.submit(request("turn", self._history + self._draw.ids(NUM_NEW), 1))
         longest_s = 0.0
-        while engine.in_flight.keys() > {"other"}:
+        took_s, num_cached = 0.0, 0
+        while "turn" in engine.in_flight:
             for event in engine.step():
                 now_s = time.perf_counter()
                 if event.request_id == "turn" and event.usage is not None:
                     took_s, num_cached = now_s - sent_s, event.usage.cached_tokens
                 elif event.request_id == "other":
                     longest_s, other_s = max(longest_s, now_s - other_s), now_s
+        if "other" not in engine.in_flight:
+            raise MnemeError(f"the turn takes longer than {MAX_OTHER} tokens of another")
         engine.abort("other")
         engine.take_events()
         wait_for_saves(engine)

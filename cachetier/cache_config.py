@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.disk_interface import DiskTierConfig, check_ttl
 from mneme.cachetier.eviction_policies import PolicyName
 from mneme.cachetier.fingerprint import MAX_CHUNK_TOKENS
 from mneme.config import check_range
@@ -39,7 +39,7 @@ class CacheConfig:
             check_range("cache.host_bytes", self.host_bytes, 0, 2**48)
         check_range("cache.free_share", self.free_share, 0, 0.5)
         if self.ttl_s is not None:
-            check_range("cache.ttl_s", self.ttl_s, 0, 1e9)
+            check_ttl("cache.ttl_s", self.ttl_s)
         if self.tenant_bytes is not None:
             check_range("cache.tenant_bytes", self.tenant_bytes, 0, 2**60)
         check_range("cache.write_buffer_bytes", self.write_buffer_bytes, 0, 2**48)

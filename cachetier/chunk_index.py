@@ -229,7 +229,8 @@ class ChunkIndex(Generic[E]):
 
     def _in_a_circle(self) -> E | None:
         """Names of a hostile folder may say that chunks descend from each other: then there is no last one."""
-        return None if self._holds else next(iter(self), None)
+        is_held = any(key in self._entries for key in self._holds)
+        return None if is_held else next(iter(self), None)
 
     def _offer(self, entry: E) -> None:
         key = entry.key

@@ -273,12 +273,6 @@ def read_buffer_bytes(costs: CostModel, edge: CostEdge, num_history: int, num_ne
     return int(num_bytes * max(1 - costs.prefill_s(num_new, num_history) / load_s, 0.0))
 
 
-def prefetch_window(capacity_bytes: int, session_bytes: float) -> int:
-    """Waiting requests whose KV may be fetched ahead, `C_mem / S_kv` (AttentionStore 3.3.1), or that are spared from
-    eviction, if the capacity is that of all tiers (3.3.2). `session_bytes`: of a session on average."""
-    return int(capacity_bytes / max(session_bytes, 1.0))
-
-
 def _parts(sequences: Sequence[tuple[int, int]]) -> dict[str, Terms]:
     """Terms of what is computed, by kind."""
     prefill = [each for each in sequences if each[0] > 1]

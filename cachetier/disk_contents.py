@@ -159,6 +159,7 @@ class DiskContents:
             else:
                 entries[name.key] = DiskEntry(name, now_s - max(0.0, newest_s - time_s))
         self.room.index.fill(entries.values())
+        self.room.evict_over_quotas()
         self.room.evict()
 
     def _changed(self, entry: DiskEntry, is_added: bool) -> None:

@@ -107,6 +107,11 @@ class DiskRoom:
         while self._is_over() and self._evict_one():
             pass
 
+    def evict_over_quotas(self) -> None:
+        """Each owner's own: a quota may be smaller than it was when the folder was written."""
+        for owner in [*self.index.blocks_by_owner]:
+            self._evict_own(owner, 0)
+
     def free_up(self, num_blocks: int) -> None:
         """Evict so many blocks, if there are: the disk has less room than the bound."""
         target = self.index.num_blocks - num_blocks

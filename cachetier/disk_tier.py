@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 
 from mneme.cachetier.chunk import Chunk, ChunkHeader, Wanted
-from mneme.cachetier.chunk_index import BLOCK_BYTES, descendants
+from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.disk_contents import Clock, DiskContents, OnDiskChange
 from mneme.cachetier.disk_interface import DiskRead, DiskStats, DiskTierConfig, Put
 from mneme.cachetier.disk_writer import DiskWriter
@@ -46,6 +46,11 @@ class DiskTier:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
+
+    def was_here(self, key: bytes) -> bool:
+        """Whether a chunk of this key went, not long ago."""
+        with self._lock:
+            return self._index.was_here(key)
 
     def follow(self, on_change: OnDiskChange) -> None:
         """Whom to tell of chunks that come and go from now on; it must not call the tier."""
@@ -129,19 +134,10 @@ class DiskTier:
         self._contents.sweep()
         return len(entries)
 
-    def delete_descendants(self, key: bytes) -> int:
-        """Of a chunk or of a lineage's root."""
-        with self._lock:
-            keys = descendants(key, self._index.children)
-        return self.delete(keys)
-
     def keys_of(self, owner: bytes) -> list[bytes]:
         """All chunks of a tenant; looks at every chunk."""
         with self._lock:
             return [entry.key for entry in self._index if entry.owner == owner]
-
-    def delete_owned(self, owner: bytes) -> int:
-        return self.delete(self.keys_of(owner))
 
     def expire(self) -> int:
         """Remove what was not used for `ttl_s` and is not held; costs nothing but for what goes."""

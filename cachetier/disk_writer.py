@@ -45,13 +45,15 @@ class DiskWriter:
                 if (entry := self._room.index.get(name.key)) is not None:
                     self._room.index.use(entry, contents.clock())
                 return Put.KEPT
-            if not self._room.reserve(name):
-                return Put.NO_ROOM
+            self._room.index.hold(name.parent)  # without it nobody finds the chunk: it must not go for it
+            is_reserved = self._room.reserve(name)
         try:
-            return self._write(chunk, name)
+            return self._write(chunk, name) if is_reserved else Put.NO_ROOM
         finally:
             with contents.lock:
-                self._room.release(name.key)
+                self._room.index.let_go(name.parent)
+                if is_reserved:
+                    self._room.release(name.key)
 
     def _write(self, chunk: Chunk, name: ChunkName) -> Put:
         contents = self._contents

@@ -18,6 +18,8 @@ from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
 from mneme.cachetier.misses import Miss
 
+_MAX_BEYOND = 2  # chunks on their way to the disk that the tier is too small for
+
 
 class HostEntry(Entry):
     """A chunk in host memory."""
@@ -108,9 +110,15 @@ class HostTier:
         return True
 
     def reserve_passage(self, header: ChunkHeader) -> bool:
-        """Room in the free share for a chunk that goes to the disk alone: `passed` follows."""
+        """Room in the free share for a chunk that goes to the disk alone: `passed` follows.
+
+        A chunk that is larger than the tier passes beyond it, two at a time: else the disk would never get any.
+        """
         num_blocks = blocks_of(chunk_bytes(header))
-        if self.used_blocks + num_blocks > self.max_blocks:
+        if num_blocks > self.max_blocks:
+            if len(self._passing) >= _MAX_BEYOND:
+                return False
+        elif self.used_blocks + num_blocks > self.max_blocks:
             return False
         self._passing[header.key] = header.owner, num_blocks
         return True

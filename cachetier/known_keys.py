@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-_MAX_KEYS = 1 << 16  # 10 MB
+_MAX_KEYS = 1 << 16  # 14 MB
 
 
 class KnownKeys:
@@ -15,17 +15,17 @@ class KnownKeys:
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._lock = threading.Lock()
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._keys: OrderedDict[bytes, bytes] = OrderedDict()  # with their parents
 
     def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         with self._lock:
             return frozenset(key for key in keys if key in self._keys)
 
-    def note(self, keys: Iterable[bytes]) -> None:
-        """They are there."""
+    def note(self, parents: Mapping[bytes, bytes]) -> None:
+        """These keys, each with its parent's, are there."""
         with self._lock:
-            for key in keys:
-                self._keys[key] = None
+            for key, parent in parents.items():
+                self._keys[key] = parent
                 self._keys.move_to_end(key)
             while len(self._keys) > self._max_keys:
                 self._keys.popitem(last=False)
@@ -35,6 +35,12 @@ class KnownKeys:
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
+
+    def drop_chain(self, key: bytes) -> None:
+        """It is not, nor need be what it follows: all of that is asked for anew, up to what is not known anyway."""
+        with self._lock:
+            while (parent := self._keys.pop(key, None)) is not None:
+                key = parent
 
     def clear(self) -> None:
         with self._lock:

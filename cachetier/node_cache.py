@@ -19,7 +19,6 @@ from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import ChainSearch, Located
 from mneme.cachetier.change_log import Change, OnChange, TierName
 from mneme.cachetier.chunk import ChunkHeader
-from mneme.cachetier.chunk_index import descendants
 from mneme.cachetier.chunk_memory import ChunkMemory
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_tier import DiskTier
@@ -94,7 +93,8 @@ class NodeCache:
 
     def read(self, keys: Sequence[bytes]) -> list[Located | None]:
         """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""
-        return [self._promoter.fetch(key) for key in keys]
+        with self._tiers.holding(*keys):  # none of them goes for another
+            return [self._promoter.fetch(key) for key in keys]
 
     def loading(self) -> AbstractContextManager[None]:
         """While somebody reads: saving waits."""
@@ -130,14 +130,6 @@ class NodeCache:
             self._disk.delete(unique)
         self._tiers.settle()
         return len(found)
-
-    def delete_descendants(self, key: bytes) -> int:
-        """Of a chunk or of a lineage's root, in all tiers."""
-        return self.delete(descendants(key, self.contents.children))
-
-    def delete_owned(self, owner: bytes) -> int:
-        """All chunks of a tenant; looks at every chunk."""
-        return self.delete(self.contents.owned(owner))
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
         """Keep these for a time in each tier that has them, at most half of it; how many are pinned.

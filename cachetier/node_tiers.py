@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.change_log import Change, ChangeLog, OnChange
@@ -59,6 +60,19 @@ class NodeTiers:
             self.pins.inherit(superseded, header.key)
             self.pin_in_host(header.key)
         return superseded
+
+    @contextmanager
+    def holding(self, *keys: bytes) -> Iterator[None]:
+        """Outside of the lock: they do not go from memory while this lasts, whether they are there yet or not."""
+        with self.lock:
+            for key in keys:
+                self.host.index.hold(key)
+        try:
+            yield
+        finally:
+            with self.lock:
+                for key in keys:
+                    self.host.index.let_go(key)
 
     def pin_in_host(self, key: bytes) -> bool:
         """Under the lock: if it is to be pinned and is there."""

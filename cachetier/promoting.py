@@ -57,7 +57,7 @@ class Promoter:
             reader = self._tiers.disk.open_key(key)
             if isinstance(reader, Miss):
                 return None
-            with reader:
+            with reader, self._tiers.holding(reader.header.parent):
                 found = self._load(reader, is_reserved=self._reserve(reader.header, None))
         self._tiers.settle()
         return found
@@ -84,7 +84,7 @@ class Promoter:
         with self.loading():
             reader = disk.open_key(key)
             if not isinstance(reader, Miss):
-                with reader:
+                with reader, self._tiers.holding(reader.header.parent):
                     if not self._reserve(reader.header, self._tiers.waiting.exempt()):
                         outcome = _Prefetch.NO_ROOM
                     elif self._load(reader, is_reserved=True) is not None:

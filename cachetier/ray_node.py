@@ -34,6 +34,7 @@ from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
+from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
@@ -66,6 +67,7 @@ class Found(NamedTuple):
     here: list[Located]  # from `query.first` on
     spans: tuple[Span, ...]  # what follows, at this node and others; nothing if the chain ends here
     peers: dict[str, Any]  # actors of the nodes in `spans`
+    epoch: int  # of the node's actor, see `PutAnswer`
 
 
 class NodeActor:
@@ -73,6 +75,7 @@ class NodeActor:
 
     def __init__(self, config: CacheConfig, identity: NodeIdentity) -> None:
         self._config, self._identity = config, identity
+        self._epoch = time.time_ns()
         self._memory = RayMemory(identity.object_bytes)
         self._directory = DirectoryShards(identity.namespace, config.directory_shards)
         self._cache: NodeCache | None = None  # None until the files are listed
@@ -94,13 +97,13 @@ class NodeActor:
         """For an engine of this node."""
         cache = self._cache
         if cache is None:
-            return Found([], (), {})
+            return Found([], (), {}, self._epoch)
         here = await self._in(self._lookups, cache.locate, query, timeout_s * _OWN_SHARE)
         missing = query.keys[query.first + _num_whole(here, query) :]
         places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
         peers = {span.node: await self._peer(span.node) for span in spans}
-        return Found(here, spans, peers)
+        return Found(here, spans, peers, self._epoch)
 
     async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
         """For another node: what this one has, without the bytes, which `read` gives."""
@@ -123,15 +126,17 @@ class NodeActor:
                 self._no_reads.set()
         return [_refs(each) for each in found]
 
-    async def put(self, header: ChunkHeader, refs: Refs) -> HostPut:
+    async def put(self, header: ChunkHeader, refs: Refs) -> PutAnswer:
         """Keep a chunk whose objects the caller owns; it is there when this returns."""
-        if self._cache is None:
-            return HostPut.REFUSED
+        cache = self._cache
+        if cache is None:
+            return PutAnswer(HostPut.REFUSED, False, self._epoch)
         try:
             await asyncio.wait_for(self._no_reads.wait(), _PUT_WAIT_S)
         except TimeoutError:
             _logger.debug("a put begins beside reads")
-        return await self._in(self._puts, self._cache.put, header, refs)
+        outcome = await self._in(self._puts, cache.put, header, refs)
+        return PutAnswer(outcome, header.parent in cache, self._epoch)
 
     async def forget(self, request_ids: Collection[str]) -> None:
         if self._cache is not None:
@@ -171,6 +176,12 @@ class NodeActor:
 
     async def delete_log_here(self, key: LogKey, at_least: int) -> bool | None:
         return None if self._logs is None else await self._logs.delete_here(key, at_least)
+
+    async def delete_owned_logs(self, owner: bytes, timeout_s: float) -> int | None:
+        return None if self._logs is None else await self._logs.delete_owned(owner, timeout_s)
+
+    async def delete_owned_logs_here(self, owner: bytes) -> int | None:
+        return None if self._logs is None else await self._logs.delete_owned_here(owner)
 
     async def install_log(self, key: LogKey, content: bytes) -> bool:
         return self._logs is not None and await self._logs.install(key, content)
@@ -234,7 +245,7 @@ class NodeActor:
             config.directory_shards,
             lambda: cache.snapshot(),
             self._directory.send,
-            epoch=time.time_ns(),
+            epoch=self._epoch,
         )
         cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
         self._admin = NodeAdmin(cache, identity.name)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.ray_memory import Refs, put_runs, runs_of
 from mneme.cachetier.saving import HostPut
 
@@ -22,17 +22,25 @@ _MAX_AGE_S = 20.0  # of a put that is not answered
 _POLL_S = 0.5
 
 
+class PutAnswer(NamedTuple):
+    """What a node's actor says of a chunk that was put."""
+
+    outcome: HostPut
+    has_parent: bool  # the chunk before is there
+    epoch: int  # of the actor; another after it was made again, with an empty host tier
+
+
 class _Put(NamedTuple):
     refs: Refs  # the objects live as long as these
-    key: bytes
+    header: ChunkHeader
     num_bytes: int
     since_s: float
 
 
 class PutsUnderWay:
-    """`done` hears of each put once, on this object's thread: its key, and what became of it; None: no answer."""
+    """`done` hears of each put once, on this object's thread: its header, and the answer; None: there is none."""
 
-    def __init__(self, max_bytes: int, wait_s: float, done: Callable[[bytes, HostPut | None], None]) -> None:
+    def __init__(self, max_bytes: int, wait_s: float, done: Callable[[ChunkHeader, PutAnswer | None], None]) -> None:
         self._max_bytes, self._wait_s, self._done = max_bytes, wait_s, done
         self._changed = threading.Condition()
         self._puts: dict[Any, _Put] = {}  # by answer
@@ -58,7 +66,7 @@ class PutsUnderWay:
             self._release(num_bytes, "put_failed")
             return False
         with self._changed:
-            self._puts[answer] = _Put(refs, chunk.header.key, num_bytes, time.monotonic())
+            self._puts[answer] = _Put(refs, chunk.header, num_bytes, time.monotonic())
             self._changed.notify_all()
         return True
 
@@ -104,21 +112,21 @@ class PutsUnderWay:
     def _look_at(self, answers: list[Any]) -> None:
         ready, waiting = ray.wait(answers, timeout=_POLL_S)
         for answer in ready:
-            self._finish(answer, _outcome(answer))
+            self._finish(answer, _said(answer))
         oldest_s = time.monotonic() - _MAX_AGE_S
         for answer in waiting:
             if self._puts[answer].since_s < oldest_s:
                 self._finish(answer, None)
 
-    def _finish(self, answer: Any, outcome: HostPut | None) -> None:
+    def _finish(self, answer: Any, said: PutAnswer | None) -> None:
         put = self._puts.pop(answer)
-        self._done(put.key, outcome)
-        self._release(put.num_bytes, "put_lost" if outcome is None else f"put_{outcome.value}")
+        self._done(put.header, said)
+        self._release(put.num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")
 
 
-def _outcome(answer: Any) -> HostPut | None:
+def _said(answer: Any) -> PutAnswer | None:
     try:
-        outcome: HostPut = ray.get(answer, timeout=1.0)  # it is ready
+        said: PutAnswer = ray.get(answer, timeout=1.0)  # it is ready
     except RayError:
         return None
-    return outcome
+    return said

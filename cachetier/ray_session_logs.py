@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 READ_S, APPEND_S, DELETE_S = 0.15, 0.5, 3.0  # how long an engine's process waits for its node's actor
+DELETE_OWNED_S = 5.0  # each session of a tenant gets a tombstone
 _PEER_SHARE = 0.8  # of that time, for answers of peers
 _MAX_ASKED = 8  # peers that are asked for a log; of more, those that come first for it
 _MAX_COPIES = 1024  # sessions whose copies wait; of more the oldest have none until their next record
@@ -111,6 +112,18 @@ class NodeSessionLogs:
         asked = [self._ask(peer, "delete_log_here", key, at_least, timeout_s=timeout_s) for peer in peers]
         _, *answers = await asyncio.gather(self.delete_here(key, at_least), *asked)
         return None if any(answer is None for answer in answers) else was_there
+
+    async def delete_owned_here(self, owner: bytes) -> int:
+        return 0 if self._logs is None else await self._in(self._logs.delete_owned, owner)
+
+    async def delete_owned(self, owner: bytes, timeout_s: float) -> int | None:
+        """On all nodes; how many logs there were. None: some node has not answered."""
+        for key in [key for key in self._copies if key.owner == owner]:
+            del self._copies[key]
+        peers = await self._peers.of(_ANY)
+        asked = [self._ask(peer, "delete_owned_logs_here", owner, timeout_s=timeout_s) for peer in peers]
+        answers = await asyncio.gather(self.delete_owned_here(owner), *asked)
+        return None if any(answer is None for answer in answers) else sum(answers)
 
     def node_joined(self) -> None:
         """There is a node that others may not know of yet."""
@@ -208,6 +221,13 @@ class RaySessionLogs:
         if was_there is None:
             raise TimeoutError("not all nodes that may have a session's log have answered")
         return was_there
+
+    def delete_owned(self, owner: bytes) -> int:
+        timeout_s = DELETE_OWNED_S * _PEER_SHARE
+        num_deleted: int | None = self._ask("delete_owned_logs", owner, timeout_s, timeout_s=DELETE_OWNED_S)
+        if num_deleted is None:
+            raise TimeoutError("not all nodes that may have a tenant's logs have answered")
+        return num_deleted
 
     def close(self) -> None:
         """The node's actor stays."""

@@ -17,7 +17,7 @@ from typing import Any
 from mneme.cachetier.cache_admin import CacheAdmin
 from mneme.cachetier.chain_search import Located, usable
 from mneme.cachetier.chain_spans import Span, query_of
-from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_sources import DiskSource, HostSource
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
 from mneme.cachetier.keys import Lineage
@@ -26,11 +26,13 @@ from mneme.cachetier.misses import Miss
 from mneme.cachetier.ray_memory import HeldObjects
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_peers import Peers
-from mneme.cachetier.ray_puts import PutsUnderWay
+from mneme.cachetier.ray_puts import PutAnswer, PutsUnderWay
 from mneme.cachetier.ray_sources import ObjectLayers, PeerReads
 from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
+
+_SourceAndHeader = tuple[ChunkSource, ChunkHeader]
 
 _PUT_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -47,6 +49,7 @@ class RayChunkStore:
         self._node = connect()
         self._peers = Peers(self._lost)
         self._known = KnownKeys()
+        self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
         self._lock = threading.Lock()
         self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
@@ -59,17 +62,18 @@ class RayChunkStore:
         found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
             return []
+        self._note_epoch(found.epoch)
         sources = [self._own_source(each) for each in found.here]
-        keys = [each.header.key for each in found.here]
+        headers = [each.header for each in found.here]
         if found.spans:
             num_whole = found.spans[0].first - query.first
             further = self._ask_spans(query, found, start_s + timeout_s)
             if further:
-                del sources[num_whole:], keys[num_whole:]  # a chunk that is usable in part
+                del sources[num_whole:], headers[num_whole:]  # a chunk that is usable in part
                 sources += [source for source, _ in further]
-                keys += [key for _, key in further]
+                headers += [header for _, header in further]
         self._known.drop(query.keys[query.first :])  # what is not there any more is put again
-        self._known.note(keys)
+        self._known.note({header.key: header.parent for header in headers})
         self._counters["located"] += len(sources)
         return sources
 
@@ -89,9 +93,11 @@ class RayChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
+        header = chunk.header
+        self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
         is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
-        if is_put:
-            self._known.note([chunk.header.key])
+        if not is_put:
+            self._known.drop([header.key])
         return is_put
 
     def stats(self) -> dict[str, int]:
@@ -115,8 +121,8 @@ class RayChunkStore:
             self._remember(query.request_id, self._node)
         return found
 
-    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[tuple[ChunkSource, bytes]]:
-        """Sources and keys of what other calls than the first give, as far as there is no gap."""
+    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
+        """Sources and headers of what other calls than the first give, as far as there is no gap."""
         left_s = deadline_s - time.monotonic()
         calls = []
         for span in found.spans:
@@ -126,7 +132,7 @@ class RayChunkStore:
             calls.append(call)
             if call:
                 self._remember(query.request_id, peer)
-        sources: list[tuple[ChunkSource, bytes]] = []
+        sources: list[_SourceAndHeader] = []
         for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
@@ -150,11 +156,11 @@ class RayChunkStore:
         assert isinstance(held, HeldObjects)
         return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs), on_miss)
 
-    def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[tuple[ChunkSource, bytes]]:
+    def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[_SourceAndHeader]:
         if not found:
             return []
         reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
-        return [(self._peer_source(reads, index, each, peer), each.header.key) for index, each in enumerate(found)]
+        return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found)]
 
     def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
         edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
@@ -172,9 +178,22 @@ class RayChunkStore:
         self._counters[f"{edge}_miss_{miss.value}"] += 1
         self._known.drop([key])
 
-    def _put_done(self, key: bytes, outcome: HostPut | None) -> None:
-        if outcome is None or outcome is HostPut.REFUSED:
-            self._known.drop([key])
+    def _put_done(self, header: ChunkHeader, answer: PutAnswer | None) -> None:
+        """On the thread of puts. A chunk that was refused as what it follows went has all of its chain put again."""
+        if answer is not None:
+            self._note_epoch(answer.epoch)
+        if answer is None or answer.outcome is HostPut.REFUSED:
+            self._known.drop([header.key])
+            if answer is not None and not answer.has_parent:
+                self._known.drop_chain(header.parent)
+
+    def _note_epoch(self, epoch: int) -> None:
+        """An actor that was made again has an empty host tier, whatever the one before had."""
+        with self._lock:
+            is_new, self._epoch = self._epoch not in (0, epoch), epoch
+        if is_new:
+            self._known.clear()
+            self._counters["node_restarted"] += 1
 
     def _remember(self, request_id: str, actor: Any) -> None:
         if not request_id:

@@ -11,6 +11,8 @@ from enum import Enum
 
 from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_memory import Held
+from mneme.cachetier.disk_interface import Put
+from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.host_tier import chunk_bytes
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_tiers import NodeTiers
@@ -61,6 +63,13 @@ class Saver:
             self.writer.cancel(keys)
 
     def _put(self, header: ChunkHeader, payload: object) -> HostPut:
+        if self._tiers.disk is not None and header.parent in self._tiers.disk:
+            return self._put_held(header, payload)  # what went before it is found there
+        with self._tiers.holding(header.parent):
+            return self._put_held(header, payload)
+
+    def _put_held(self, header: ChunkHeader, payload: object) -> HostPut:
+        """What went before it does not go for it."""
         is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
         with self._lock:
             if self._is_kept(header.key):
@@ -129,19 +138,37 @@ class Saver:
         """On the writer's thread."""
         disk, key = self._tiers.disk, pending.header.key
         assert disk is not None
-        if not self._is_wanted(key):
+        if not self._is_wanted(key) or self._is_cut_off(pending.header, disk):
             return
         layers = self._tiers.memory.layers(pending.held)
         if isinstance(layers, Miss):
             with self._lock:
                 self._host.missed(key, layers)
             return
-        disk.put(Chunk(pending.header, layers))
+        if disk.put(Chunk(pending.header, layers)) not in (Put.WRITTEN, Put.KEPT):
+            self._not_written(key, "not_written")
         if not self._is_wanted(key):
             disk.delete([key])
         with self._lock:
             self._tiers.pin_on_disk(key)
         self._tiers.settle()
+
+    def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
+        """What went before it is known, and not on the disk: nobody would find it there once memory is gone."""
+        parent = header.parent
+        if parent in disk:
+            return False
+        with self._lock:
+            is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.was_here(parent)
+        if is_cut_off:
+            self._not_written(header.key, "not_written_orphan")
+        return is_cut_off
+
+    def _not_written(self, key: bytes, counter: str) -> None:
+        """What follows it is not to be written either."""
+        with self._lock:
+            self._host.index.note_refused(key)
+            self._host.counters[counter] += 1
 
     def _is_wanted(self, key: bytes) -> bool:
         """It was not deleted, nor superseded; it cannot have been evicted."""

@@ -69,6 +69,9 @@ class SessionLogStore(Protocol):
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
         """Nothing of it is read any more, nor what is older than version `at_least`; whether there was a session."""
 
+    def delete_owned(self, owner: bytes) -> int:
+        """Likewise all logs of a tenant; how many there were, copies too. Raises OSError if that is not sure."""
+
     def close(self) -> None: ...
 
 

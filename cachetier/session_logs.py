@@ -122,7 +122,7 @@ class SessionLogs:
             return is_newer and self._replace(key, content, parsed) is Appended.WRITTEN
 
     def delete_owned(self, owner: bytes) -> int:
-        """All sessions of a tenant; looks at every one."""
+        """See `SessionLogStore`; looks at every session."""
         with self._lock:
             keys = [log.key for log in self._index.sessions.values() if log.key.owner == owner]
         return sum(self.delete(key) for key in keys)

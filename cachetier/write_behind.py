@@ -6,6 +6,7 @@ before it was written costs nothing. So tails cost little of the disk's writes.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,7 +17,10 @@ from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.host_tier import chunk_bytes
 
+_logger = logging.getLogger(__name__)
+
 TAIL_DELAY_S = 2.0
+_MIN_CHUNKS = 2  # of its size, that may wait whatever the bound: with fewer the disk would never get any
 _YIELD_S = 0.005
 _MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always reads would never save
 
@@ -71,7 +75,8 @@ class WriteBehind:
         with self._changed:
             if header.key in self._whole or header.key in self._tails:
                 return False
-            if self._num_bytes + pending.num_bytes > self._max_bytes:
+            if self._num_bytes + pending.num_bytes > max(self._max_bytes, _MIN_CHUNKS * pending.num_bytes):
+                self._warn_of_drops()
                 self._counters["dropped"] += 1
                 self._counters["dropped_bytes"] += pending.num_bytes
                 return False
@@ -105,7 +110,9 @@ class WriteBehind:
     def close(self, timeout_s: float) -> bool:
         """End after the chunk that is being written; what waits is not written."""
         is_ended = self._thread.close(timeout_s)
-        self.cancel([*self._whole, *self._tails])
+        with self._changed:
+            waiting = [*self._whole, *self._tails]
+        self.cancel(waiting)
         return is_ended
 
     def stats(self) -> dict[str, int]:
@@ -130,6 +137,11 @@ class WriteBehind:
         finally:
             self._finish(pending)
         return 0.0
+
+    def _warn_of_drops(self) -> None:
+        """Under the lock; once."""
+        if not self._counters["dropped"]:
+            _logger.warning("write-behind: the queue is full (%d bytes), chunks are not written", self._max_bytes)
 
     def _first(self) -> Pending | None:
         heads = [next(iter(queue.values())) for queue in (self._whole, self._tails) if queue]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -116,6 +116,12 @@ class DurableSessions:
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
+    def delete_owned(self, owner: bytes) -> int:
+        """Likewise all that a tenant has, see `SessionLogStore.delete_owned`; raises likewise."""
+        if not self.writer.flush(DELETE_S):
+            raise TimeoutError("session logs are not written in time")
+        return self._store.delete_owned(owner)
+
     def stats(self) -> dict[str, Any]:
         with self._lock:
             counters = dict(self._counters)
@@ -133,33 +139,42 @@ class DurableSessions:
                 return None
             self._num_reads += 1
         try:
-            return self._readers.submit(self._read, key, version)
+            read = self._readers.submit(self._read, key, version)
         except RuntimeError:  # closed meanwhile
+            self._came_back()
             return None
+        read.add_done_callback(lambda _read: self._came_back())  # also where it was cancelled
+        return read
+
+    def _came_back(self) -> None:
+        with self._lock:
+            self._num_reads -= 1
 
     def _finish_read(self, key: SessionKey, read: Future[SessionState | None] | None, ends_s: float) -> Recalled | None:
         try:
             if read is None:
                 raise TimeoutError
             state = read.result(max(ends_s - time.monotonic(), 0.0))
-        except OSError:  # a timeout too
-            with self._lock:
-                self._counters["failed"] += 1
-            return Recalled(key, None)
+        except (OSError, CancelledError):  # a timeout too
+            return self._failed(key)
+        except Exception:  # the store's edge: whatever it is, the turn goes on without
+            log.exception("a session's log could not be read")
+            return self._failed(key)
         return None if state is None else Recalled(key, state)
 
+    def _failed(self, key: SessionKey) -> Recalled:
+        with self._lock:
+            self._counters["failed"] += 1
+        return Recalled(key, None)
+
     def _read(self, key: SessionKey, version: int) -> SessionState | None:
-        try:
-            name = log_key(self._model, *key)
-            content = self._store.read(name, version)
-            parsed = None if content is None else parse_log(content, name)
-            if parsed is None:
-                return None
-            state = parsed.replay.state()
-            is_sound = is_usable(state, self._vocab_size)
-        finally:
-            with self._lock:
-                self._num_reads -= 1
+        name = log_key(self._model, *key)
+        content = self._store.read(name, version)
+        parsed = None if content is None else parse_log(content, name)
+        if parsed is None:
+            return None
+        state = parsed.replay.state()
+        is_sound = is_usable(state, self._vocab_size)
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1
         sound = state if is_sound else SessionState(version=state.version)  # as if it were deleted

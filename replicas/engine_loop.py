@@ -40,7 +40,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks)
+        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks, engine.durable)
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []

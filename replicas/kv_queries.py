@@ -5,7 +5,7 @@
     UnpinKv      -> whether there was such a pin
     ListKvPins   -> a tenant's
     DropKv       -> what went: a prompt with all that begins with it, a session's own, or a document
-    DropTenantKv -> likewise, all of a tenant
+    DropTenantKv -> likewise, all of a tenant, and its sessions with their logs
     KvStats      -> figures of the tier, and the tenant's own
 
 The engine's part is answered between two steps; the tier's, which may take milliseconds, on the thread that asks.
@@ -32,12 +32,13 @@ from mneme.cachetier.cache_admin import (
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
-from mneme.errors import KvNotFound, MnemeError, NoCacheTier
+from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.session_pages import delete_pages
 from mneme.replicas.sessions import SessionKey
 
 if TYPE_CHECKING:
     from mneme.replicas.chunk_cache import ChunkCache
+    from mneme.replicas.durable_sessions import DurableSessions
     from mneme.replicas.engine import Engine
 
 
@@ -104,13 +105,19 @@ class KvTier:
     admin: CacheAdmin
     fingerprint: ModelFingerprint
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
+    durable: DurableSessions | None = None
 
 
-def kv_tier_of(chunks: ChunkCache | None) -> KvTier | None:
+def kv_tier_of(chunks: ChunkCache | None, durable: DurableSessions | None) -> KvTier | None:
     """Of an engine, if its store can be managed."""
     if chunks is None or not isinstance(chunks.store, Administered):
         return None
-    return KvTier(admin=chunks.store.admin, fingerprint=chunks.fingerprint, tenant_bytes=chunks.config.tenant_bytes)
+    return KvTier(
+        admin=chunks.store.admin,
+        fingerprint=chunks.fingerprint,
+        tenant_bytes=chunks.config.tenant_bytes,
+        durable=durable,
+    )
 
 
 class KvAnswer(NamedTuple):
@@ -121,7 +128,7 @@ class KvAnswer(NamedTuple):
 def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier | None) -> KvAnswer | MnemeError:
     """Both parts. Blocks; `ask_engine` gives `engine_part` on the engine's thread, or an error.
 
-    Raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`.
+    Raises `KvNotFound`, `CachePinRefused`, `NoCacheTier` or `ReplicaUnavailable`.
     """
     own = ask_engine(query)
     if isinstance(own, MnemeError):
@@ -140,8 +147,7 @@ def engine_part(engine: Engine, query: KvQuery) -> Any:
             return _dropped_pages(engine, lambda: _drop(engine, query))
         case DropTenantKv(salt):
             tenant = tenant_of(salt)
-            drop = engine.forest.drop_salts
-            return _dropped_pages(engine, lambda: drop(lambda other: tenant_of(other) == tenant))
+            return _dropped_pages(engine, lambda: _drop_salts(engine, lambda other: tenant_of(other) == tenant))
         case GetTokens(key, seen):
             log = engine.sessions.get(key)
             if log is None:
@@ -166,7 +172,7 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
             dropped = tier.admin.delete(_chain(tier, lineage, ids), spares_longer=query.session is not None)
             return _amount(dropped)
         case DropTenantKv(salt):
-            return _amount(tier.admin.delete_owned(owner_of(salt)))
+            return _drop_owned(tier, owner_of(salt))
         case KvStats(salt):
             return _stats(tier, owner_of(salt))
     return None
@@ -179,6 +185,21 @@ def _drop(engine: Engine, query: DropKv) -> None:
     log = engine.sessions.get(query.session)
     if log is not None:
         delete_pages(engine.forest, log)
+
+
+def _drop_salts(engine: Engine, is_meant: Callable[[str], bool]) -> None:
+    """A session that answers is forgotten when it has."""
+    engine.sessions.delete_salts(is_meant)
+    engine.forest.drop_salts(is_meant)
+
+
+def _drop_owned(tier: KvTier, owner: bytes) -> dict[str, int]:
+    """Logs first: a session that is read from one would be saved again."""
+    try:
+        num_logs = 0 if tier.durable is None else tier.durable.delete_owned(owner)
+    except OSError as error:
+        raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
+    return {**_amount(tier.admin.delete_owned(owner)), "session_logs": num_logs}
 
 
 def _dropped_pages(engine: Engine, drop: Callable[[], None]) -> dict[str, int]:

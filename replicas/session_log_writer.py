@@ -32,7 +32,7 @@ from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog
 
 log = logging.getLogger(__name__)
 
-MAX_CHANGES = 4096  # that wait to be written; of more the oldest are dropped
+MAX_CHANGES = 4096  # that wait to be written; of more the oldest are dropped, but no deletions
 _STOP_S = 5.0
 
 
@@ -121,8 +121,10 @@ class SessionLogWriter:
                 self._condition.notify()
 
     def _drop_one(self) -> None:
-        """The oldest that is no deletion."""
-        index = next((i for i, change in enumerate(self._changes) if change.kind is not RecordKind.DELETED), 0)
+        """The oldest that is no deletion: without those, sessions would come back. They are small, so all may wait."""
+        index = next((i for i, change in enumerate(self._changes) if change.kind is not RecordKind.DELETED), None)
+        if index is None:
+            return
         del self._changes[index]
         self._num_done += 1
         self._counters["dropped"] += 1

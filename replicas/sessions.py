@@ -160,6 +160,10 @@ class Sessions:
             log.running.is_deleted = True  # dropped when its turn ends
         return True
 
+    def delete_salts(self, is_meant: Callable[[str], bool]) -> None:
+        for key in [key for key in self._log_by_key if is_meant(key[0])]:
+            self.delete(key)
+
     def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
         """A new session with the past of another and, where that is answering, what its turn has so far.
 

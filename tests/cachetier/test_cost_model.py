@@ -15,7 +15,6 @@ from mneme.cachetier.cost_model import (
     Calibration,
     CostModel,
     calibrated,
-    prefetch_window,
     read_buffer_bytes,
 )
 from mneme.cachetier.linear_cost import Point
@@ -186,8 +185,3 @@ def test_a_read_buffer_holds_what_computing_does_not_cover() -> None:
     # 4,096 bytes of 1,000 tokens at 100 MB/s: 41 ms; 100 rows: 10 ms.
     assert read_buffer_bytes(costs, "host_device", 1000, 100) == pytest.approx(4_096_000 - 1e8 * 0.01, rel=1e-6)
     assert read_buffer_bytes(costs, "host_device", 1000, 1000) == 0
-
-
-def test_a_prefetch_window_is_capacity_by_session() -> None:
-    assert prefetch_window(1 << 30, 1 << 28) == 4
-    assert prefetch_window(0, 0.0) == 0

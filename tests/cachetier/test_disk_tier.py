@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.chunk_file import file_bytes
+from mneme.cachetier.chunk_index import descendants
 from mneme.cachetier.disk_interface import DiskTierConfig, Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
@@ -191,7 +193,7 @@ def test_any_order_of_calls_is_a_dictionary_of_chunks(
         elif operation == "below":
             rest = [c.header.key for c in chunks[number + 1 : number // 3 * 3 + 3]]
             below = list(takewhile(model.__contains__, rest))  # what lies behind a gap is not found by descent
-            assert tier.delete_descendants(key) == len(below)
+            assert tier.delete(descendants(key, tier.children)) == len(below)
             for other in below:
                 del model[other]
         elif operation == "expire":
@@ -218,9 +220,9 @@ def test_a_tenants_chunks_are_deleted(tmp_path: Path) -> None:
         tier.put(chunk)
     for chunk in theirs:
         tier.put(chunk)
-    assert tier.delete_owned(other.owner) == 3
+    assert tier.delete(tier.keys_of(other.owner)) == 3
     assert all(is_there(tier, chunk) for chunk in mine)
-    assert tier.delete_descendants(LINEAGE.root) == 3
+    assert tier.delete(descendants(LINEAGE.root, tier.children)) == 3
     assert folder_bytes(tmp_path) == 0
     tier.close()
 
@@ -318,6 +320,31 @@ def test_less_room_than_before_is_made_at_the_start(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_smaller_quota_is_kept_to_from_the_start(tmp_path: Path) -> None:
+    make = partial(DiskTier, DiskTierConfig(folder=str(tmp_path), capacity_bytes=100 * BLOCK), clock=Clock())
+    tier, chain, theirs = make(LruPolicy()), chain_of(list(range(8 * 10))), prefix_lineage(FINGERPRINT, "b")
+    for chunk in [*chain, chunk_of([1], lineage=theirs)]:
+        assert tier.put(chunk) is Put.WRITTEN
+    tier.close()
+    tier = make(LruPolicy(), tenant_bytes=3 * BLOCK)
+    assert tier.bytes_by_owner() == {LINEAGE.owner: 3 * BLOCK, theirs.owner: BLOCK}
+    assert [chunk.header.key in tier for chunk in chain] == [True] * 3 + [False] * 7
+    assert folder_bytes(tmp_path) == 4 * BLOCK
+    tier.close()
+
+
+@pytest.mark.parametrize("tenant_blocks", [None, 4])
+def test_a_chain_does_not_evict_its_own_beginning(tmp_path: Path, tenant_blocks: int | None) -> None:
+    config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=(4 if tenant_blocks is None else 100) * BLOCK)
+    tenant_bytes = None if tenant_blocks is None else tenant_blocks * BLOCK
+    tier, chain = DiskTier(config, LruPolicy(), tenant_bytes=tenant_bytes), chain_of(list(range(8 * 5)))
+    assert tier.put(chunk_of([77])) is Put.WRITTEN
+    assert [tier.put(chunk) for chunk in chain] == [Put.WRITTEN] * 4 + [Put.NO_ROOM]
+    assert [is_there(tier, chunk) for chunk in chain] == [True] * 4 + [False]
+    assert tier.put(chunk_of([78])) is Put.WRITTEN  # what is held for a write is let go behind it
+    tier.close()
+
+
 def test_what_never_fits_is_not_written(tmp_path: Path) -> None:
     for config in ({"num_blocks": 0}, {"num_blocks": 9, "max_files": 0}):
         tier = make_tier(tmp_path, **config)  # type: ignore[arg-type]
@@ -357,7 +384,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> N
         make_tier(folder)
 
 
-@pytest.mark.parametrize("config", [{"capacity_bytes": -1}, {"max_files": -1}, {"ttl_s": -1.0}])
+@pytest.mark.parametrize("config", [{"capacity_bytes": -1}, {"max_files": -1}, {"ttl_s": -1.0}, {"ttl_s": 0.0}])
 def test_absurd_configurations_are_refused(config: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(config))):
         DiskTierConfig(**({"folder": "x", "capacity_bytes": 0} | config))  # type: ignore[arg-type]
@@ -393,3 +420,9 @@ def test_threads_that_save_delete_and_read_at_once_see_sound_chunks(tmp_path: Pa
     assert tier.stats().num_chunks == len(chunk_files(tmp_path))
     assert tier.stats().counters["hit"] > 0
     tier.close()
+
+
+@pytest.mark.parametrize("folder", ["", "  "])
+def test_no_folder_is_not_the_working_directory(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.disk\.folder"):
+        DiskTierConfig(folder=folder, capacity_bytes=1)

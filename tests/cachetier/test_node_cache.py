@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.chain_search import num_common
 from mneme.cachetier.change_log import Change
 from mneme.cachetier.chunk import Chunk
+from mneme.cachetier.chunk_index import descendants
 from mneme.cachetier.keys import encoded, prefix_lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_cache import NodeCache
@@ -167,7 +168,7 @@ def test_what_is_deleted_before_it_is_written_is_never_on_the_disk(tmp_path: Pat
     put_all(node, chunks)
     assert node.delete([chunks[0].header.key, chunks[0].header.key, bytes(16)]) == 1
     write_due(node)
-    assert len(chunk_files(tmp_path)) == 1
+    assert chunk_files(tmp_path) == []  # nor what nobody would find without it
     assert found(node, IDS) == []
     node.close(flush=False)
 
@@ -177,9 +178,9 @@ def test_descendants_go_in_all_tiers(tmp_path: Path) -> None:
     chunks = chain_of(list(range(44)))
     node = on_disk(tmp_path, [*chunks[:2], *chunks[3:]])
     put(node, chunks[2])
-    assert node.delete_descendants(chunks[0].header.key) == 5
+    assert node.delete(descendants(chunks[0].header.key, node.contents.children)) == 5
     assert found(node, list(range(44))) == [("disk", 8)]
-    assert node.delete_descendants(LINEAGE.root) == 1
+    assert node.delete(descendants(LINEAGE.root, node.contents.children)) == 1
     assert chunk_files(tmp_path) == []
     node.close(flush=False)
 
@@ -189,7 +190,7 @@ def test_a_tenants_chunks_go_in_all_tiers(tmp_path: Path) -> None:
     node = on_disk(tmp_path, [*chain_of(IDS), *theirs[:2]])
     put(node, theirs[2])
     assert set(node.stats()["owners"]) == {LINEAGE.owner.hex(), OTHER_TENANT.owner.hex()}
-    assert node.delete_owned(OTHER_TENANT.owner) == 3
+    assert node.delete(node.contents.owned(OTHER_TENANT.owner)) == 3
     assert set(node.stats()["owners"]) == {LINEAGE.owner.hex()}
     assert len(found(node, IDS)) == 3
     node.close(flush=False)
@@ -247,6 +248,46 @@ def test_a_share_is_kept_free_and_a_chain_goes_from_its_end() -> None:
     assert stats["bytes"] == 8 * BLOCK
     assert stats["orphan"] == 11
     assert found(node, list(range(8 * 20))) == [("host", 8)] * 8
+
+
+@pytest.mark.parametrize("config", [{"host_blocks": 4}, {"tenant_bytes": 4 * BLOCK}])
+def test_a_chain_larger_than_memory_keeps_its_beginning(config: dict[str, Any]) -> None:
+    node, ids = make_node(**config), list(range(8 * 7))
+    put(node, chunk_of([77]))
+    outcomes = [put(node, chunk) for chunk in chain_of(ids)]
+    assert outcomes == ["taken"] * 4 + ["refused"] * 3
+    assert found(node, ids) == [("host", 8)] * 4
+    assert put(node, chunk_of([78])) == "taken"
+
+
+@pytest.mark.parametrize(("host_blocks", "disk_blocks"), [(3, 100), (100, 3), (3, 4), (0, 4), (0, 100)])
+def test_a_chain_larger_than_a_tier_is_found_from_its_beginning(
+    tmp_path: Path, host_blocks: int, disk_blocks: int
+) -> None:
+    clock, ids = Clock(), list(range(8 * 10))
+    node = make_node(tmp_path, host_blocks, disk_blocks, clock=clock)
+    for chunk in chain_of(ids):
+        put(node, chunk)
+        write_due(node)
+    assert len(found(node, ids)) >= min(10, max(host_blocks, disk_blocks))
+    node.close()
+    node = make_node(tmp_path, host_blocks, disk_blocks, clock=clock)
+    assert found(node, ids) == [("disk", 8)] * min(10, disk_blocks)
+    node.close(flush=False)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_what_is_brought_up_does_not_evict_what_it_follows(tmp_path: Path, is_waiting: bool) -> None:
+    ids = list(range(8 * 6))
+    chain = chain_of(ids)
+    node = on_disk(tmp_path, chain, host_blocks=3)
+    if is_waiting:
+        found(node, ids, request_id="r")
+        prefetch(node)
+    else:
+        assert None not in node.read([chunk.header.key for chunk in chain])
+    assert found(node, ids) == [("host", 8)] * 3 + [("disk", 8)] * 3
+    node.close(flush=False)
 
 
 def test_chunks_used_once_do_not_flush_what_returned(tmp_path: Path) -> None:
@@ -428,7 +469,7 @@ def test_any_order_of_calls_finds_what_a_dictionary_has(
             for key in keys[-1:]:
                 model.pop(key, None)
         elif operation == "below":
-            node.delete_descendants(keys[0] if keys else LINEAGE.root)
+            node.delete(descendants(keys[0] if keys else LINEAGE.root, node.contents.children))
             if sizes == (200, 200):
                 _drop_below(model, keys[0] if keys else LINEAGE.root)
         elif operation == "write" and has_disk:
@@ -445,7 +486,7 @@ def test_any_order_of_calls_finds_what_a_dictionary_has(
         assert stats["host"]["bytes"] <= sizes[0] * BLOCK
         assert folder_bytes(folder) <= sizes[1] * BLOCK
     assert followed == {(change.key, change.tier): change.num_bytes for change in node.snapshot()}
-    node.delete_descendants(LINEAGE.root)
+    node.delete(descendants(LINEAGE.root, node.contents.children))
     node.delete([*model])
     stats = node.stats()
     assert (stats["host"]["bytes"], folder_bytes(folder), followed) == (0, 0, {})

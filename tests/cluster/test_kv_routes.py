@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.kv_queries import KvTier
-from mneme.replicas.queries import Query
+from mneme.replicas.queries import GetSession, Query
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
 from tests.cluster.api_fixtures import TOKENIZER
@@ -239,6 +240,43 @@ def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
         assert [pin["id"] for pin in (await call(client, "/pins", headers=TWO, method="GET"))["data"]] == ["mine"]
         await call(client, "/unpin", 404, headers=ONE, pin_id="mine")
         await call(client, "/lookup", 401, token_ids=IDS)
+
+    run(scenario, **KEYS)
+
+
+class OwnedLogs:
+    """Of a `DurableSessions` what a tenant's deletion asks."""
+
+    def __init__(self) -> None:
+        self.owners: list[bytes] = []
+        self.is_slow = False
+
+    def delete_owned(self, owner: bytes) -> int:
+        if self.is_slow:
+            raise TimeoutError
+        self.owners.append(owner)
+        return 3
+
+
+def test_a_tenant_s_sessions_go_with_its_kv() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        logs: Any = OwnedLogs()
+        for loop in engines.loops.values():
+            loop.kv_tier = replace(engines.tier, durable=logs)
+        for name in "ab":
+            await engines.compute(name, IDS, salts(0)[name == "b"], session_id=f"s-{name}")
+            await engines.compute(name, IDS, salts(1)[0], session_id="other")
+        engines.save(IDS, salts(0)[0])
+        logs.is_slow = True
+        await drop(client, 503, headers=ONE, tenant=True)
+        logs.is_slow = False
+        gone = await drop(client, headers=ONE, tenant=True)
+        assert (gone["tier"]["chunks"], gone["tier"]["session_logs"]) == (4, 3)
+        assert logs.owners == [owner_of(salts(0)[0])]  # one replica is asked for all nodes
+        for loop in engines.loops.values():
+            left = await asyncio.to_thread(loop.query, GetSession((salts(1)[0], "other")))
+            assert left is not None
+            assert len(loop.engine.sessions) == 1
 
     run(scenario, **KEYS)
 

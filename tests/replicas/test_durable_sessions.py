@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from mneme.cachetier.keys import owner_of
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_logs import SessionLogs
 from mneme.cachetier.session_record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.durable_sessions import DurableSessions
 from mneme.replicas.engine import Engine
+from mneme.replicas.kv_queries import DropTenantKv, engine_part
 from mneme.replicas.queries import DeleteSession, ForkSession, GetSession, LeaveSession, answer, was_there
 from mneme.replicas.request import SamplingParams, TokenEvent
 from mneme.replicas.token_log import TokenLog
@@ -381,3 +383,35 @@ def test_marks_know_their_text_in_another_process_only_with_their_key() -> None:
     log = TokenLog()
     assert log.matching_marks("anything") == []
     assert TokenLog.restored(log.state()).mark_key == b""
+
+
+def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(cluster: Cluster) -> None:
+    one, two = cluster.engine(), cluster.engine()
+    say(one, "a", [1, 2, 3])
+    say(one, "b", [1, 2], salt="salt:chosen", session_id="public:other")
+    say(two, "c", [2, 1], session_id="public:here")
+    say(two, "d", [3, 3], salt="neighbour")
+    for engine in (one, two):
+        engine_part(engine, DropTenantKv(KEY[0], in_tier=False))
+        flush(engine)
+    assert (len(one.sessions), len(two.sessions)) == (0, 1)
+    assert two.durable is not None
+    assert two.durable.delete_owned(owner_of(KEY[0])) == 0  # the engines' own deletions are written
+    third = cluster.restart()
+    recall(third, KEY[1], "public:here")
+    assert third.sessions.get(KEY) is None
+    with pytest.raises(SessionNotFound):
+        say(third, "e", [1], append=True)
+    assert third.durable is not None
+    third.durable.restore(third.sessions, [make_request("f.0", [1], salt="neighbour", session_id=KEY[1])])
+    assert third.sessions.get(("neighbour", KEY[1])) is not None
+
+
+def test_a_tenant_s_sessions_that_no_engine_knows_go_from_the_disk(cluster: Cluster) -> None:
+    say(cluster.engine(), "a", [1, 2, 3])
+    second = cluster.restart()
+    assert second.durable is not None
+    assert second.durable.delete_owned(owner_of("neighbour")) == 0
+    assert second.durable.delete_owned(owner_of(KEY[0])) == 1
+    with pytest.raises(SessionNotFound):
+        say(second, "b", [1], append=True)

@@ -1,0 +1,150 @@
+"""What an engine's process believes of its node, and how it learns better; without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mneme.cachetier import ray_peers, ray_store
+from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.ray_node import Found
+from mneme.cachetier.ray_puts import PutAnswer
+from mneme.cachetier.ray_store import RayChunkStore
+from mneme.cachetier.saving import HostPut
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
+
+IDS = list(range(1, 4 * CHUNK_TOKENS + 1))
+CHAIN = chain_of(IDS)
+KEYS = [chunk.header.key for chunk in CHAIN]
+
+Done = Callable[[ChunkHeader, PutAnswer | None], None]
+
+
+class FakeNode:
+    """A node's actor: it refuses what follows a chunk that is not here, as one does that has evicted it."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.keys: set[bytes] = set()
+        self.epoch = epoch
+        self.is_full = self.is_lost = False
+        self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
+
+    def put(self, header: ChunkHeader) -> PutAnswer | None:
+        has_parent = header.parent in self.keys or header.parent == LINEAGE.root
+        if self.is_lost:
+            return None
+        if self.is_full or not has_parent:
+            return PutAnswer(HostPut.REFUSED, has_parent, self.epoch)
+        outcome = HostPut.KEPT if header.key in self.keys else HostPut.TAKEN
+        self.keys.add(header.key)
+        return PutAnswer(outcome, has_parent, self.epoch)
+
+
+class PromptPuts:
+    """`PutsUnderWay` of which each put is answered before `put` returns."""
+
+    def __init__(self, max_bytes: int, wait_s: float, done: Done) -> None:
+        self._done = done
+
+    def put(self, node: FakeNode, chunk: Chunk) -> bool:
+        self._done(chunk.header, node.put(chunk.header))
+        return True
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+class BusyPuts(PromptPuts):
+    def put(self, node: FakeNode, chunk: Chunk) -> bool:
+        return False
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+@pytest.fixture
+def store(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> RayChunkStore:
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
+    return make_store(node, monkeypatch, PromptPuts)
+
+
+def make_store(node: FakeNode, monkeypatch: pytest.MonkeyPatch, puts: type) -> RayChunkStore:
+    monkeypatch.setattr(ray_store, "PutsUnderWay", puts)
+    admin: Any = None  # not asked here
+    return RayChunkStore("n", lambda: node, put_bytes=1, admin=admin)
+
+
+def save_turn(store: RayChunkStore, num_chunks: int) -> int:
+    """As an engine does it that has all of the chain; how many were put."""
+    known = store.known(KEYS[:num_chunks])
+    unknown = [chunk for chunk in CHAIN[:num_chunks] if chunk.header.key not in known]
+    for chunk in unknown:
+        store.put(chunk, LINEAGE)
+    return len(unknown)
+
+
+def test_a_chain_whose_beginning_was_evicted_is_there_again_after_the_next_turn(
+    store: RayChunkStore, node: FakeNode
+) -> None:
+    assert save_turn(store, 3) == 3
+    node.keys.clear()
+    assert save_turn(store, 4) == 1  # refused: what it follows is not there
+    assert not store.known(KEYS)
+    assert save_turn(store, 4) == 4
+    assert node.keys == set(KEYS) == store.known(KEYS)
+    assert save_turn(store, 4) == 0
+
+
+def test_a_chunk_that_there_is_no_room_for_does_not_have_others_put_again(store: RayChunkStore, node: FakeNode) -> None:
+    save_turn(store, 2)
+    node.is_full = True
+    assert save_turn(store, 3) == 1
+    assert save_turn(store, 4) == 2  # nor does one behind it
+    assert store.known(KEYS) == set(KEYS[:2])
+
+
+def test_what_is_refused_or_not_answered_at_once_is_not_known(store: RayChunkStore, node: FakeNode) -> None:
+    node.is_full = True
+    assert store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+    node.is_lost = True
+    assert store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+
+
+def test_what_is_not_put_is_not_known(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(node, monkeypatch, BusyPuts)
+    assert not store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+
+
+def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_question(
+    store: RayChunkStore, node: FakeNode
+) -> None:
+    locate(store, KEYS[3:])
+    save_turn(store, 3)
+    locate(store, KEYS[3:])
+    assert store.known(KEYS) == set(KEYS[:3])
+    node.epoch += 1
+    locate(store, KEYS[3:])
+    assert not store.known(KEYS)
+    assert store.stats()["node_restarted"] == 1
+
+
+def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_put(store: RayChunkStore, node: FakeNode) -> None:
+    save_turn(store, 3)
+    node.epoch += 1
+    save_turn(store, 4)
+    assert not store.known(KEYS[:3])
+
+
+def locate(store: RayChunkStore, keys: list[bytes]) -> None:
+    """Its last chunks, none of which the fake finds."""
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, first=len(KEYS) - len(keys))
+    assert store.locate(query, 1.0) == []

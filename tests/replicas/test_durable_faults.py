@@ -1,0 +1,106 @@
+"""Stores of session logs that fail, hang or fall behind: a turn goes on, and what was deleted stays deleted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from mneme.cachetier.session_log_store import Appended, LogKey, log_key
+from mneme.replicas import session_log_writer
+from mneme.replicas.durable_sessions import DurableSessions
+from mneme.replicas.session_log_writer import SessionLogWriter
+from mneme.replicas.token_log import TokenLog
+
+MODEL = b"letters"
+
+
+class HeldStore:
+    """Answers once `go` is set; `read` then gives what `on_read` does."""
+
+    def __init__(self, on_read: Callable[[], bytes | None] = lambda: None) -> None:
+        self.on_read = on_read
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.deleted: list[LogKey] = []
+
+    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        self.entered.set()
+        assert self.go.wait(30)
+        return Appended.WRITTEN
+
+    def read(self, key: LogKey, newer_than: int = 0) -> bytes | None:
+        self.entered.set()
+        assert self.go.wait(30)
+        return self.on_read()
+
+    def delete(self, key: LogKey, at_least: int = 0) -> bool:
+        self.deleted.append(key)
+        return True
+
+    def delete_owned(self, owner: bytes) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def keys(num: int) -> list[tuple[str, str]]:
+    return [("salt", f"public:{i}") for i in range(num)]
+
+
+def test_whatever_a_read_raises_the_turn_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bytes:
+        raise ZeroDivisionError
+
+    store = HeldStore(fail)
+    store.go.set()
+    durable = DurableSessions(store, MODEL, 5, read_s=10)
+    (key,) = keys(1)
+    with caplog.at_level(logging.ERROR):
+        assert durable.recall([key], lambda _key: 0) == [(key, None)]
+    assert durable.stats()["read"] == {"failed": 1}
+    assert "could not be read" in caplog.text
+    durable.close()
+
+
+def test_reads_that_are_cancelled_fail_and_are_not_under_way_any_more() -> None:
+    store = HeldStore()
+    durable = DurableSessions(store, MODEL, 5, read_s=10)
+    found: list[object] = []
+    asking = threading.Thread(target=lambda: found.extend(durable.recall(keys(20), lambda _key: 0)))
+    asking.start()
+    assert store.entered.wait(10)
+    closing = threading.Thread(target=durable.close)  # cancels what no thread has begun
+    closing.start()
+    closing.join(10)
+    store.go.set()
+    asking.join(10)
+    assert not asking.is_alive()
+    durable._readers.shutdown(wait=True)
+    assert 1 <= len(found) == durable.stats()["read"]["failed"] <= 20  # the others have found nothing
+    assert durable._num_reads == 0
+
+
+def test_a_read_that_cannot_begin_is_not_under_way() -> None:
+    durable = DurableSessions(HeldStore(), MODEL, 5)
+    durable.close()
+    (key,) = keys(1)
+    assert durable.recall([key], lambda _key: 0) == [(key, None)]
+    assert durable._num_reads == 0
+
+
+def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
+    store = HeldStore()
+    writer = SessionLogWriter(store, MODEL)
+    writer.forked(("salt", "first"), TokenLog())
+    assert store.entered.wait(10)  # the writer hangs in it
+    for key in keys(10):
+        writer.deleted(key, TokenLog())
+    writer.forked(("salt", "last"), TokenLog())
+    store.go.set()
+    assert writer.flush(10)
+    assert store.deleted == [log_key(MODEL, *key) for key in keys(10)]
+    assert writer.stats() == {"waiting": 0, "appended": 1, "dropped": 1, "deleted": 10}
+    writer.close()
