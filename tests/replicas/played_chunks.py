@@ -7,7 +7,7 @@ compared with what it should be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,9 +155,9 @@ class FakeMover:
         self.num_loaded += len(fetches)
         return lost
 
-    def end_saves(self) -> None:
+    def end_saves(self, unsound: Collection[object] = ()) -> None:
         saves, self._saves = self._saves, []
-        self._put([save for save in saves if not save.job.is_void])
+        self._put([save for save in saves if not save.job.is_void and save.job.sequence not in unsound])
 
     def abandon(self) -> None:
         self.end_load()

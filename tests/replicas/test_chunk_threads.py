@@ -14,7 +14,6 @@ from mneme.replicas import chunk_saver
 from mneme.replicas.engine import Engine
 from mneme.replicas.llm import LLM
 from mneme.replicas.model import Decoder
-from mneme.replicas.read_room import ReadRoom
 from mneme.replicas.request import SamplingParams
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
 from tests.replicas.test_chunk_cache import wait_for_store
@@ -190,22 +189,6 @@ def test_threads_end_with_an_engine_that_nobody_closes(decoder: Decoder) -> None
     for thread in started:
         thread.join(WAIT_S)
         assert not thread.is_alive(), thread.name
-
-
-def test_whoever_waits_for_room_is_let_in_when_it_is_urgent() -> None:
-    room, is_urgent, outcome = ReadRoom(100), threading.Event(), []
-    assert room.take(80, lambda: False, lambda: False)
-    waiting = threading.Thread(target=lambda: outcome.append(room.take(80, is_urgent.is_set, lambda: False)))
-    waiting.start()
-    is_urgent.set()
-    room.wake()
-    waiting.join(WAIT_S)
-    assert outcome == [True]
-    assert room.num_used == 160
-    assert not room.take(1, lambda: False, lambda: True)
-    assert room.num_used == 160
-    room.give(160)
-    assert room.num_used == 0
 
 
 def test_a_header_of_a_source_is_not_touched_behind_its_end(decoder: Decoder, filled: FakeStore) -> None:

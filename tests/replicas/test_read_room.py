@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mneme.replicas import chunk_fetches
-from mneme.replicas.chunk_fetches import ReadRoom
+from mneme.replicas.read_room import ReadRoom
 
 TIMEOUT_S = 30.0
 
 
 @pytest.mark.parametrize(("is_over", "is_taken"), [(False, True), (True, False)])
-def test_who_waits_for_room_hears_of_urgency(monkeypatch: pytest.MonkeyPatch, is_over: bool, is_taken: bool) -> None:
-    monkeypatch.setattr(chunk_fetches, "_WAIT_S", 10 * TIMEOUT_S)  # it does not look again by itself
-    room, asked, urgent = ReadRoom(0, time.monotonic), threading.Event(), threading.Event()
+def test_who_waits_for_room_hears_of_urgency(is_over: bool, is_taken: bool) -> None:
+    room, asked, urgent = ReadRoom(0), threading.Event(), threading.Event()
 
     def is_urgent() -> bool:
         asked.set()
@@ -27,6 +24,6 @@ def test_who_waits_for_room_hears_of_urgency(monkeypatch: pytest.MonkeyPatch, is
         taken = threads.submit(room.take, 100, is_urgent, lambda: is_over and urgent.is_set())
         assert asked.wait(TIMEOUT_S)
         urgent.set()
-        room.hurry()
+        room.wake()
         assert taken.result(TIMEOUT_S) is is_taken
     assert room.num_used == (100 if is_taken else 0)
