@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.e2e
 MODEL = "mneme-tiny"
 STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 30
 NUM_OUTPUT = 16
+SAVE_LIMIT_S = 30.0
 
 
 @contextmanager
@@ -58,6 +60,17 @@ def answer(found: dict[str, Any]) -> str:
     return text
 
 
+def await_saved(http: httpx.Client, num_history: int, **session: str) -> None:
+    """Saving is nobody's wait: what is killed right after an answer takes along what was on its way."""
+    deadline = time.monotonic() + SAVE_LIMIT_S
+    while True:
+        tier = http.post("/v1/kv/lookup", json=session).raise_for_status().json()["tier"]
+        if tier["tokens"] >= num_history - 1:
+            return
+        assert time.monotonic() < deadline, tier
+        time.sleep(0.1)
+
+
 def check_goes_on(found: dict[str, Any], num_history: int, *sources: str) -> None:
     """At least 99% of what was said before came from these tiers."""
     details = found["usage"]["kv_details"]
@@ -74,6 +87,7 @@ def test_sessions_outlive_their_replica_and_their_cluster(tmp_path: Path) -> Non
         busy = cpu_seconds(process)
         assert answer(told) == stayed[0]
         num_history = told["usage"]["total_tokens"]
+        await_saved(http, num_history, session_id="moves", cache_salt="other")
         os.kill(max(busy, key=lambda pid: busy[pid] - busy_before[pid]), signal.SIGKILL)
         moved = say(http, "And then?", "moves", append=True, cache_salt="other")
         assert answer(moved) == stayed[1]

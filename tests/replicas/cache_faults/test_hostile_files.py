@@ -30,7 +30,7 @@ def test_a_header_says_something_else(next_turn: NextTurn, field: str) -> None:
         path = next_turn.paths[1]
         chunk = chunk_in(path)
         found = next_turn.ask(when_open=lambda: with_field(path, chunk, field, value))  # noqa: B023
-        if found.cached["turn"] == next_turn.saved.num_history:  # the value that it had
+        if found.cached["turn"] >= next_turn.saved.num_history:  # the value that it had
             assert found.counters["misses"] == 0
         else:
             assert found.counters["misses"] > 0
