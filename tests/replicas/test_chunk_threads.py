@@ -87,14 +87,20 @@ def test_an_engine_closes_while_a_read_hangs(decoder: Decoder, filled: FakeStore
     check_closed(engine, filled, hung=True)
 
 
-def test_an_engine_closes_while_the_store_is_asked(decoder: Decoder, filled: FakeStore) -> None:
-    gate, locate = Gate(), filled.locate
+def gate_before_locate(store: FakeStore) -> Gate:
+    """The store answers no question before it is open."""
+    gate, locate = Gate(), store.locate
 
     def slow(query: object, timeout_s: float) -> object:
         gate(0)
         return locate(query, timeout_s)  # type: ignore[arg-type]
 
-    filled.locate = slow  # type: ignore[method-assign,assignment]
+    store.locate = slow  # type: ignore[method-assign,assignment]
+    return gate
+
+
+def test_an_engine_closes_while_the_store_is_asked(decoder: Decoder, filled: FakeStore) -> None:
+    gate = gate_before_locate(filled)
     engine = make_cached_engine(decoder, filled)
     submit(engine, "a", draw(1, 150), NUM_NEW)
     assert gate.has_come.wait(WAIT_S)
@@ -107,13 +113,7 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     decoder: Decoder, filled: FakeStore
 ) -> None:
     """The store learns of the request after it has ended; it is told of the end after that."""
-    gate, locate = Gate(), filled.locate
-
-    def slow(query: object, timeout_s: float) -> object:
-        gate(0)
-        return locate(query, timeout_s)  # type: ignore[arg-type]
-
-    filled.locate = slow  # type: ignore[method-assign,assignment]
+    gate = gate_before_locate(filled)
     engine = make_cached_engine(decoder, filled)
     submit(engine, "a", draw(1, 150), NUM_NEW)
     assert gate.has_come.wait(WAIT_S)
