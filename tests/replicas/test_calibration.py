@@ -18,6 +18,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.load import load_engine
 from mneme.replicas.runner import Runner
+from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
 SMALL = EngineConfig(
@@ -115,6 +116,7 @@ def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> N
     assert poor == [(32, 0)]
 
 
+@needs_native  # without, nothing is worth sharing here
 def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(module._Bench, "_drawn", lambda _, num_tokens: [7] * num_tokens)

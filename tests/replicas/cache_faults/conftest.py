@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,24 @@ from mneme.replicas.model import Decoder
 from tests.replicas.saved_turn import NextTurn, Saved, save_turn
 from tests.replicas.tiered_engine import load_decoder
 
-
-@pytest.fixture(autouse=True, scope="package")
-def few_folders() -> Iterator[None]:
-    """Or most of the time would go into making, listing and removing 256 of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_names, "NUM_FOLDERS", 4)
-        yield
+NUM_FOLDERS = 4  # or most of the time would go into making, listing and removing 256 of them
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(autouse=True)
+def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_names, "NUM_FOLDERS", NUM_FOLDERS)
+
+
+@pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder("llama-3", tmp_path_factory.mktemp("llama-3"))
 
 
-@pytest.fixture(scope="package")
-def saved(decoder: Decoder, few_folders: None, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_turn(decoder, tmp_path_factory.mktemp("saved"))
+@pytest.fixture(scope="session")
+def saved(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_names, "NUM_FOLDERS", NUM_FOLDERS)
+        return save_turn(decoder, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
