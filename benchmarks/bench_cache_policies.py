@@ -78,7 +78,7 @@ def measure_tiers(trace: Sequence[TraceRequest]) -> list[dict[str, Any]]:
     """A row per arm: where blocks are found, and how soon first tokens come."""
     rows = []
     for policy, queue, prefetch in TIER_ARMS:
-        played = CacheSimulator(trace, TIERS, policy, rates=RATES, queue=queue, prefetch=prefetch).run()
+        played = CacheSimulator(trace, TIERS, policy, costs=RATES.cost_model(), queue=queue, prefetch=prefetch).run()
         found = {name: tier.num_found / played.num_blocks for name, tier in zip(TIER_NAMES, played.tiers, strict=True)}
         row = {"policy": policy, "queue": queue, "prefetch": prefetch, "hit ratio": played.block_hit_ratio, **found}
         ttft = {"ttft p50 s": statistics.median(played.ttft_s), "ttft mean s": statistics.fmean(played.ttft_s)}

@@ -13,9 +13,9 @@ from mneme.replicas.request import StepMessage
 TIMES_DIR_VARIABLE = "MNEME_BENCH_TIMES_DIR"
 
 
-def load_timed_engine(model: str, config: Any, *, on_progress: Callable[[str, float], None]) -> Any:
+def load_timed_engine(model: str, config: Any, **options: Any) -> Any:
     """In the place of `load_engine_loop`; the times go to a file per process."""
-    loop = load_engine_loop(model, config, on_progress=on_progress)
+    loop = load_engine_loop(model, config, **options)
     times = open(f"{os.environ[TIMES_DIR_VARIABLE]}/{os.getpid()}.times", "w", buffering=1)  # noqa: SIM115
     subscribe = loop.subscribe
 

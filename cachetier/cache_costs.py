@@ -1,29 +1,20 @@
-"""What a simulated cache costs: seconds to a first token from measured rates, money per hour from a price table."""
+"""What a simulation is told of costs: a cost model, measured or from a table of rates, and a table of prices."""
 
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from mneme.cachetier.cost_file import costs_in
-from mneme.cachetier.cost_model import CostModel
+from mneme.cachetier.cost_model import Calibration, CostModel
 from mneme.errors import ConfigError, shown
 
 GB = 1e9
 _MAX_TABLE_BYTES = 65_536
-_PROMPT_TOKENS, _CHUNK_TOKENS = 2048, 256
+_WHOLE_PROMPT = 1 << 40  # rows in a step
 _LARGEST = 1e15  # of any rate or price: far above what there is, so that no figure overflows
-
-
-class FirstToken(NamedTuple):
-    ttft_s: float
-    compute_s: float
-    loaded: tuple[int, ...]  # blocks by tier: a beginning of what was found, the rest is computed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,42 +30,21 @@ class Rates:
     def __post_init__(self) -> None:
         _check_positive(self)
 
-    def first_token(self, input_tokens: int, block_tokens: int, found: Sequence[int]) -> FirstToken:
-        """`found`: blocks by tier, device first. The head of them is loaded while the rest is computed, so many as give
-        the soonest first token; at a tie, more. One token is always computed."""
-        total = sum(found)
-
-        def load_s(num_blocks: int) -> float:
-            return self._load_s(_head(found, num_blocks), block_tokens)
-
-        def compute_s(num_blocks: int) -> float:
-            return max(input_tokens - num_blocks * block_tokens, 1) / self.prefill_tokens_per_s
-
-        # Loading takes longer with each block, computing less long: the best is beside where they cross.
-        crossing = bisect_left(range(total), True, key=lambda count: load_s(count) > compute_s(count))
-        best = min((crossing, max(crossing - 1, 0)), key=lambda count: max(load_s(count), compute_s(count)))
-        return FirstToken(max(load_s(best), compute_s(best)), compute_s(best), tuple(_head(found, best)))
-
-    def load_blocks(self, seconds: float, block_tokens: int) -> float:
-        """How many a disk gives in so long."""
-        return seconds * self.disk_gb_per_s * GB / self.block_bytes(block_tokens)
-
-    def _load_s(self, blocks: Sequence[int], block_tokens: int) -> float:
-        block_gb = self.block_bytes(block_tokens) / GB
-        rates = (math.inf, self.host_gb_per_s, self.disk_gb_per_s)
-        return sum(count * block_gb / rate for count, rate in zip(blocks, rates, strict=False))
-
-    def block_bytes(self, block_tokens: int) -> float:
-        return self.kv_bytes_per_token * block_tokens
-
-
-def _head(found: Sequence[int], num_blocks: int) -> list[int]:
-    """The first blocks of all that were found, by tier: those nearer to the head are in faster tiers."""
-    head = []
-    for count in found:
-        head.append(min(count, num_blocks))
-        num_blocks -= head[-1]
-    return head
+    def cost_model(self) -> CostModel:
+        """Nothing has a latency, and a prompt is one step."""
+        return CostModel(
+            Calibration(
+                prefill=(0.0, 1 / self.prefill_tokens_per_s, 0.0),
+                decode=(0.0, 0.0, 0.0),
+                edges={
+                    "host": (0.0, 0.0, 1 / self.host_gb_per_s / GB),
+                    "disk": (0.0, 0.0, 1 / self.disk_gb_per_s / GB),
+                },
+                step_rows=_WHOLE_PROMPT,
+                kv_bytes_per_token=max(round(self.kv_bytes_per_token), 1),
+            ),
+            stands_still,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +66,18 @@ class Prices:
 Table = TypeVar("Table", Rates, Prices)
 
 
-def rates_of(costs: CostModel) -> Rates:
-    """What an engine has measured, for a prompt of 2,048 tokens."""
-    num_bytes = _PROMPT_TOKENS * costs.calibration.kv_bytes_per_token
-    num_chunks = _PROMPT_TOKENS // _CHUNK_TOKENS
-    return Rates(
-        prefill_tokens_per_s=_PROMPT_TOKENS / costs.prefill_s(_PROMPT_TOKENS, 0),
-        host_gb_per_s=num_bytes / costs.edge_s("host", num_bytes, num_chunks) / GB,
-        disk_gb_per_s=num_bytes / costs.edge_s("disk", num_bytes, num_chunks) / GB,
-        kv_bytes_per_token=costs.calibration.kv_bytes_per_token,
-    )
+def stands_still() -> float:
+    """A clock: what was learned of an edge stays as it is."""
+    return 0.0
 
 
-def load_rates(path: Path | None) -> Rates:
-    """From a JSON object with some of the fields, or from the file in which an engine keeps its cost model."""
-    costs = None if path is None else costs_in(_read(path))
-    return load_table(Rates, path) if costs is None else rates_of(costs)
+def load_costs(path: Path | None) -> CostModel:
+    """From a JSON object with some of the fields of `Rates`, or from the file in which an engine keeps its cost model.
+
+    Raises `ConfigError`.
+    """
+    costs = None if path is None else costs_in(_read(path), stands_still)
+    return costs or load_table(Rates, path).cost_model()
 
 
 def load_table(kind: type[Table], path: Path | None) -> Table:

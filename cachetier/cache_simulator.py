@@ -1,7 +1,8 @@
 """A trace against tiers under a policy: what is found where, what moves, how long first tokens take.
 
 The clock is the trace's. Nothing queues and nothing is busy: a request finds what was used before it, and its blocks
-are there for the next one. With `queue` the policy sees so many requests that come next, as if they waited. With
+are there for the next one; how much of it is loaded and how much computed again, the engines' controller decides. With
+`queue` the policy sees so many requests that come next, as if they waited. With
 `prefetch` what they will use is brought from the disk to the host before (AttentionStore 3.3.1), as much as the disk
 reads between two arrivals, for as many of them as the host holds.
 """
@@ -16,9 +17,11 @@ from functools import partial
 from typing import cast, get_args
 
 from mneme.cachetier.cache_costs import Rates
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.eviction import EvictionPolicy
 from mneme.cachetier.eviction_min import MinPolicy
 from mneme.cachetier.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.simulated_loads import SimulatedLoads
 from mneme.cachetier.simulated_tiers import Block, SimulatedTiers
 from mneme.cachetier.traces import TraceRequest
 from mneme.errors import ConfigError, shown
@@ -68,7 +71,7 @@ class CacheSimulator:
         capacities: Sequence[int | None],
         policy: str,
         *,
-        rates: Rates | None = None,
+        costs: CostModel | None = None,
         queue: int = 0,
         prefetch: bool = False,
     ) -> None:
@@ -77,7 +80,7 @@ class CacheSimulator:
         if prefetch and not (queue and len(capacities) > _DISK and 0 not in capacities[_HOST:]):
             raise ConfigError("prefetch: needs a queue, a host tier and a disk tier")
         self._trace = trace
-        self._rates = rates or Rates()
+        self._loads = SimulatedLoads(costs or Rates().cost_model())
         self._queue = queue
         self._prefetches = prefetch
         self._unread = 0.0  # blocks that the disk could have read ahead by now
@@ -98,7 +101,7 @@ class CacheSimulator:
             idle_s = request.arrival_s - self._trace[max(place - 1, 0)].arrival_s
             self._now_s = max(request.arrival_s, self._now_s + _TICK_S)
             if self._prefetches:
-                self._prefetch(self._rates.load_blocks(idle_s, request.block_tokens))
+                self._prefetch(self._loads.disk_blocks(idle_s, request.block_tokens))
             self._wait_from(place + 1)
             self._play(request, outcome)
         if self._trace:
@@ -113,7 +116,7 @@ class CacheSimulator:
         before = [tier.num_found for tier in self.tiers.tiers]
         num_found = self.tiers.use(request.block_ids, self._now_s)
         found = [tier.num_found - count for tier, count in zip(self.tiers.tiers, before, strict=True)]
-        timing = self._rates.first_token(request.input_tokens, request.block_tokens, found)
+        timing = self._loads.first_token(request.input_tokens, request.block_tokens, found)
         self._unread -= sum(timing.loaded[_DISK:])  # who needs it now goes first
         self._loaded = [sum(pair) for pair in zip(self._loaded, timing.loaded, strict=True)]
         outcome.num_requests += 1

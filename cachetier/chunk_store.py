@@ -109,5 +109,8 @@ class ChunkStore(Protocol):
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """Keep a chunk, whose bytes are the store's from now on; False: refused. Blocks while much is written."""
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what was put before can be found, or was refused; False if that took too long."""
+
     def close(self) -> None:
         """Write what is still to be written, within a bounded time."""

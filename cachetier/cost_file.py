@@ -48,7 +48,7 @@ class CostFile:
             log.warning("costs are not kept, %s cannot be written: %s", self.path, error)
 
 
-def costs_in(content: Any) -> CostModel | None:
+def costs_in(content: Any, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
     """The cost model in a file's JSON, of whatever model and machine; None if it is something else.
 
     Raises `ConfigError` for one of another version, or broken.
@@ -57,4 +57,4 @@ def costs_in(content: Any) -> CostModel | None:
         return None
     if content.get("version") != _VERSION:
         raise ConfigError(f"cost model: version {content.get('version')!r}; this is version {_VERSION}")
-    return CostModel.from_mapping(content.get("costs"))
+    return CostModel.from_mapping(content.get("costs"), clock)

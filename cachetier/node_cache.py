@@ -195,10 +195,11 @@ class NodeCache:
         self._tiers.settle()
 
     def step(self) -> float | None:
-        """What the cache's thread does: bring up one chunk, unless somebody reads, or drop what has expired."""
+        """What the cache's thread does: bring up one chunk, unless somebody reads; now and then what is due."""
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
+            self._saver.write_again()
         if self._promoter.is_loading:
             return _YIELD_S
         return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S

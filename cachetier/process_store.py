@@ -72,6 +72,10 @@ class ProcessChunkStore:
         """See `ChunkStore.put`; never waits for the disk."""
         return self.node.put(chunk.header, chunk.layers) is not HostPut.REFUSED
 
+    def settle(self, timeout_s: float) -> bool:
+        """See `ChunkStore.settle`."""
+        return True
+
     def close(self) -> None:
         self.node.close()
 

@@ -70,6 +70,12 @@ class PutsUnderWay:
             self._changed.notify_all()
         return True
 
+    def settle(self, timeout_s: float) -> bool:
+        """Whether all that was under way when this was called was answered in time."""
+        with self._changed:
+            before = set(self._puts)
+            return self._changed.wait_for(lambda: before.isdisjoint(self._puts), timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         """Whether all that is under way was answered in time; the rest is let go."""
         with self._changed:

@@ -110,6 +110,10 @@ class RayChunkStore:
         found: dict[str, Any] | None = self._peers.answers([call], time.monotonic() + timeout_s)[0]
         return found
 
+    def settle(self, timeout_s: float) -> bool:
+        """See `ChunkStore.settle`."""
+        return self._puts.settle(timeout_s)
+
     def close(self) -> None:
         """See `ChunkStore.close`; the node's actor stays."""
         self._puts.close(_CLOSE_TIMEOUT_S)

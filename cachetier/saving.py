@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import islice
 
 from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_memory import Held
@@ -19,6 +20,8 @@ from mneme.cachetier.node_tiers import NodeTiers
 from mneme.cachetier.write_behind import Pending, WriteBehind
 
 _WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
+_MAX_RETRIED = 64  # chunks at a time
+_MAX_LATE = 4096  # chunks in memory that are to be written when that is possible
 
 
 class HostPut(Enum):
@@ -35,6 +38,8 @@ class Saver:
 
     def __init__(self, tiers: NodeTiers, host_bytes: int, is_loading: Callable[[], bool], tail_delay_s: float) -> None:
         self._tiers, self._host, self._lock = tiers, tiers.host, tiers.lock
+        self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
+        self._late: dict[bytes, None] = {}  # likewise, as the queue was full
         self.writer: WriteBehind | None = None
         if tiers.disk is not None:
             self.writer = WriteBehind(
@@ -61,6 +66,19 @@ class Saver:
         """These are not to be written."""
         if self.writer is not None:
             self.writer.cancel(keys)
+
+    def write_again(self) -> None:
+        """Some of what a fault has kept from the disk; to be called now and then."""
+        with self._lock:
+            keys = list(islice(self._failed, _MAX_RETRIED))
+            entries = [entry for key in keys if (entry := self._host.index.get(key)) is not None]
+            for key in keys:
+                del self._failed[key]
+            for entry in entries:
+                self._host.index.hold(entry.key)
+            self._host.counters["written_late"] += len(entries)
+        for entry in entries:
+            self._submit(entry.header, entry.held, is_passing=False)
 
     def _put(self, header: ChunkHeader, payload: object) -> HostPut:
         if self._tiers.disk is not None and header.parent in self._tiers.disk:
@@ -129,10 +147,35 @@ class Saver:
 
     def _submit(self, header: ChunkHeader, held: Held, *, is_passing: bool) -> bool:
         assert self.writer is not None
-        is_queued = self.writer.submit(header, held, is_passing=is_passing)
+        is_queued = header.parent not in self._late and self.writer.submit(header, held, is_passing=is_passing)
         if not is_queued:
-            self._written(Pending(header, held, 0.0, is_passing=is_passing))
+            self._try_later(self._late, header.key)
+            self._let_go(Pending(header, held, 0.0, is_passing=is_passing))
         return is_queued
+
+    def _refill(self) -> None:
+        """Of what is late, the first that memory still has: into the queue, if there is room."""
+        assert self.writer is not None
+        with self._lock:
+            while self._late and next(iter(self._late)) not in self._host.index:
+                del self._late[next(iter(self._late))]
+            entry = self._host.index.get(next(iter(self._late), b""))
+            if entry is None:
+                return
+            self._host.index.hold(entry.key)
+        if self.writer.submit(entry.header, entry.held):
+            with self._lock:
+                self._late.pop(entry.key, None)
+                self._host.counters["written_late"] += 1
+        else:
+            self._let_go(Pending(entry.header, entry.held, 0.0, is_passing=False))
+
+    def _try_later(self, late: dict[bytes, None], key: bytes) -> None:
+        with self._lock:
+            if key in self._host.index:
+                late[key] = None
+            if len(late) > _MAX_LATE:
+                del late[next(iter(late))]
 
     def _write(self, pending: Pending) -> None:
         """On the writer's thread."""
@@ -145,8 +188,9 @@ class Saver:
             with self._lock:
                 self._host.missed(key, layers)
             return
-        if disk.put(Chunk(pending.header, layers)) not in (Put.WRITTEN, Put.KEPT):
-            self._not_written(key, "not_written")
+        outcome = disk.put(Chunk(pending.header, layers))
+        if outcome not in (Put.WRITTEN, Put.KEPT):
+            self._not_written(key, "not_written", is_to_retry=outcome is not Put.NO_ROOM)
         if not self._is_wanted(key):
             disk.delete([key])
         with self._lock:
@@ -160,15 +204,18 @@ class Saver:
             return False
         with self._lock:
             is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.was_here(parent)
+            is_to_retry = parent in self._failed or parent in self._late
         if is_cut_off:
-            self._not_written(header.key, "not_written_orphan")
+            self._not_written(header.key, "not_written_orphan", is_to_retry=is_to_retry)
         return is_cut_off
 
-    def _not_written(self, key: bytes, counter: str) -> None:
-        """What follows it is not to be written either."""
+    def _not_written(self, key: bytes, counter: str, *, is_to_retry: bool) -> None:
+        """What follows it is not to be written either, until it is."""
         with self._lock:
             self._host.index.note_refused(key)
             self._host.counters[counter] += 1
+        if is_to_retry:
+            self._try_later(self._failed, key)
 
     def _is_wanted(self, key: bytes) -> bool:
         """It was not deleted, nor superseded; it cannot have been evicted."""
@@ -176,7 +223,12 @@ class Saver:
             return self._host.holds(key)
 
     def _written(self, pending: Pending) -> None:
-        """It is on the disk, or will not be: it may go from memory."""
+        """There is room in the queue again."""
+        self._let_go(pending)
+        self._refill()
+
+    def _let_go(self, pending: Pending) -> None:
+        """It is on the disk, or will not be for now: it may go from memory."""
         key = pending.header.key
         with self._lock:
             if pending.is_passing:

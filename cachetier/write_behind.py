@@ -59,6 +59,7 @@ class WriteBehind:
         self._whole: dict[bytes, Pending] = {}
         self._tails: dict[bytes, Pending] = {}
         self._num_bytes = 0
+        self._num_finishing = 0
         self._num_flushing = 0
         self._num_yields = 0
         self._counters: Counter[str] = Counter()
@@ -102,7 +103,7 @@ class WriteBehind:
         self._thread.wake()
         try:
             with self._changed:
-                return self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
+                return self._changed.wait_for(lambda: not self._num_bytes and not self._num_finishing, timeout_s)
         finally:
             with self._changed:
                 self._num_flushing -= 1
@@ -153,10 +154,15 @@ class WriteBehind:
         return self._num_yields > 0
 
     def _finish(self, pending: Pending) -> None:
-        self._done(pending)
         with self._changed:
             self._num_bytes -= pending.num_bytes
-            self._changed.notify_all()
+            self._num_finishing += 1
+        try:
+            self._done(pending)  # which may submit another
+        finally:
+            with self._changed:
+                self._num_finishing -= 1
+                self._changed.notify_all()
 
     def _count(self, name: str) -> None:
         with self._changed:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mneme.cachetier.cache_costs import GB, Prices, Rates, load_rates, load_table
+from mneme.cachetier.cache_costs import GB, Prices, load_costs, load_table
 from mneme.cachetier.cache_simulator import SIMULATED_POLICIES, CacheSimulator, Outcome
+from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.synthetic_trace import PREFIX, make_trace, parse_shape
 from mneme.cachetier.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
 from mneme.cluster.simulate_plot import plot_runs
@@ -59,15 +60,15 @@ def simulate(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
     _check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
     _check_range("queue", args.queue, 0, _MAX_QUEUE)
-    rates, prices = load_rates(args.rates), load_table(Prices, args.prices)
-    sizes = _sizes(args, rates.block_bytes(args.block_tokens))
+    costs, prices = load_costs(args.rates), load_table(Prices, args.prices)
+    sizes = _sizes(args, _block_bytes(costs, args))
     policies = args.policy.split(",")
     for policy in policies:
         if policy not in SIMULATED_POLICIES:
             raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
     trace = _trace(args.trace, args.block_tokens)
     busy_blocks = most_used_within(trace, HOUR_S)
-    runs = [_run(trace, size, policy, rates, prices, args) for size in sizes for policy in policies]
+    runs = [_run(trace, size, policy, costs, prices, args) for size in sizes for policy in policies]
     for run in runs:
         run["hour_blocks"] = busy_blocks
     if args.plot is not None:
@@ -106,6 +107,11 @@ class Size(NamedTuple):
     blocks: list[int | None]  # by tier
     host_gb: float = 0.0
     disk_gb: float = 0.0
+
+
+def _block_bytes(costs: CostModel, args: argparse.Namespace) -> int:
+    block_tokens: int = args.block_tokens
+    return block_tokens * costs.calibration.kv_bytes_per_token
 
 
 def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
@@ -157,13 +163,13 @@ def _check_range(name: str, value: int, smallest: int, largest: int) -> None:
 
 
 def _run(
-    trace: list[TraceRequest], size: Size, policy: str, rates: Rates, prices: Prices, args: argparse.Namespace
+    trace: list[TraceRequest], size: Size, policy: str, costs: CostModel, prices: Prices, args: argparse.Namespace
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    simulator = CacheSimulator(trace, size.blocks, policy, rates=rates, queue=args.queue, prefetch=args.prefetch)
+    simulator = CacheSimulator(trace, size.blocks, policy, costs=costs, queue=args.queue, prefetch=args.prefetch)
     outcome = simulator.run()
     shape = {"policy": policy, "capacity_blocks": size.blocks, "block_tokens": args.block_tokens, "queue": args.queue}
-    figures = _figures(outcome, rates.block_bytes(args.block_tokens) / GB, len(size.blocks))
+    figures = _figures(outcome, _block_bytes(costs, args) / GB, len(size.blocks))
     cost = None
     if outcome.span_s:  # prefills alone: decoding costs the same with every cache
         cost = round(prices.hourly(outcome.compute_s / outcome.span_s, size.host_gb, size.disk_gb), 4)

@@ -58,8 +58,17 @@ def open_cache_tier(
     except BaseException:
         store.close()
         raise
-    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, cache))
-    return ChunkCache(store, fingerprint, costs, cache, page_size=runner.page_size, on_close=lambda: file.write(costs))
+    mover = ChunkMover(runner.pool, store, fingerprint, cache)
+    runner.use_chunks(mover)
+    return ChunkCache(
+        store,
+        fingerprint,
+        costs,
+        cache,
+        page_size=runner.page_size,
+        on_close=lambda: file.write(costs),
+        settle_saves=mover.saver.settle,
+    )
 
 
 def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:

@@ -45,11 +45,13 @@ class ChunkCache:
         *,
         page_size: int,
         on_close: Callable[[], None] = lambda: None,
+        settle_saves: Callable[[float], bool] = lambda _timeout_s: True,
         clock: Callable[[], float] = time.monotonic,
         make_workers: MakeWorkers | None = None,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.saves = ChunkSaves(store, fingerprint, page_size)
+        self.settle_saves = settle_saves  # `ChunkSaver.settle`
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
         self._on_close = on_close

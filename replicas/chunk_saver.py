@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class _Shared:
     condition: threading.Condition = field(default_factory=threading.Condition)
     counts: SaveCounts = field(default_factory=SaveCounts)
     num_bytes: int = 0  # in the write buffer
+    under_way: set[_Copy] = field(default_factory=set)
     num_reading: dict[int, int] = field(default_factory=dict)  # copies under way, by page
     to_copy: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
     to_put: queue.SimpleQueue[_Copy | None] = field(default_factory=queue.SimpleQueue)
@@ -157,6 +159,17 @@ class ChunkSaver:
             pages = set(device_pages.tolist())
             shared.condition.wait_for(lambda: pages.isdisjoint(shared.num_reading))
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what is to be saved now is in the store, or will not be; False if that took too long.
+
+        From any thread.
+        """
+        began_s, shared = time.monotonic(), self._shared
+        with shared.condition:
+            before = shared.under_way.copy()
+            is_put = shared.condition.wait_for(lambda: before.isdisjoint(shared.under_way), timeout_s)
+        return is_put and shared.store.settle(max(timeout_s - (time.monotonic() - began_s), 0.0))
+
     def close(self) -> None:
         """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
         self._stop()
@@ -173,7 +186,9 @@ class ChunkSaver:
             shared.num_bytes += layers.nbytes
             for page_id, *_ in job.runs:
                 shared.num_reading[page_id] = shared.num_reading.get(page_id, 0) + 1
-        return _Copy(job, np.array(job.runs, np.int64), layers, self.num_layers + 1)
+            copy = _Copy(job, np.array(job.runs, np.int64), layers, self.num_layers + 1)
+            shared.under_way.add(copy)
+        return copy
 
     def _buffer(self, num_layer_bytes: int) -> U8Array | None:
         try:
@@ -228,6 +243,8 @@ def _put_chunks(shared: _Shared) -> None:
             shared.num_bytes -= num_bytes
             setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
             shared.counts.bytes += num_bytes if outcome == "chunks" else 0
+            shared.under_way.remove(copy)
+            shared.condition.notify_all()
         del copy
 
 

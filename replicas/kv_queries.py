@@ -19,20 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mneme.cachetier.cache_admin import (
-    Administered,
-    Amount,
-    CacheAdmin,
-    FoundChunk,
-    PinName,
-    PinnedPrefix,
-    leading,
-    num_leading_tokens,
-)
+from mneme.cachetier.cache_admin import Administered, CacheAdmin, PinName
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
 from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
+from mneme.replicas.kv_shown import shown_amount, shown_lookup, shown_pin
 from mneme.replicas.session_pages import delete_pages
 from mneme.replicas.sessions import SessionKey
 
@@ -40,6 +32,9 @@ if TYPE_CHECKING:
     from mneme.replicas.chunk_cache import ChunkCache
     from mneme.replicas.durable_sessions import DurableSessions
     from mneme.replicas.engine import Engine
+
+
+_SETTLE_S = 5.0
 
 
 class LookUpKv(NamedTuple):
@@ -106,6 +101,7 @@ class KvTier:
     fingerprint: ModelFingerprint
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
     durable: DurableSessions | None = None
+    settle_saves: Callable[[float], bool] = lambda _timeout_s: True
 
 
 def kv_tier_of(chunks: ChunkCache | None, durable: DurableSessions | None) -> KvTier | None:
@@ -117,6 +113,7 @@ def kv_tier_of(chunks: ChunkCache | None, durable: DurableSessions | None) -> Kv
         fingerprint=chunks.fingerprint,
         tenant_bytes=chunks.config.tenant_bytes,
         durable=durable,
+        settle_saves=chunks.settle_saves,
     )
 
 
@@ -135,6 +132,8 @@ def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier
         return own
     if tier is None and isinstance(query, PinKv):
         raise NoCacheTier
+    if tier is not None and isinstance(query, DropKv | DropTenantKv):
+        tier.settle_saves(_SETTLE_S)  # or what this engine is saving would come after the deletion
     return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
 
 
@@ -160,17 +159,18 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
     """Called on any thread."""
     match query:
         case LookUpKv(salt, ids):
-            return _lookup(tier, _chain(tier, prefix_lineage(tier.fingerprint, salt), ids))
+            chain = _chain(tier, prefix_lineage(tier.fingerprint, salt), ids)
+            return shown_lookup(tier.admin.lookup(chain), chain)
         case PinKv(salt, pin_id):
             return _pin(tier, query, PinName(owner_of(salt), pin_id))
         case UnpinKv(salt, pin_id):
             return tier.admin.unpin(PinName(owner_of(salt), pin_id))
         case ListKvPins(salt):
-            return [_pin_shown(pin) for pin in tier.admin.pins(owner_of(salt))]
+            return [shown_pin(pin) for pin in tier.admin.pins(owner_of(salt))]
         case DropKv(salt, ids):
             lineage = _lineage(tier, query)
             dropped = tier.admin.delete(_chain(tier, lineage, ids), spares_longer=query.session is not None)
-            return _amount(dropped)
+            return shown_amount(dropped)
         case DropTenantKv(salt):
             return _drop_owned(tier, owner_of(salt))
         case KvStats(salt):
@@ -199,7 +199,7 @@ def _drop_owned(tier: KvTier, owner: bytes) -> dict[str, int]:
         num_logs = 0 if tier.durable is None else tier.durable.delete_owned(owner)
     except OSError as error:
         raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
-    return {**_amount(tier.admin.delete_owned(owner)), "session_logs": num_logs}
+    return {**shown_amount(tier.admin.delete_owned(owner)), "session_logs": num_logs}
 
 
 def _dropped_pages(engine: Engine, drop: Callable[[], None]) -> dict[str, int]:
@@ -220,61 +220,12 @@ def _chain(tier: KvTier, lineage: Lineage, ids: Sequence[int]) -> ChainQuery:
     return ChainQuery.of(lineage, tier.fingerprint.digest, ids, tier.fingerprint.layout.chunk_tokens)
 
 
-def _lookup(tier: KvTier, query: ChainQuery) -> dict[str, Any]:
-    """Leading tokens by where they are; one that is in several places counts in each."""
-    run = leading(tier.admin.lookup(query), query.chunk_tokens)
-    nodes: dict[str, Counter[str]] = {}
-    for each in run:
-        nodes.setdefault(each.node, Counter())[each.tier] += each.num_tokens
-    return {
-        "tokens": num_leading_tokens(run),
-        **_by_kind(run),
-        "nodes": [{"node": node, "host": sums["host"], "disk": sums["disk"]} for node, sums in sorted(nodes.items())],
-        "chunks": [_chunk_shown(each, query) for each in run],
-    }
-
-
-def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
-    """Tokens in this node's memory, on its disk, and on other nodes alone."""
-    sums: dict[str, int] = {}
-    near = {each.place for each in run if each.is_near}
-    for tier in ("host", "disk"):
-        sums[tier] = sum(each.num_tokens for each in run if each.is_near and each.tier == tier)
-    far = {each.place: each.num_tokens for each in run if each.place not in near}
-    return sums | {"peer": sum(far.values())}
-
-
-def _chunk_shown(each: FoundChunk, query: ChainQuery) -> dict[str, Any]:
-    start = each.place * query.chunk_tokens
-    return {
-        "start": start,
-        "tokens": each.num_tokens,
-        "bytes": each.num_bytes,
-        "tier": each.tier,
-        "node": each.node,
-    }
-
-
 def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
     chain = _chain(tier, prefix_lineage(tier.fingerprint, query.salt), query.token_ids)
     pin = tier.admin.pin(name, chain, query.ttl_s)
     if pin is None:
         raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
-    return _pin_shown(pin)
-
-
-def _pin_shown(pin: PinnedPrefix) -> dict[str, Any]:
-    return {
-        "id": pin.pin_id,
-        "num_tokens": pin.num_tokens,
-        "num_chunks": pin.amount.num_chunks,
-        "num_bytes": pin.amount.num_bytes,
-        "expires_in_s": pin.expires_in_s,
-    }
-
-
-def _amount(amount: Amount) -> dict[str, int]:
-    return {"chunks": amount.num_chunks, "bytes": amount.num_bytes}
+    return shown_pin(pin)
 
 
 def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
@@ -290,6 +241,6 @@ def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
             "host_bytes": own["host"],
             "disk_bytes": own["disk"],
             "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-            "pins": [_pin_shown(pin) for pin in tier.admin.pins(owner)],
+            "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
         },
     }

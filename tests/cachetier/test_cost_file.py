@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.cache_costs import Rates, load_rates
+from mneme.cachetier.cache_costs import load_costs
 from mneme.cachetier.cost_file import CostFile
 from mneme.cachetier.edge_calibration import measured_edges
 from mneme.cachetier.linear_cost import fit
 from mneme.errors import ConfigError
-from tests.cachetier.cost_cases import TOKEN_BYTES, make_costs
+from tests.cachetier.cost_cases import make_costs
 
 MODEL = bytes(range(32))
 
@@ -111,19 +111,23 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, caplog:
     assert file.read() is None
 
 
-def test_a_simulation_takes_its_rates_from_it(file: CostFile) -> None:
-    file.write(make_costs(prefill=(0.0, 1e-3, 0.0), host=(0.0, 0.0, 1 / 2e9), disk=(0.0, 0.0, 1 / 5e8)))
-    rates = load_rates(file.path)
-    assert rates.prefill_tokens_per_s == pytest.approx(1000)
-    assert (rates.host_gb_per_s, rates.disk_gb_per_s) == pytest.approx((2, 0.5))
-    assert rates.kv_bytes_per_token == TOKEN_BYTES
-    file.path.write_text('{"host_gb_per_s": 7}')
-    assert load_rates(file.path) == Rates(host_gb_per_s=7)
-    assert load_rates(None) == Rates()
+def test_a_simulation_takes_its_costs_from_it(file: CostFile) -> None:
+    kept = make_costs(prefill=(0.5, 1e-3, 1e-6), host=(0.0, 0.0, 1 / 2e9), disk=(0.0, 0.0, 1 / 5e8))
+    kept.note_edge("disk", 500_000_000, 1, 3.0)
+    file.write(kept)
+    costs = load_costs(file.path)
+    assert costs.prefill_s(3000, 5000) == pytest.approx(kept.prefill_s(3000, 5000))
+    for edge in ("host", "disk"):
+        assert costs.edge_s(edge, 14_000_000) == pytest.approx(kept.edge_s(edge, 14_000_000), rel=0.01)
+    file.path.write_text('{"host_gb_per_s": 7, "prefill_tokens_per_s": 1000}')
+    costs = load_costs(file.path)
+    assert costs.edge_s("host", 14_000_000_000) == pytest.approx(2)
+    assert costs.prefill_s(3000, 5000) == pytest.approx(3)
+    assert load_costs(None).edge_s("disk", 10_000_000_000) == pytest.approx(2)
     for changes in ({"version": 9}, {"costs": {}}):
         file.path.write_text(written(file, **changes))
         with pytest.raises(ConfigError, match="cost model"):
-            load_rates(file.path)
+            load_costs(file.path)
 
 
 def test_edges_are_measured_and_leave_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
     LINEAGE,
+    FailingFiles,
     chain_of,
     chunk_files,
     chunk_of,
@@ -404,15 +406,52 @@ def test_memory_that_refuses_costs_nothing_but_the_chunk(tmp_path: Path) -> None
     node.close(flush=False)
 
 
-def test_a_queue_of_writes_that_is_full_drops_and_counts(tmp_path: Path) -> None:
+def test_what_a_full_queue_does_not_take_is_written_once_there_is_room(tmp_path: Path) -> None:
     node = make_node(tmp_path, host_blocks=12)  # three of them may wait
     chunks = [chunk for root in range(12) for chunk in chain_of([root, *range(7)])]
     assert put_all(node, chunks) == {"taken"}
-    dropped = node.stats()["writer"]["dropped"]
+    assert node.stats()["writer"]["dropped"] > 0
     write_due(node)
-    assert dropped > 0
-    assert len(chunk_files(tmp_path)) == len(chunks) - dropped
+    assert len(chunk_files(tmp_path)) == len(chunks)
     assert put(node, chain_of([77, *range(7)])[0]) == "taken"
+    node.close(flush=False)
+
+
+def test_what_a_fault_or_a_full_queue_kept_from_the_disk_is_written_later(tmp_path: Path) -> None:
+    files, clock = FailingFiles(lambda _operation, _number: None), Clock()
+    node = make_node(tmp_path, host_blocks=12, files=files, clock=clock)
+    chunks = chain_of(list(range(44)))  # more than may wait
+    files.fails = lambda operation, _number: errno.EIO if operation == "write" else None
+    assert put_all(node, chunks) == {"taken"}
+    for _ in range(3):  # in vain
+        clock.now_s += 20
+        write_due(node)
+        prefetch(node)
+    assert (chunk_files(tmp_path), node.stats()["writer"]["bytes"] > 0) == ([], True)
+    files.fails = lambda _operation, _number: None
+    for _ in range(3):
+        clock.now_s += 20
+        write_due(node)
+        prefetch(node)
+    assert len(chunk_files(tmp_path)) == len(chunks)
+    num_late = node.stats()["host"]["written_late"]
+    clock.now_s += 20
+    prefetch(node)
+    assert node.stats()["host"]["written_late"] == num_late >= len(chunks)
+    node.close(flush=False)
+
+
+def test_what_was_no_fault_is_not_tried_again(tmp_path: Path) -> None:
+    """A disk too small for a chunk, and what follows that."""
+    clock = Clock()
+    node = make_node(tmp_path, disk_blocks=1, clock=clock)
+    put_all(node, chain_of(IDS))
+    for _ in range(3):
+        clock.now_s += 20
+        write_due(node)
+        prefetch(node)
+    assert len(chunk_files(tmp_path)) == 1
+    assert node.stats()["host"]["written_late"] == 0
     node.close(flush=False)
 
 

@@ -60,7 +60,7 @@ def test_tiers_of_bytes_move_blocks_and_cost_money(tmp_path: Path, capsys: pytes
     found = json.loads(capsys.readouterr().out)
     assert found["capacity_blocks"] == [10, 15, 25]
     measured = Rates(kv_bytes_per_token=250_000_000, prefill_tokens_per_s=10)
-    outcome = CacheSimulator(random_trace(1), [10, 15, 25], "lru", rates=measured).run()
+    outcome = CacheSimulator(random_trace(1), [10, 15, 25], "lru", costs=measured.cost_model()).run()
     assert found["moved_gb"]["from_disk"] == outcome.tiers[2].num_read > 0 == found["prefetched_gb"]
     assert found["recomputed_blocks"] == outcome.num_recomputed
     assert found["moved_gb"]["to_host"] == outcome.tiers[1].num_written > 0

@@ -73,6 +73,9 @@ class FakeStore:
             self.chunks[chunk.header.key] = chunk
         return True
 
+    def settle(self, timeout_s: float) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
@@ -147,6 +150,9 @@ def make_cached_engine(
     """An engine with a cache tier."""
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
     runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
-    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, config))
-    chunks = ChunkCache(store, fingerprint, costs or SlowRows(), config, page_size=PAGE_SIZE)
+    mover = ChunkMover(runner.pool, store, fingerprint, config)
+    runner.use_chunks(mover)
+    chunks = ChunkCache(
+        store, fingerprint, costs or SlowRows(), config, page_size=PAGE_SIZE, settle_saves=mover.saver.settle
+    )
     return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), chunks=chunks)  # type: ignore[arg-type]

@@ -8,13 +8,17 @@ import threading
 import numpy as np
 import pytest
 
-from mneme.cachetier.chunk import ChunkHeader
+from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.node_admin import NodeAdmin
 from mneme.replicas import chunk_saver
 from mneme.replicas.engine import Engine
+from mneme.replicas.kv_queries import DropTenantKv, KvTier, answer_kv, engine_part
 from mneme.replicas.llm import LLM
 from mneme.replicas.model import Decoder
 from mneme.replicas.request import SamplingParams
+from tests.cachetier.nodes import make_node
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
 from tests.replicas.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
@@ -239,3 +243,36 @@ def test_a_step_of_an_llm_that_ends_early_leaves_nothing_to_match(
     assert found.outputs[0].token_ids == fresh.generate([prompt], greedy)[0].outputs[0].token_ids
     assert found.metrics.cached_tokens == 0
     fresh.close()
+
+
+def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
+    """Or it would come into the tier behind the deletion, and stay."""
+    store, gate = FakeStore(), Gate()
+    put = store.put
+
+    def slow(chunk: Chunk, lineage: Lineage) -> bool:
+        gate(0)
+        return put(chunk, lineage)
+
+    store.put = slow  # type: ignore[method-assign]
+    engine = make_cached_engine(decoder, store)
+    assert engine.chunks is not None
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    run(engine)
+    assert gate.has_come.wait(WAIT_S)
+    admin, fingerprint = NodeAdmin(make_node(), "node"), engine.chunks.fingerprint
+    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.chunks.settle_saves)
+    num_there: list[int] = []
+
+    def delete() -> None:
+        answer_kv(DropTenantKv("", in_tier=False), lambda query: engine_part(engine, query), tier)
+        num_there.append(len(store.chunks))
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    thread.join(0.2)
+    assert num_there == []
+    gate.open()
+    thread.join(WAIT_S)
+    engine.close()
+    assert num_there == [len(store.chunks)] == [3]
