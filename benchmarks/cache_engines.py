@@ -121,10 +121,14 @@ class Answer(NamedTuple):
 def answer(engine: Engine, ids: Sequence[int], num_out: int, name: str = "turn") -> Answer:
     """One request alone; raises `MnemeError` if it fails. The engine is stepped as `LLM` does."""
     began_s, first_s, usage, token_ids = time.perf_counter(), 0.0, None, list[int]()
+    answered = threading.Event()
+    if engine.chunks is not None:
+        engine.chunks.tell(answered.set)
     engine.submit(request(name, ids, num_out))
     while engine.has_work:
         if engine.is_blocked:
-            time.sleep(BLOCKED_S)
+            answered.wait(BLOCKED_S)
+        answered.clear()
         for event in engine.step():
             if event.finish_reason == "error":
                 raise MnemeError(f"{name}: {event.error}")

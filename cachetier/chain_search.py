@@ -21,8 +21,8 @@ from mneme.cachetier.host_tier import HostEntry, HostTier
 from mneme.cachetier.keys import U32Array
 from mneme.cachetier.misses import Miss
 
-_MAX_CHILDREN = 64  # in host memory, that are compared
-_MAX_DISK_CHILDREN = 8  # whose headers are read
+_MAX_CHILDREN = 64  # in each tier, that are compared
+_MAX_OPENED = 2  # files: some tenths of a millisecond each, for what is worth less the more of them there are
 
 
 class Located(NamedTuple):
@@ -73,23 +73,51 @@ class ChainSearch:
         return self._judged(located, num_usable)
 
     def _best_child(self, query: ChainQuery, place: int) -> Located | None:
-        """Of the chunks behind the last whole one, the one with the longest common beginning."""
+        """Of the chunks behind the last whole one, one with the longest common beginning.
+
+        One that the sequence goes on from is found by its key, however many others begin there; of those that share
+        less than they hold, some are compared.
+        """
         if not len(query.tokens_of(place)):
             return None
-        found = [each for each in self._children(query.parent(place)) if each.header.key not in query.keys[place:][:1]]
-        judged = [self._judged(each, usable(each.header, query, place)) for each in found]
+        tail = self._tail(query, place)
+        found = self._children(query.parent(place), may_open=tail is None)
+        found = [each for each in found if each.header.key not in query.keys[place:][:1]]
+        judged = [self._judged(each, usable(each.header, query, place)) for each in (*found, *filter(None, [tail]))]
         return max((each for each in judged if each is not None), key=lambda each: each.num_usable, default=None)
 
-    def _children(self, parent: bytes) -> list[Located]:
-        """Those of the host first."""
+    def _tail(self, query: ChainQuery, place: int) -> Located | None:
+        """The longest chunk that holds the sequence's next tokens and no others."""
+        parent, ids = query.parent(place), query.tokens_of(place)[: query.chunk_tokens - 1]
         with self._lock:
-            keys = self._host.index.children(parent)
-            entries = [entry for key in keys if (entry := self._host.index.get(key)) is not None]
-        found = [Located(entry.header, 0, "host", entry.held, None) for entry in entries[:_MAX_CHILDREN]]
-        if self._disk is not None:
-            others = sorted(self._disk.children(parent) - keys)[:_MAX_DISK_CHILDREN]
-            found += [located for key in others if (located := self._on_disk(key)) is not None]
-        return found
+            lengths = self._host.index.child_lengths(parent)
+        if self._disk is not None and lengths is not None:
+            on_disk = self._disk.child_lengths(parent)
+            lengths = None if on_disk is None else lengths | on_disk
+        keys = query.lineage.beginnings(parent, ids, lengths)
+        with self._lock:
+            entry = next((entry for key in keys if (entry := self._host.index.get(key)) is not None), None)
+        for key in keys:
+            if entry is not None and key == entry.key:
+                return Located(entry.header, 0, "host", entry.held, None)
+            if (located := self._on_disk(key)) is not None:
+                return located
+        return None
+
+    def _children(self, parent: bytes, *, may_open: bool) -> list[Located]:
+        """Some, those of the host first; on disk those whose headers are known, or all if they are few."""
+        with self._lock:
+            index = self._host.index
+            keys = index.some_children(parent, _MAX_CHILDREN)
+            entries = [entry for key in keys if (entry := index.get(key)) is not None]
+        found = [Located(entry.header, 0, "host", entry.held, None) for entry in entries]
+        if self._disk is None:
+            return found
+        others = [key for key in self._disk.some_children(parent, _MAX_CHILDREN) if key not in index]
+        known = [key for key in others if self._disk.knows_header(key)]
+        if may_open and len(others) - len(known) <= _MAX_OPENED:
+            known = others
+        return found + [located for key in known if (located := self._on_disk(key)) is not None]
 
     def _on_disk(self, key: bytes) -> Located | None:
         if self._disk is None or key not in self._disk:

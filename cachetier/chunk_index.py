@@ -9,13 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
+from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.past_keys import PastKeys
 
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system
 _MAX_PAST_KEYS = 1 << 17  # some 20 MB
+_FEW_SIBLINGS = 16  # that are compared one by one
 
 
 class Entry(ABC):
@@ -108,6 +112,27 @@ class ChunkIndex(Generic[E]):
     def children(self, parent: bytes) -> frozenset[bytes]:
         found = self._children.get(parent)
         return frozenset() if found is None else frozenset((found,) if isinstance(found, bytes) else found)
+
+    def some_children(self, parent: bytes, most: int) -> list[bytes]:
+        """At most so many, whichever; costs no more than that."""
+        found = self._children.get(parent, ())
+        return [found] if isinstance(found, bytes) else list(islice(found, most))
+
+    def child_lengths(self, parent: bytes) -> set[int] | None:
+        """How many tokens chunks behind a key hold; None: there are too many to look at."""
+        keys = self.some_children(parent, _FEW_SIBLINGS + 1)
+        return None if len(keys) > _FEW_SIBLINGS else {self._entries[key].num_tokens for key in keys}
+
+    def beginnings(self, header: ChunkHeader, lineage: Lineage | None) -> list[E]:
+        """Entries that may hold a beginning of a chunk: behind the same parent, and shorter.
+
+        Of many siblings those that the lineage says; without it, a few of them.
+        """
+        keys = self.some_children(header.parent, _FEW_SIBLINGS + 1)
+        if len(keys) > _FEW_SIBLINGS and lineage is not None:
+            keys = lineage.beginnings(header.parent, header.token_ids)
+        entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
+        return [entry for entry in entries if entry.num_tokens < header.num_tokens]
 
     def has_children(self, key: bytes) -> bool:
         return key in self._children

@@ -24,12 +24,12 @@ EDGES: tuple[Edge, ...] = ("host", "disk", "peer_host", "peer_disk")
 class ChainQuery:
     """A sequence that is looked for: all of its tokens from the lineage's root on, and the keys of its full chunks.
 
-    Keys are made by the engine, under a secret that others do not have; who answers compares the token ids too.
+    Keys are made under the lineage's secret, which only the cluster's own processes have; who answers compares the
+    token ids too.
     """
 
     request_id: str  # of the request that waits for it; "": nobody waits
-    root: bytes  # of the lineage
-    owner: bytes  # the tenant
+    lineage: Lineage
     fingerprint: bytes  # of the model, 32 bytes
     chunk_tokens: int
     keys: tuple[bytes, ...]  # item i: of the tokens [i * chunk_tokens, (i + 1) * chunk_tokens)
@@ -51,14 +51,23 @@ class ChainQuery:
         chain = lineage.chain(ids[: num_full * chunk_tokens], chunk_tokens)
         return ChainQuery(
             request_id=request_id,
-            root=lineage.root,
-            owner=lineage.owner,
+            lineage=lineage,
             fingerprint=fingerprint,
             chunk_tokens=chunk_tokens,
             keys=tuple(each.key for each in chain),
             token_ids=ids,
             first=first,
         )
+
+    @property
+    def root(self) -> bytes:
+        """Of the lineage."""
+        return self.lineage.root
+
+    @property
+    def owner(self) -> bytes:
+        """The tenant."""
+        return self.lineage.owner
 
     def parent(self, index: int) -> bytes:
         """Of the chunk at an index: the key of the one before it, or the root."""

@@ -94,6 +94,11 @@ class DiskContents:
             self.keep_header(reader.header)
         return reader.header
 
+    def knows_header(self, key: bytes) -> bool:
+        """Whether it was read of late."""
+        with self.lock:
+            return self._headers.get(key) is not None
+
     def keep_header(self, header: ChunkHeader) -> None:
         """Under the lock."""
         if header.key in self.room.index:

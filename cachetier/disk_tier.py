@@ -21,6 +21,7 @@ from mneme.cachetier.disk_interface import DiskRead, DiskStats, DiskTierConfig, 
 from mneme.cachetier.disk_writer import DiskWriter
 from mneme.cachetier.eviction import EvictionPolicy, Queue
 from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 
 
@@ -60,9 +61,12 @@ class DiskTier:
         """Keys of chunks that will be used next; it must take no lock and call nothing."""
         self._policy.set_queue(queue)
 
-    def put(self, chunk: Chunk) -> Put:
-        """Write a chunk unless it is there; shorter ones that it begins with, and that nothing descends from, go."""
-        return self._writer.put(chunk)
+    def put(self, chunk: Chunk, lineage: Lineage | None = None) -> Put:
+        """Write a chunk unless it is there; shorter ones that it begins with, and that nothing descends from, go.
+
+        Of many siblings these are found by the chunk's lineage.
+        """
+        return self._writer.put(chunk, lineage)
 
     def open(self, wanted: Wanted) -> DiskRead | Miss:
         """A reader of the chunk's layers, to be closed; it stays readable whatever becomes of the chunk."""
@@ -95,6 +99,20 @@ class DiskTier:
                 self._contents.counted(miss)
         if entry is not None:
             self._contents.missed(entry, miss)
+
+    def child_lengths(self, parent: bytes) -> set[int] | None:
+        """See `ChunkIndex.child_lengths`."""
+        with self._lock:
+            return self._index.child_lengths(parent)
+
+    def some_children(self, parent: bytes, most: int) -> list[bytes]:
+        """See `ChunkIndex.some_children`."""
+        with self._lock:
+            return self._index.some_children(parent, most)
+
+    def knows_header(self, key: bytes) -> bool:
+        """Whether `header` reads no file."""
+        return self._contents.knows_header(key)
 
     def children(self, parent: bytes) -> frozenset[bytes]:
         """Keys of the chunks behind a key or a root; their headers say which tokens they hold."""

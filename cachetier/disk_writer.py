@@ -13,6 +13,7 @@ from mneme.cachetier.disk_contents import DiskContents
 from mneme.cachetier.disk_interface import Put
 from mneme.cachetier.disk_names import ChunkName, name_of
 from mneme.cachetier.disk_room import DiskEntry
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 
 _logger = logging.getLogger(__name__)
@@ -29,9 +30,12 @@ class DiskWriter:
         self._contents, self._room = contents, contents.room
         self._num_failures, self._paused_until_s = 0, -math.inf  # of writes in a row
 
-    def put(self, chunk: Chunk) -> Put:
+    def put(self, chunk: Chunk, lineage: Lineage | None) -> Put:
         """See `DiskTier.put`."""
         outcome = self._put(chunk)
+        if outcome is Put.WRITTEN:
+            self._supersede(chunk.header, lineage)
+            self._contents.sweep()
         with self._contents.lock:
             self._contents.counters[outcome.value] += 1
         return outcome
@@ -74,16 +78,13 @@ class DiskWriter:
             self._room.release(name.key)
             self._room.index.add(DiskEntry(name, contents.clock()))
             contents.keep_header(chunk.header)
-        self._supersede(chunk.header)
-        contents.sweep()
         return Put.WRITTEN
 
-    def _supersede(self, header: ChunkHeader) -> None:
-        """A tail that has grown replaces what it was; of many siblings a few are looked at, the others age."""
+    def _supersede(self, header: ChunkHeader, lineage: Lineage | None) -> None:
+        """A tail that has grown replaces what it was; what is not found ages."""
         contents, index = self._contents, self._room.index
         with contents.lock:
-            siblings = [entry for key in index.children(header.parent) if (entry := index.get(key)) is not None]
-        shorter = [entry for entry in siblings if entry.num_tokens < header.num_tokens]
+            shorter = index.beginnings(header, lineage)
         for entry in shorter[:_MAX_SIBLINGS]:
             other = contents.header(entry.key)
             if isinstance(other, Miss) or not is_beginning(other, header):

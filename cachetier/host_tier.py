@@ -16,6 +16,7 @@ from mneme.cachetier.chunk import ChunkHeader, is_beginning
 from mneme.cachetier.chunk_index import BLOCK_BYTES, ChunkIndex, Entry, blocks_of
 from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 
 _MAX_BEYOND = 2  # chunks on their way to the disk that the tier is too small for
@@ -123,11 +124,18 @@ class HostTier:
         self._passing[header.key] = header.owner, num_blocks
         return True
 
-    def arrive(self, header: ChunkHeader, held: Held, now_s: float, spared: Container[bytes]) -> list[bytes]:
+    def arrive(
+        self,
+        header: ChunkHeader,
+        held: Held,
+        now_s: float,
+        spared: Container[bytes],
+        lineage: Lineage | None = None,
+    ) -> list[bytes]:
         """A chunk is there; the keys of those that it supersedes, which are gone."""
         del self._arriving[header.key]
         self.index.add(HostEntry(header, held, now_s))
-        superseded = self._supersede(header)
+        superseded = self._supersede(header, lineage)
         self._evict_to(self._full_blocks, spared)
         return superseded
 
@@ -159,16 +167,14 @@ class HostTier:
         gone, self._gone = self._gone, []
         return gone
 
-    def _supersede(self, header: ChunkHeader) -> list[bytes]:
+    def _supersede(self, header: ChunkHeader, lineage: Lineage | None) -> list[bytes]:
         """A tail that has grown replaces what it was."""
-        index, found = self.index, []
-        for key in index.children(header.parent):
-            entry = index.get(key)
-            assert entry is not None
-            if is_beginning(entry.header, header) and not index.has_children(key):
+        found = []
+        for entry in self.index.beginnings(header, lineage):
+            if is_beginning(entry.header, header) and not self.index.has_children(entry.key):
                 self.discard(entry)
                 self.counters["superseded"] += 1
-                found.append(key)
+                found.append(entry.key)
         return found
 
     def _evict_to(self, num_blocks: int, spared: Container[bytes]) -> bool:

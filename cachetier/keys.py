@@ -10,7 +10,7 @@ a dependency (BLAKE3) could only save a part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
@@ -74,6 +74,19 @@ class Lineage:
             ranges.append(KeyedRange(key, parent, start, end))
             parent = key
         return ranges
+
+    def beginnings(self, parent: bytes, token_ids: TokenIds, lengths: Iterable[int] | None = None) -> list[bytes]:
+        """Keys of the chunks behind `parent` that hold so many of these tokens, longest first; some 3 us each.
+
+        Without `lengths`: the first, the first two, and so on up to all.
+        """
+        view, running, start = memoryview(encoded(token_ids).tobytes()), self._hash(parent), 0
+        num_tokens, keys = len(view) // 4, []
+        for length in range(1, num_tokens + 1) if lengths is None else sorted({n for n in lengths if n <= num_tokens}):
+            running.update(view[start : 4 * length])
+            start = 4 * length
+            keys.append(running.copy().digest())
+        return keys[::-1]
 
     def _key(self, parent: bytes, view: memoryview) -> bytes:
         running = self._hash(parent)

@@ -22,6 +22,7 @@ from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_memory import ChunkMemory
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_tier import DiskTier
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_contents import NodeContents
 from mneme.cachetier.node_stats import node_stats
@@ -109,9 +110,12 @@ class NodeCache:
                 self._host.missed(key, miss)
         self._tiers.settle()
 
-    def put(self, header: ChunkHeader, payload: object) -> HostPut:
-        """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`."""
-        return self._saver.put(header, payload)
+    def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None = None) -> HostPut:
+        """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`.
+
+        By its lineage those are found that it supersedes, also among many that begin behind the same parent.
+        """
+        return self._saver.put(header, payload, lineage)
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """How many of these were there. Who reads one reads on."""

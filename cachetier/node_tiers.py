@@ -15,6 +15,7 @@ from mneme.cachetier.disk_room import DiskEntry
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.host_tier import HostEntry, HostTier
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.node_pins import NodePins, TierPins
 from mneme.cachetier.waiting_requests import WaitingRequests
 
@@ -53,9 +54,11 @@ class NodeTiers:
         tiers = [tier for tier in (self.host_pins, self.disk_pins) if tier is not None]
         self.pins = NodePins(tiers, clock)
 
-    def arrive(self, header: ChunkHeader, held: Held, spared: Container[bytes] = ()) -> list[bytes]:
+    def arrive(
+        self, header: ChunkHeader, held: Held, spared: Container[bytes] = (), lineage: Lineage | None = None
+    ) -> list[bytes]:
         """Under the lock: a chunk for which there is room is there; the keys of those that it supersedes."""
-        superseded = self.host.arrive(header, held, self.clock(), spared)
+        superseded = self.host.arrive(header, held, self.clock(), spared, lineage)
         if self.pins:
             self.pins.inherit(superseded, header.key)
             self.pin_in_host(header.key)

@@ -70,7 +70,7 @@ class ProcessChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`; never waits for the disk."""
-        return self.node.put(chunk.header, chunk.layers) is not HostPut.REFUSED
+        return self.node.put(chunk.header, chunk.layers, lineage) is not HostPut.REFUSED
 
     def settle(self, timeout_s: float) -> bool:
         """See `ChunkStore.settle`."""

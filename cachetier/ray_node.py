@@ -28,6 +28,7 @@ from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
@@ -126,7 +127,7 @@ class NodeActor:
                 self._no_reads.set()
         return [_refs(each) for each in found]
 
-    async def put(self, header: ChunkHeader, refs: Refs) -> PutAnswer:
+    async def put(self, header: ChunkHeader, refs: Refs, lineage: Lineage) -> PutAnswer:
         """Keep a chunk whose objects the caller owns; it is there when this returns."""
         cache = self._cache
         if cache is None:
@@ -135,7 +136,7 @@ class NodeActor:
             await asyncio.wait_for(self._no_reads.wait(), _PUT_WAIT_S)
         except TimeoutError:
             _logger.debug("a put begins beside reads")
-        outcome = await self._in(self._puts, cache.put, header, refs)
+        outcome = await self._in(self._puts, cache.put, header, refs, lineage)
         return PutAnswer(outcome, header.parent in cache, self._epoch)
 
     async def forget(self, request_ids: Collection[str]) -> None:

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.ray_memory import Refs, put_runs, runs_of
 from mneme.cachetier.saving import HostPut
 
@@ -54,14 +55,14 @@ class PutsUnderWay:
         with self._changed:
             return {"put_bytes_under_way": self._num_bytes, **self._counters}
 
-    def put(self, node: Any, chunk: Chunk) -> bool:
+    def put(self, node: Any, chunk: Chunk, lineage: Lineage) -> bool:
         """False if too much is under way for longer than a put may wait, or the store is full."""
         num_bytes = sum(layer.nbytes for layer in chunk.layers)
         if not self._reserve(num_bytes):
             return False
         try:
             refs = put_runs(runs_of(chunk.layers))
-            answer = node.put.remote(chunk.header, refs)
+            answer = node.put.remote(chunk.header, refs, lineage)
         except (MemoryError, RayError):
             self._release(num_bytes, "put_failed")
             return False

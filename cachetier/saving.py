@@ -15,6 +15,7 @@ from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.disk_interface import Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.host_tier import chunk_bytes
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_tiers import NodeTiers
 from mneme.cachetier.write_behind import Pending, WriteBehind
@@ -51,9 +52,9 @@ class Saver:
                 tail_delay_s=tail_delay_s,
             )
 
-    def put(self, header: ChunkHeader, payload: object) -> HostPut:
+    def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
         """See `NodeCache.put`."""
-        outcome = self._put(header, payload)
+        outcome = self._put(header, payload, lineage)
         with self._lock:
             if outcome is HostPut.REFUSED:
                 self._host.index.note_refused(header.key)
@@ -80,13 +81,13 @@ class Saver:
         for entry in entries:
             self._submit(entry.header, entry.held, is_passing=False)
 
-    def _put(self, header: ChunkHeader, payload: object) -> HostPut:
+    def _put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
         if self._tiers.disk is not None and header.parent in self._tiers.disk:
-            return self._put_held(header, payload)  # what went before it is found there
+            return self._put_held(header, payload, lineage)  # what went before it is found there
         with self._tiers.holding(header.parent):
-            return self._put_held(header, payload)
+            return self._put_held(header, payload, lineage)
 
-    def _put_held(self, header: ChunkHeader, payload: object) -> HostPut:
+    def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
         """What went before it does not go for it."""
         is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
         with self._lock:
@@ -103,8 +104,8 @@ class Saver:
         if held is None:
             return HostPut.REFUSED
         if is_admitted:
-            self._arrive(header, held, is_to_write=is_to_write)
-        is_queued = is_to_write and self._submit(header, held, is_passing=not is_admitted)
+            self._arrive(header, held, lineage, is_to_write=is_to_write)
+        is_queued = is_to_write and self._submit(header, held, lineage, is_passing=not is_admitted)
         if is_admitted:
             return HostPut.TAKEN
         return HostPut.TO_DISK if is_queued else HostPut.REFUSED
@@ -138,16 +139,18 @@ class Saver:
                         self._host.cancel(header.key)
         return held
 
-    def _arrive(self, header: ChunkHeader, held: Held, *, is_to_write: bool) -> None:
+    def _arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None, *, is_to_write: bool) -> None:
         with self._lock:
             if is_to_write:
                 self._host.index.hold(header.key)  # first: room that is made for the free share must not be this
-            superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+            superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt(), lineage)
         self.cancel(superseded)
 
-    def _submit(self, header: ChunkHeader, held: Held, *, is_passing: bool) -> bool:
+    def _submit(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None, *, is_passing: bool) -> bool:
         assert self.writer is not None
-        is_queued = header.parent not in self._late and self.writer.submit(header, held, is_passing=is_passing)
+        is_queued = header.parent not in self._late and self.writer.submit(
+            header, held, is_passing=is_passing, lineage=lineage
+        )
         if not is_queued:
             self._try_later(self._late, header.key)
             self._let_go(Pending(header, held, 0.0, is_passing=is_passing))
@@ -188,7 +191,7 @@ class Saver:
             with self._lock:
                 self._host.missed(key, layers)
             return
-        outcome = disk.put(Chunk(pending.header, layers))
+        outcome = disk.put(Chunk(pending.header, layers), pending.lineage)
         if outcome not in (Put.WRITTEN, Put.KEPT):
             self._not_written(key, "not_written", is_to_retry=outcome is not Put.NO_ROOM)
         if not self._is_wanted(key):

@@ -16,6 +16,7 @@ from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.chunk_memory import Held
 from mneme.cachetier.host_tier import chunk_bytes
+from mneme.cachetier.keys import Lineage
 
 _logger = logging.getLogger(__name__)
 
@@ -28,10 +29,12 @@ _MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always
 class Pending:
     """A chunk that is to be written."""
 
-    __slots__ = ("due_s", "header", "held", "is_passing")
+    __slots__ = ("due_s", "header", "held", "is_passing", "lineage")
 
-    def __init__(self, header: ChunkHeader, held: Held, due_s: float, *, is_passing: bool) -> None:
-        self.header, self.held, self.due_s = header, held, due_s
+    def __init__(
+        self, header: ChunkHeader, held: Held, due_s: float, *, is_passing: bool, lineage: Lineage | None = None
+    ) -> None:
+        self.header, self.held, self.due_s, self.lineage = header, held, due_s, lineage
         self.is_passing = is_passing  # it is not in the host tier
 
     @property
@@ -68,11 +71,13 @@ class WriteBehind:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, header: ChunkHeader, held: Held, *, is_passing: bool = False) -> bool:
+    def submit(
+        self, header: ChunkHeader, held: Held, *, is_passing: bool = False, lineage: Lineage | None = None
+    ) -> bool:
         """Whether it was taken; a queue that is full takes no more."""
         is_tail = header.num_tokens < header.layout.chunk_tokens
         due_s = self._clock() + (self._tail_delay_s if is_tail else 0.0)
-        pending = Pending(header, held, due_s, is_passing=is_passing)
+        pending = Pending(header, held, due_s, is_passing=is_passing, lineage=lineage)
         with self._changed:
             if header.key in self._whole or header.key in self._tails:
                 return False

@@ -61,6 +61,10 @@ class ChunkCache:
         )
         self.counts: Counter[str] = Counter()
 
+    def tell(self, on_answer: Callable[[], None]) -> None:
+        """Who drives the engine hears that it may not be blocked any more: on another thread, at once."""
+        self._fetches.on_answer = on_answer
+
     def want(self, sequence: RunningSequence, forest: PrefixForest) -> None:
         """Begin to look for what the engine lacks of a sequence, if that is worth a question."""
         if sequence.root is not None:

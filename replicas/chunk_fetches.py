@@ -59,6 +59,7 @@ class Fetches:
         make_workers: MakeWorkers | None = None,
     ) -> None:
         self.room = ReadRoom(read_buffer_bytes)
+        self.on_answer: Callable[[], None] = lambda: None  # some fetch may be ready; called on any thread
         self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
         make = make_workers or Workers
         self._lookers, self._readers = make("kv-look", _NUM_THREADS), make("kv-read", _NUM_THREADS)
@@ -113,6 +114,7 @@ class Fetches:
         finally:
             if not is_reading:
                 fetch.rest()
+            self.on_answer()
 
     def _find(self, fetch: Fetch, timeout_s: float) -> bool:
         """Whether chunks are being brought."""
@@ -135,6 +137,7 @@ class Fetches:
             log.exception("reading chunks failed request_id=%s", fetch.query.request_id)
         finally:
             fetch.rest()
+            self.on_answer()
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:

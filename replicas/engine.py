@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BLOCKED_S = 0.0005  # how often an engine that is blocked looks whether the cache tier has answered
+BLOCKED_S = 0.0005  # how often who drives an engine that is blocked looks whether it still is
 _FAILED = "the engine failed; the request was not completed"
 
 

@@ -43,6 +43,8 @@ class EngineLoop:
         self.kv_tier: KvTier | None = kv_tier_of(engine.chunks, engine.durable)
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
+        if engine.chunks is not None:
+            engine.chunks.tell(self._wake)
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
         self._subscribers: dict[str, Subscriber] = {}
@@ -129,6 +131,10 @@ class EngineLoop:
             self._inbox.append(command)
             self._condition.notify()
         return True
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
 
     def _run(self) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +58,9 @@ class LLM:
         self._engine = load_engine(
             model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
         )
+        self._tier_answered = threading.Event()
+        if self._engine.chunks is not None:
+            self._engine.chunks.tell(self._tier_answered.set)
         self._default_truncation = base.truncation
         self._ids = itertools.count()
         self._random = random.Random()
@@ -190,7 +193,8 @@ class LLM:
                 while unsent and self._engine.has_room_for(unsent[0]):
                     self._engine.submit(unsent.popleft())
                 if self._engine.is_blocked:
-                    time.sleep(BLOCKED_S)
+                    self._tier_answered.wait(BLOCKED_S)
+                self._tier_answered.clear()
                 for event in self._step():
                     if event.request_id in job_by_id:
                         job_by_id[event.request_id].take(event)

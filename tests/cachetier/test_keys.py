@@ -155,3 +155,12 @@ def test_absurd_layouts_are_refused(field: str, value: object) -> None:
     fields = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"} | {field: value}
     with pytest.raises(ConfigError, match=field):
         ChunkLayout(**fields)  # type: ignore[arg-type]
+
+
+def test_beginnings_are_the_keys_of_shorter_chunks() -> None:
+    lineage, ids = LINEAGE, [5, 6, 7, 8]
+    keys = [lineage.key(lineage.root, ids[:length]) for length in (4, 3, 2, 1)]
+    assert lineage.beginnings(lineage.root, ids) == keys
+    assert lineage.beginnings(lineage.root, ids, {3, 1, 9}) == [keys[1], keys[3]]
+    assert lineage.beginnings(keys[0], ids)[0] == lineage.key(keys[0], ids)
+    assert lineage.beginnings(lineage.root, []) == []

@@ -103,6 +103,32 @@ def test_the_child_that_shares_most_is_found_in_either_tier(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tail_is_found_among_many_that_begin_behind_the_same_chunk(tmp_path: Path, tier: str) -> None:
+    """As after a system prompt: more than are compared, and far more than are opened."""
+    numbers = range(100, 124 if tier == "disk" else 190)
+    tails = [chunk_of([7, 7, number, number]) for number in numbers]
+    node = on_disk(tmp_path, tails) if tier == "disk" else make_node()
+    put_all(node, tails if tier == "host" else [])
+    for number in numbers:
+        assert found(node, [7, 7, number, number, 1]) == [(tier, 4)]
+        assert found(node, [7, 7, number, number]) == [(tier, 4)]
+    node.close(flush=False)
+
+
+def test_a_tail_that_grows_among_many_replaces_what_it_was(tmp_path: Path) -> None:
+    clock = Clock()
+    node = make_node(tmp_path, host_blocks=300, disk_blocks=300, clock=clock)
+    for length in (2, 3, 5):
+        for number in range(100, 140):
+            chunk = chunk_of([7, *[number] * length])
+            assert node.put(chunk.header, chunk.layers, LINEAGE).value == "taken"
+        clock.now_s += 3
+        write_due(node)
+        assert len(chunk_files(tmp_path)) == len(node.snapshot()) // 2 == 40
+    node.close(flush=False)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_another_models_or_tenants_chunk_is_a_miss(tmp_path: Path, tier: str) -> None:
     """Under the right keys, which nobody but a broken or hostile engine would make."""
     chunks = chain_of(IDS)

@@ -11,6 +11,7 @@ import pytest
 from mneme.cachetier import ray_peers, ray_store
 from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.keys import Lineage
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.ray_store import RayChunkStore
@@ -50,7 +51,7 @@ class PromptPuts:
     def __init__(self, max_bytes: int, wait_s: float, done: Done) -> None:
         self._done = done
 
-    def put(self, node: FakeNode, chunk: Chunk) -> bool:
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
         self._done(chunk.header, node.put(chunk.header))
         return True
 
@@ -59,7 +60,7 @@ class PromptPuts:
 
 
 class BusyPuts(PromptPuts):
-    def put(self, node: FakeNode, chunk: Chunk) -> bool:
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
         return False
 
 
