@@ -120,9 +120,9 @@ class RayChunkStore:
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
         call = self._peers.call(self._node_id, "locate", self._node.locate, query, timeout_s)
+        if call is not None:
+            self._remember(query.request_id, self._node)  # an answer that comes too late has it wait there as well
         found: Found | None = self._peers.answers([call], deadline_s)[0]
-        if found is not None:
-            self._remember(query.request_id, self._node)
         return found
 
     def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:

@@ -338,6 +338,23 @@ def test_waiting_requests_are_bounded_in_number_and_age() -> None:
     assert node.stats()["waiting"] == 1
 
 
+def test_a_request_that_was_forgotten_before_it_was_known_does_not_wait() -> None:
+    """The node took longer to look than the request waited."""
+    clock = Clock()
+    node = make_node(clock=clock)
+    put(node, chunk_of([1]))
+    node.forget(["r", "s"])
+    found(node, [1], request_id="r")
+    assert node.stats()["waiting"] == 0
+    found(node, [1], request_id="r")  # another of its name
+    assert node.stats()["waiting"] == 1
+    clock.now_s += 60
+    found(node, [1], request_id="s")
+    assert node.stats()["waiting"] == 2
+    node.forget([str(number) for number in range(10_000)])
+    assert len(node._tiers.waiting._forgotten) <= 1024
+
+
 def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> None:
     """Until memory is full of what waiting requests want."""
     chains = [chain_of([root, *range(15)]) for root in (50, 60, 70, 80)]

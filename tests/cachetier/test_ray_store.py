@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from mneme.cachetier import ray_peers, ray_store
 from mneme.cachetier.chunk import Chunk, ChunkHeader
@@ -31,6 +32,8 @@ class FakeNode:
         self.keys: set[bytes] = set()
         self.epoch = epoch
         self.is_full = self.is_lost = False
+        self.forgotten: list[str] = []
+        self.forget = SimpleNamespace(remote=self.forgotten.extend)
         self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
 
     def put(self, header: ChunkHeader) -> PutAnswer | None:
@@ -142,6 +145,19 @@ def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_put(store: R
     node.epoch += 1
     save_turn(store, 4)
     assert not store.known(KEYS[:3])
+
+
+def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(answer: object, timeout: float) -> object:
+        raise GetTimeoutError
+
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late))
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    assert store.locate(query, 1.0) == []
+    store.forget(["r", "another"])
+    assert node.forgotten == ["r"]
 
 
 def locate(store: RayChunkStore, keys: list[bytes]) -> None:
