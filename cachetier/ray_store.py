@@ -95,9 +95,12 @@ class RayChunkStore:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
         header = chunk.header
         self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
-        is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
-        if not is_put:
-            self._known.drop([header.key])
+        is_put = False
+        try:
+            is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk)
+        finally:
+            if not is_put:
+                self._known.drop([header.key])
         return is_put
 
     def stats(self) -> dict[str, int]:

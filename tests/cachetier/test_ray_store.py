@@ -66,6 +66,11 @@ class BusyPuts(PromptPuts):
         return False
 
 
+class BrokenPuts(PromptPuts):
+    def put(self, node: FakeNode, chunk: Chunk) -> bool:
+        raise RuntimeError("a bug")
+
+
 @pytest.fixture
 def node() -> FakeNode:
     return FakeNode()
@@ -124,6 +129,10 @@ def test_what_is_refused_or_not_answered_at_once_is_not_known(store: RayChunkSto
 def test_what_is_not_put_is_not_known(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(node, monkeypatch, BusyPuts)
     assert not store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+    store = make_store(node, monkeypatch, BrokenPuts)
+    with pytest.raises(RuntimeError):
+        store.put(CHAIN[0], LINEAGE)
     assert not store.known(KEYS)
 
 
