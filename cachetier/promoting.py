@@ -72,11 +72,14 @@ class Promoter:
         if wanted is None or tiers.disk is None:
             return False
         request_id, key = wanted
-        outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
-        if outcome is _Prefetch.DONE:
-            tiers.waiting.brought(request_id, key)
-        elif outcome is _Prefetch.FAILED:
-            tiers.waiting.give_up(request_id)
+        outcome = _Prefetch.FAILED
+        try:
+            outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
+        finally:  # what raises must not be the next again: others wait behind it
+            if outcome is _Prefetch.DONE:
+                tiers.waiting.brought(request_id, key)
+            elif outcome is _Prefetch.FAILED:
+                tiers.waiting.give_up(request_id)
         return outcome is not _Prefetch.NO_ROOM
 
     def _prefetch(self, disk: DiskTier, key: bytes) -> _Prefetch:

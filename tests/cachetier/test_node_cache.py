@@ -380,6 +380,28 @@ def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> Non
     node.close(flush=False)
 
 
+def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [chunk_of([number]) for number in (1, 2)]
+    node = on_disk(tmp_path, chunks)
+    for number in (1, 2):
+        assert found(node, [number], request_id=str(number)) == [("disk", 1)]
+
+    def fails(layers: object) -> object:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node._tiers.memory, "keep", fails)
+        with pytest.raises(RuntimeError):  # the thread's edge counts it
+            node.step()
+    prefetch(node)
+    assert found(node, [1]) == [("disk", 1)]
+    assert found(node, [2]) == [("host", 1)]
+    assert node._tiers.host.used_blocks == 1
+    node.close(flush=False)
+
+
 def test_nothing_is_brought_up_beside_somebody_who_reads(tmp_path: Path) -> None:
     node = on_disk(tmp_path, chain_of(IDS))
     assert found(node, IDS, request_id="r")[0] == ("disk", 8)
