@@ -143,10 +143,11 @@ class RayChunkStore:
         for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
-            if chunks is not None and len(sound) < span.num_chunks:
+            num_whole = sum(each.num_usable == query.chunk_tokens for each in sound)
+            if chunks is not None and num_whole < span.num_chunks:
                 self._counters["directory_ghosts"] += 1
-                found.peers[span.node].not_here.remote([query.keys[span.first + len(sound)]])
-            if len(sound) < span.num_chunks:
+                found.peers[span.node].not_here.remote([query.keys[span.first + num_whole]])
+            if num_whole < span.num_chunks:
                 break
         return sources
 

@@ -10,13 +10,15 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from mneme.cachetier import ray_peers, ray_store
+from mneme.cachetier.chain_search import Located
+from mneme.cachetier.chain_spans import Span
 from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.ray_store import RayChunkStore
 from mneme.cachetier.saving import HostPut
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
 
 IDS = list(range(1, 4 * CHUNK_TOKENS + 1))
 CHAIN = chain_of(IDS)
@@ -167,6 +169,26 @@ def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
     assert store.locate(query, 1.0) == []
     store.forget(["r", "another"])
     assert node.forgotten == ["r"]
+
+
+def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer of the first span lost its second chunk, and has another that begins alike."""
+    start = CHUNK_TOKENS
+    sibling = chunk_of([*IDS[start : start + 3], 99], KEYS[0])
+    gone: list[bytes] = []
+    peers = {name: SimpleNamespace(not_here=SimpleNamespace(remote=gone.extend)) for name in ("a", "b")}
+    has = {"a": [CHAIN[0], sibling], "b": CHAIN[2:]}
+    for name, peer in peers.items():
+        located = [Located(chunk.header, CHUNK_TOKENS, "host", None, None) for chunk in has[name]]
+        peer.locate_here = SimpleNamespace(remote=lambda query, timeout_s, located=located: located)
+    found = Found([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    sources = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 1.0)
+    assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
+    assert gone == [KEYS[1]]
+    assert store.stats()["directory_ghosts"] == 1
 
 
 def locate(store: RayChunkStore, keys: list[bytes]) -> None:
