@@ -164,7 +164,7 @@ def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
     def late(answer: object, timeout: float) -> object:
         raise GetTimeoutError
 
-    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late))
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
     assert store.locate(query, 1.0) == []
     store.forget(["r", "another"])
