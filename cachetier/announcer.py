@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from mneme.cachetier.change_log import Change
 from mneme.cachetier.directory import Announcement, Clock, Reply, shard_of
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
+SEND_TIMEOUT_S = 2.0  # of one announcement; with the time between signs of life less than `directory.SILENT_S`
 BATCH_CHANGES = 1000  # of one announcement: a shard takes some 3 ms for it
 _PERIOD_S = 0.05
 _RETRY_S = 0.5  # after an announcement that was not answered
@@ -34,7 +36,8 @@ class _Shard:
         self.seq = 0
         self.wants_all = True
         self.pending: deque[Change] = deque()
-        self.sent_s = self.next_try_s = float("-inf")
+        self.sent_s = float("-inf")
+        self.next_try_s: float | None = None  # of a shard that did not answer
 
 
 class Announcer:
@@ -76,19 +79,33 @@ class Announcer:
                 self._shards[shard_of(change[0], len(self._shards))].pending.append(change)
 
     def step(self) -> None:
-        """Send what is due."""
-        now_s = self._clock()
-        due = [(number, shard) for number, shard in enumerate(self._shards) if now_s >= shard.next_try_s]
+        """Send what is due, until a shard does not answer: then it is the turn of the others again."""
         for shard in self._shards:
             if len(shard.pending) > _MAX_PENDING:
                 shard.wants_all = True
-        self._tell_all([each for each in due if each[1].wants_all])
-        for number, shard in due:
-            self._tell_changes(number, shard)
+        silent = self._silent()
+        answering = [each for each in enumerate(self._shards) if each[1].next_try_s is None]
+        if self._tell_due(answering) and silent is not None:
+            silent[1].next_try_s = None
+            self._tell_due([silent])
 
-    def _tell_all(self, shards: Sequence[tuple[int, _Shard]]) -> None:
+    def _silent(self) -> tuple[int, _Shard] | None:
+        """Of the shards that did not answer, the one whose turn it is to be tried again."""
+        tries = [(each.next_try_s, number) for number, each in enumerate(self._shards) if each.next_try_s is not None]
+        next_try_s, number = min(tries, default=(math.inf, 0))
+        return (number, self._shards[number]) if next_try_s <= self._clock() else None
+
+    def _tell_due(self, shards: Sequence[tuple[int, _Shard]]) -> bool:
+        """Whether all answered. Changes come first, as signs of life."""
+        for number, shard in shards:
+            self._tell_changes(number, shard)
+            if shard.next_try_s is not None:
+                return False
+        return self._tell_all([each for each in shards if each[1].wants_all])
+
+    def _tell_all(self, shards: Sequence[tuple[int, _Shard]]) -> bool:
         if not shards:
-            return
+            return True
         with self._lock:  # the snapshot, taken after this, has them
             for _, shard in shards:
                 shard.pending.clear()
@@ -101,6 +118,9 @@ class Announcer:
                 if not self._tell(number, shard, *part):
                     shard.wants_all = True
                     break
+            if shard.next_try_s is not None:
+                return False
+        return True
 
     def _tell_changes(self, number: int, shard: _Shard) -> None:
         while not shard.wants_all and not self._stopped.is_set():

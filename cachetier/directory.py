@@ -34,6 +34,7 @@ Clock = Callable[[], float]
 
 SILENT_S = 4.0  # a node not heard of for so long is not offered; it speaks once a second
 FORGOTTEN_S = 60.0  # and after so long all it said is removed
+_EPOCH_KEPT_S = 600.0  # and after so long its epoch: nothing that it said before is still on its way
 _SWEPT_BUCKETS = 4  # with each announcement
 
 
@@ -80,7 +81,7 @@ class Directory:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._table = PlaceTable()
-        self._nodes: dict[str, _Node] = {}  # those forgotten too: their epochs stay
+        self._nodes: dict[str, _Node] = {}  # those forgotten too: their epochs stay for a while
         self._num_holders = 0
         self._free: list[int] = []  # holders that no entry names
         self._swept: set[int] = set()  # holders whose entries this pass over the table removes
@@ -181,9 +182,11 @@ class Directory:
         }
 
     def _forget_silent(self) -> None:
-        oldest_s = self._clock() - FORGOTTEN_S
-        for node in self._nodes.values():
-            if node.heard_s < oldest_s and node.holders:
+        now_s = self._clock()
+        for name, node in list(self._nodes.items()):
+            if node.heard_s < now_s - _EPOCH_KEPT_S and not node.holders:
+                del self._nodes[name]
+            elif node.heard_s < now_s - FORGOTTEN_S and node.holders:
                 self._retire(node.holders)
                 node.holder, node.next_holder, node.wants_all = None, None, True
                 self._counters["nodes_forgotten"] += 1

@@ -77,6 +77,7 @@ class HostTier:
         self._tenant_blocks = None if tenant_bytes is None else tenant_bytes // BLOCK_BYTES
         self._arriving: dict[bytes, tuple[bytes, int]] = {}  # owner and blocks by key
         self._passing: dict[bytes, tuple[bytes, int]] = {}  # likewise: on their way to the disk alone
+        self._unwanted: set[bytes] = set()  # of those that arrive: deleted meanwhile
         self._gone: list[Held] = []
 
     @property
@@ -132,8 +133,12 @@ class HostTier:
         spared: Container[bytes],
         lineage: Lineage | None = None,
     ) -> list[bytes]:
-        """A chunk is there; the keys of those that it supersedes, which are gone."""
+        """A chunk is there, unless it was deleted meanwhile; the keys of those that it supersedes, which are gone."""
         del self._arriving[header.key]
+        if header.key in self._unwanted:
+            self._unwanted.remove(header.key)
+            self._gone.append(held)
+            return []
         self.index.add(HostEntry(header, held, now_s))
         superseded = self._supersede(header, lineage)
         self._evict_to(self._full_blocks, spared)
@@ -142,15 +147,26 @@ class HostTier:
     def cancel(self, key: bytes) -> None:
         """It does not come."""
         self._arriving.pop(key, None)
+        self._unwanted.discard(key)
 
     def passed(self, key: bytes) -> bool:
         """Whether it was on its way."""
         return self._passing.pop(key, None) is not None
 
     def keys_of(self, owner: bytes) -> list[bytes]:
-        """All chunks of a tenant; looks at every chunk."""
+        """All chunks of a tenant, those on their way too; looks at every chunk."""
         here = [entry.key for entry in self.index if entry.owner == owner]
-        return here + [key for key, (other, _) in self._passing.items() if other == owner]
+        coming = (*self._arriving.items(), *self._passing.items())
+        return here + [key for key, (other, _) in coming if other == owner]
+
+    def delete(self, key: bytes) -> bool:
+        """Whether it was there or on its way; then it does not come."""
+        entry, is_coming = self.index.get(key), key in self._arriving
+        if is_coming:
+            self._unwanted.add(key)
+        if entry is not None:
+            self.discard(entry)
+        return self.passed(key) or is_coming or entry is not None
 
     def discard(self, entry: HostEntry) -> None:
         self.index.remove(entry)

@@ -120,18 +120,12 @@ class NodeCache:
     def delete(self, keys: Iterable[bytes]) -> int:
         """How many of these were there. Who reads one reads on."""
         unique = dict.fromkeys(keys)
-        with self._lock:
-            found = {key for key in unique if self._host.passed(key)}
-            for key in unique:
-                entry = self._host.index.get(key)
-                if entry is not None:
-                    self._host.discard(entry)
-                    found.add(key)
-            self._tiers.pins.unpin(unique)
+        found = self._delete_in_host(unique)  # first, or the writer would take what it is at for wanted
         self._saver.cancel(unique)
         if self._disk is not None:
             found.update(key for key in unique if key in self._disk)
             self._disk.delete(unique)
+            self._delete_in_host(unique)  # what was brought up meanwhile
         self._tiers.settle()
         return len(found)
 
@@ -227,6 +221,12 @@ class NodeCache:
             self._host.counters["hit"] += len(in_host)
             self._host.counters["located_on_disk"] += len(chain) - len(in_host)
         return chain
+
+    def _delete_in_host(self, keys: Collection[bytes]) -> set[bytes]:
+        """Those that were there or on their way."""
+        with self._lock:
+            self._tiers.pins.unpin(keys)
+            return {key for key in keys if self._host.delete(key)}
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -50,15 +50,15 @@ class Promoter:
 
     def fetch(self, key: bytes) -> Located | None:
         """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
-        found = self._in_host(key)
-        if found is not None or self._tiers.disk is None:
+        found, disk = self._in_host(key), self._tiers.disk
+        if found is not None or disk is None:
             return found
         with self.loading():
-            reader = self._tiers.disk.open_key(key)
+            reader = disk.open_key(key)
             if isinstance(reader, Miss):
                 return None
             with reader, self._tiers.holding(reader.header.parent):
-                found = self._load(reader, is_reserved=self._reserve(reader.header, None))
+                found = self._load(reader, is_reserved=self._reserve(disk, reader.header, None))
         self._tiers.settle()
         return found
 
@@ -72,11 +72,14 @@ class Promoter:
         if wanted is None or tiers.disk is None:
             return False
         request_id, key = wanted
-        outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
-        if outcome is _Prefetch.DONE:
-            tiers.waiting.brought(request_id, key)
-        elif outcome is _Prefetch.FAILED:
-            tiers.waiting.give_up(request_id)
+        outcome = _Prefetch.FAILED
+        try:
+            outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
+        finally:  # what raises must not be the next again: others wait behind it
+            if outcome is _Prefetch.DONE:
+                tiers.waiting.brought(request_id, key)
+            elif outcome is _Prefetch.FAILED:
+                tiers.waiting.give_up(request_id)
         return outcome is not _Prefetch.NO_ROOM
 
     def _prefetch(self, disk: DiskTier, key: bytes) -> _Prefetch:
@@ -85,7 +88,7 @@ class Promoter:
             reader = disk.open_key(key)
             if not isinstance(reader, Miss):
                 with reader, self._tiers.holding(reader.header.parent):
-                    if not self._reserve(reader.header, self._tiers.waiting.exempt()):
+                    if not self._reserve(disk, reader.header, self._tiers.waiting.exempt()):
                         outcome = _Prefetch.NO_ROOM
                     elif self._load(reader, is_reserved=True) is not None:
                         outcome = _Prefetch.DONE
@@ -101,9 +104,10 @@ class Promoter:
             self._tiers.host.index.use(entry, self._tiers.clock())
             return Located(entry.header, entry.num_tokens, "host", entry.held, None)
 
-    def _reserve(self, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
+    def _reserve(self, disk: DiskTier, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
+        """Not what was deleted since it was opened."""
         with self._tiers.lock:
-            is_reserved = self._tiers.host.reserve(header, spared)
+            is_reserved = header.key in disk and self._tiers.host.reserve(header, spared)
         self._tiers.settle()  # the bytes of what goes for it are free before its own come
         return is_reserved
 

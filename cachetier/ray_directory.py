@@ -13,11 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from mneme.cachetier.announcer import SEND_TIMEOUT_S
 from mneme.cachetier.breaker import Breaker
 from mneme.cachetier.directory import Announcement, Directory, Reply, shard_of
 from mneme.cachetier.place_table import Place
-
-_SEND_TIMEOUT_S = 5.0  # of an announcement; on a thread of its own
 
 
 class DirectoryActor:
@@ -57,7 +56,7 @@ class DirectoryShards:
     def send(self, number: int, said: Announcement) -> Reply | None:
         """See `announcer.Send`; not from an event loop."""
         try:
-            reply: Reply = ray.get(self._shards[number].announce.remote(said), timeout=_SEND_TIMEOUT_S)
+            reply: Reply = ray.get(self._shards[number].announce.remote(said), timeout=SEND_TIMEOUT_S)
         except ActorDiedError:  # for good: somebody ended it
             self._shards[number] = directory_shard(self._namespace, number)
             return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from mneme.cachetier.chunk import U8Array
 from mneme.cachetier.misses import Miss
@@ -104,11 +104,11 @@ def runs_of(layers: Sequence[U8Array]) -> list[tuple[U8Array, ...]]:
 
 
 def put_runs(runs: Sequence[tuple[U8Array, ...]]) -> Refs:
-    """One object for each run, owned by this process. Raises MemoryError if the store has no room."""
+    """One object for each run, owned by this process. Raises MemoryError if the store has no room, or is not there."""
     try:
         return tuple(ray.put(run) for run in runs)
-    except (ObjectStoreFullError, OutOfDiskError) as error:
-        raise MemoryError(f"the object store is full: {error}") from error
+    except RayError as error:
+        raise MemoryError(f"the object store took nothing: {error}") from error
 
 
 def get_runs(refs: Refs, timeout_s: float) -> list[tuple[U8Array, ...]] | Miss:

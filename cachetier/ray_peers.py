@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import ray
@@ -30,13 +32,14 @@ class Peers:
 
     def __init__(self, on_dead: Callable[[str], None]) -> None:
         self._breakers: dict[str, Breaker] = {}
+        self._lock = threading.Lock()
         self._late: deque[Call] = deque(maxlen=_MAX_LATE)  # oldest first
+        self._timer: threading.Timer | None = None  # while there are such
         self._on_dead = on_dead
         self.counters: Counter[str] = Counter()
 
     def call(self, node: str, name: str, method: Any, *args: Any) -> Call | None:
         """Begin a call; None if that node does not answer these days."""
-        self._settle_late()
         if not self._breaker(node).allows():
             self.counters["not_asked"] += 1
             return None
@@ -56,7 +59,9 @@ class Peers:
             answer = ray.get(call.answer, timeout=max(0.0, deadline_s - time.monotonic()))
         except GetTimeoutError:
             self.counters[f"{call.name}_timeout"] += 1
-            self._late.append(call)
+            with self._lock:
+                self._late.append(call)
+                self._settle_later()
             return None
         except RayError as error:
             breaker.failed()
@@ -67,14 +72,24 @@ class Peers:
         breaker.succeeded()
         return answer
 
+    def _settle_later(self) -> None:
+        """Under the lock. Whether or not anybody calls again: answers keep the objects that they name."""
+        if self._timer is None:
+            self._timer = threading.Timer(_LATE_S, self._settle_late)
+            self._timer.daemon = True
+            self._timer.start()
+
     def _settle_late(self) -> None:
         """Calls that missed their deadlines: were they answered after all?"""
         oldest_s = time.monotonic() - _LATE_S
-        while self._late and self._late[0].since_s < oldest_s:
-            try:
-                call = self._late.popleft()
-            except IndexError:  # another thread was faster
-                return
+        with self._lock:
+            due = list(takewhile(lambda call: call.since_s <= oldest_s, self._late))
+            for _ in due:
+                self._late.popleft()
+            self._timer = None
+            if self._late:
+                self._settle_later()
+        for call in due if ray.is_initialized() else ():
             breaker = self._breaker(call.node)
             if ray.wait([call.answer], timeout=0)[0]:
                 breaker.succeeded()

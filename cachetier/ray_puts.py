@@ -60,12 +60,15 @@ class PutsUnderWay:
         num_bytes = sum(layer.nbytes for layer in chunk.layers)
         if not self._reserve(num_bytes):
             return False
+        answer = None
         try:
             refs = put_runs(runs_of(chunk.layers))
             answer = node.put.remote(chunk.header, refs, lineage)
         except (MemoryError, RayError):
-            self._release(num_bytes, "put_failed")
             return False
+        finally:
+            if answer is None:
+                self._release(num_bytes, "put_failed")
         with self._changed:
             self._puts[answer] = _Put(refs, chunk.header, num_bytes, time.monotonic())
             self._changed.notify_all()
@@ -115,6 +118,8 @@ class PutsUnderWay:
                 self._look_at(answers)
             except Exception:  # the thread's edge
                 _logger.exception("puts under way could not be looked at")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, _POLL_S)
 
     def _look_at(self, answers: list[Any]) -> None:
         ready, waiting = ray.wait(answers, timeout=_POLL_S)
@@ -127,8 +132,10 @@ class PutsUnderWay:
 
     def _finish(self, answer: Any, said: PutAnswer | None) -> None:
         put = self._puts.pop(answer)
-        self._done(put.header, said)
-        self._release(put.num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")
+        try:
+            self._done(put.header, said)
+        finally:
+            self._release(put.num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")
 
 
 def _said(answer: Any) -> PutAnswer | None:

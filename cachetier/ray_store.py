@@ -95,9 +95,12 @@ class RayChunkStore:
         """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
         header = chunk.header
         self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
-        is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk, lineage)
-        if not is_put:
-            self._known.drop([header.key])
+        is_put = False
+        try:
+            is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk, lineage)
+        finally:
+            if not is_put:
+                self._known.drop([header.key])
         return is_put
 
     def stats(self) -> dict[str, int]:
@@ -120,9 +123,9 @@ class RayChunkStore:
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
         call = self._peers.call(self._node_id, "locate", self._node.locate, query, timeout_s)
+        if call is not None:
+            self._remember(query.request_id, self._node)  # an answer that comes too late has it wait there as well
         found: Found | None = self._peers.answers([call], deadline_s)[0]
-        if found is not None:
-            self._remember(query.request_id, self._node)
         return found
 
     def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
@@ -140,10 +143,11 @@ class RayChunkStore:
         for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
-            if chunks is not None and len(sound) < span.num_chunks:
+            num_whole = sum(each.num_usable == query.chunk_tokens for each in sound)
+            if chunks is not None and num_whole < span.num_chunks:
                 self._counters["directory_ghosts"] += 1
-                found.peers[span.node].not_here.remote([query.keys[span.first + len(sound)]])
-            if len(sound) < span.num_chunks:
+                found.peers[span.node].not_here.remote([query.keys[span.first + num_whole]])
+            if num_whole < span.num_chunks:
                 break
         return sources
 

@@ -64,10 +64,10 @@ def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
     """End all actors of an application, on all nodes, after what waits to be written; how many there were."""
     namespace = _namespace(application)
     names = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == namespace]
-    actors = [actor for name in names if (actor := _actor(name, namespace)) is not None]
-    nodes = [actor for actor, name in zip(actors, names, strict=False) if name.startswith(node_actor_name(""))]
+    actors = [(name, actor) for name in names if (actor := _actor(name, namespace)) is not None]
+    nodes = [actor for name, actor in actors if name.startswith(node_actor_name(""))]
     _wait([actor.close.remote(timeout_s) for actor in nodes], timeout_s)
-    for actor in actors:
+    for _, actor in actors:
         ray.kill(actor, no_restart=True)
     return len(actors)
 

@@ -1,7 +1,8 @@
 """Requests that wait, in the order of their arrival, and the chunks that they will use (AttentionStore 3.3).
 
 What they want is brought up from the disk and kept from eviction. A request whose client died does not tell: requests
-are bounded in number and in age.
+are bounded in number and in age. One that ends while the node still looks for what it wants is forgotten before it
+comes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mneme.cachetier.host_tier import chunk_bytes
 
 _MAX_REQUESTS = 1024
 _MAX_AGE_S = 600.0
+_LATE_S = 30.0  # by which a request may come after it was forgotten
 
 
 class _Request:
@@ -41,6 +43,7 @@ class WaitingRequests:
         self._clock = clock
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}  # in the order of arrival
+        self._forgotten: dict[str, float] = {}  # since when: those that did not wait, or not yet
         self._host_queue: tuple[bytes, ...] = ()
         self._disk_queue: tuple[bytes, ...] = ()
         self._exempt: frozenset[bytes] = frozenset()
@@ -60,18 +63,24 @@ class WaitingRequests:
         return self._exempt
 
     def put(self, request_id: str, chain: Sequence[Located]) -> None:
-        """A request waits for these; if it did before, it keeps its place."""
+        """A request waits for these, unless it was forgotten meanwhile; if it did before, it keeps its place."""
         now_s = self._clock()
         with self._lock:
+            if now_s - self._forgotten.pop(request_id, float("-inf")) <= _LATE_S:
+                return
             earlier = self._requests.get(request_id)
             self._requests[request_id] = _Request(chain, now_s if earlier is None else earlier.since_s)
             self._drop_old(now_s)
             self._renew()
 
     def forget(self, request_ids: Collection[str]) -> None:
+        now_s = self._clock()
         with self._lock:
-            found = [self._requests.pop(each, None) for each in request_ids]
-            if any(found):
+            found = [each for each in request_ids if self._requests.pop(each, None) is not None]
+            self._forgotten.update(dict.fromkeys(set(request_ids).difference(found), now_s))
+            while len(self._forgotten) > _MAX_REQUESTS:
+                del self._forgotten[next(iter(self._forgotten))]
+            if found:
                 self._renew()
 
     def next_wanted(self, capacity_bytes: int) -> tuple[str, bytes] | None:

@@ -97,7 +97,7 @@ class Fetches:
         """What it read says how fast the edges are, also where it was given up. The request waits no longer."""
         with self._lock:
             self._open.discard(fetch)
-        for edge, reads in fetch.reads.items():
+        for edge, reads in list(fetch.reads.items()):  # a load thread may still read
             self._costs.note_edge(
                 edge, reads.num_bytes, reads.num_chunks, reads.seconds, is_complete=not fetch.is_given_up
             )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mneme.cachetier import announcer as announcer_module
-from mneme.cachetier.announcer import BATCH_CHANGES, SIGN_OF_LIFE_S, Announcer
+from mneme.cachetier.announcer import BATCH_CHANGES, SEND_TIMEOUT_S, SIGN_OF_LIFE_S, Announcer
 from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.directory import SILENT_S, Announcement, Directory, Reply, shard_of
 from mneme.cachetier.place_table import Place
@@ -216,6 +216,29 @@ def test_too_many_changes_are_told_as_a_whole() -> None:
     node.announcer.step()
     assert link.shards[0].stats()["counters"]["announcements"] - before < 10
     assert link.shards[0].lookup([KEYS[0]])[0]
+
+
+def test_shards_that_hang_do_not_silence_a_node_at_others() -> None:
+    clock, heard = Clock(), {0: 1000.0}
+    directory, longest_s = Directory(clock), 0.0
+
+    def send(shard: int, said: Announcement) -> Reply | None:
+        nonlocal longest_s
+        if shard:
+            asked.add(shard)
+            clock.now_s += SEND_TIMEOUT_S
+            return None
+        longest_s = max(longest_s, clock.now_s - heard[0])
+        heard[0] = clock.now_s
+        return directory.announce(said)
+
+    asked: set[int] = set()
+    announcer = Announcer("a", 4, list, send, epoch=1, clock=clock)
+    for _ in range(1000):
+        announcer.step()
+        clock.now_s += 0.05
+    assert asked == {1, 2, 3}
+    assert longest_s < SILENT_S
 
 
 def test_the_thread_announces_and_outlives_an_error() -> None:

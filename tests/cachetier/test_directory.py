@@ -126,6 +126,17 @@ def test_a_node_found_dead_is_offered_again_when_it_speaks(directory: Directory)
     assert directory.lookup(KEYS[:1]) != [()]
 
 
+def test_nodes_that_are_gone_for_good_are_not_gone_through(directory: Directory, clock: FakeClock) -> None:
+    """A node that joins again has another name."""
+    for number in range(100):
+        tell_all(directory, 0, added(KEYS[0]), node=str(number))
+        clock.now_s += FORGOTTEN_S
+    assert len(directory._nodes) < 20
+    assert tell(directory, 1, added(KEYS[1]), node="0").wants_all  # one that comes back after all
+    assert not tell_all(directory, 2, added(KEYS[1]), node="0").wants_all
+    assert directory.lookup(KEYS[:2])[1] == (Place("0", "host", 100),)
+
+
 def test_restarts_without_end_use_up_nothing(directory: Directory) -> None:
     for epoch in range(3000):
         tell_all(directory, 0, *map(added, KEYS), epoch=epoch)

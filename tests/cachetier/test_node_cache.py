@@ -364,6 +364,23 @@ def test_waiting_requests_are_bounded_in_number_and_age() -> None:
     assert node.stats()["waiting"] == 1
 
 
+def test_a_request_that_was_forgotten_before_it_was_known_does_not_wait() -> None:
+    """The node took longer to look than the request waited."""
+    clock = Clock()
+    node = make_node(clock=clock)
+    put(node, chunk_of([1]))
+    node.forget(["r", "s"])
+    found(node, [1], request_id="r")
+    assert node.stats()["waiting"] == 0
+    found(node, [1], request_id="r")  # another of its name
+    assert node.stats()["waiting"] == 1
+    clock.now_s += 60
+    found(node, [1], request_id="s")
+    assert node.stats()["waiting"] == 2
+    node.forget([str(number) for number in range(10_000)])
+    assert len(node._tiers.waiting._forgotten) <= 1024
+
+
 def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> None:
     """Until memory is full of what waiting requests want."""
     chains = [chain_of([root, *range(15)]) for root in (50, 60, 70, 80)]
@@ -386,6 +403,28 @@ def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> Non
     node.forget(["50", "60"])
     prefetch(node)
     assert found(node, [80, *range(15)]) == [("host", 8)] * 2
+    node.close(flush=False)
+
+
+def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [chunk_of([number]) for number in (1, 2)]
+    node = on_disk(tmp_path, chunks)
+    for number in (1, 2):
+        assert found(node, [number], request_id=str(number)) == [("disk", 1)]
+
+    def fails(layers: object) -> object:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node._tiers.memory, "keep", fails)
+        with pytest.raises(RuntimeError):  # the thread's edge counts it
+            node.step()
+    prefetch(node)
+    assert found(node, [1]) == [("disk", 1)]
+    assert found(node, [2]) == [("host", 1)]
+    assert node._tiers.host.used_blocks == 1
     node.close(flush=False)
 
 

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from mneme.cachetier import ray_peers, ray_store
+from mneme.cachetier.chain_search import Located
+from mneme.cachetier.chain_spans import Span
 from mneme.cachetier.chunk import Chunk, ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.keys import Lineage
@@ -16,7 +19,7 @@ from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.ray_store import RayChunkStore
 from mneme.cachetier.saving import HostPut
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
 
 IDS = list(range(1, 4 * CHUNK_TOKENS + 1))
 CHAIN = chain_of(IDS)
@@ -32,6 +35,8 @@ class FakeNode:
         self.keys: set[bytes] = set()
         self.epoch = epoch
         self.is_full = self.is_lost = False
+        self.forgotten: list[str] = []
+        self.forget = SimpleNamespace(remote=self.forgotten.extend)
         self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
 
     def put(self, header: ChunkHeader) -> PutAnswer | None:
@@ -62,6 +67,11 @@ class PromptPuts:
 class BusyPuts(PromptPuts):
     def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
         return False
+
+
+class BrokenPuts(PromptPuts):
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
+        raise RuntimeError("a bug")
 
 
 @pytest.fixture
@@ -123,6 +133,10 @@ def test_what_is_not_put_is_not_known(node: FakeNode, monkeypatch: pytest.Monkey
     store = make_store(node, monkeypatch, BusyPuts)
     assert not store.put(CHAIN[0], LINEAGE)
     assert not store.known(KEYS)
+    store = make_store(node, monkeypatch, BrokenPuts)
+    with pytest.raises(RuntimeError):
+        store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
 
 
 def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_question(
@@ -143,6 +157,39 @@ def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_put(store: R
     node.epoch += 1
     save_turn(store, 4)
     assert not store.known(KEYS[:3])
+
+
+def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(answer: object, timeout: float) -> object:
+        raise GetTimeoutError
+
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    assert store.locate(query, 1.0) == []
+    store.forget(["r", "another"])
+    assert node.forgotten == ["r"]
+
+
+def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer of the first span lost its second chunk, and has another that begins alike."""
+    start = CHUNK_TOKENS
+    sibling = chunk_of([*IDS[start : start + 3], 99], KEYS[0])
+    gone: list[bytes] = []
+    peers = {name: SimpleNamespace(not_here=SimpleNamespace(remote=gone.extend)) for name in ("a", "b")}
+    has = {"a": [CHAIN[0], sibling], "b": CHAIN[2:]}
+    for name, peer in peers.items():
+        located = [Located(chunk.header, CHUNK_TOKENS, "host", None, None) for chunk in has[name]]
+        peer.locate_here = SimpleNamespace(remote=lambda query, timeout_s, located=located: located)
+    found = Found([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    sources = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 1.0)
+    assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
+    assert gone == [KEYS[1]]
+    assert store.stats()["directory_ghosts"] == 1
 
 
 def locate(store: RayChunkStore, keys: list[bytes]) -> None:
