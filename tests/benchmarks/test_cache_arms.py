@@ -19,10 +19,12 @@ from cache_engines import (
     cache_config,
     make_engine,
     pages_for,
+    request,
 )
 from cache_saving import DecodingArm, PrefillingArm, write_row
 from cache_turns import ARMS, COLD, HOST, RECOMPUTE, Case, Draw, NextTurns, Pairs, measure_pairs, tell
-from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions
+from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
+from conversations import Conversation, Turn
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.cost_model import Calibration
@@ -123,7 +125,31 @@ def test_a_workload_takes_every_turn_once_and_counts_after_its_first_fifth(model
         assert engine.num_tokens["generated"] == sum(t.num_out for each in sessions for t in each.turns)
     assert len(ran.turns) == len(order) - int(WARM_UP_SHARE * len(order))
     assert ran.tokens_from("device") > 0
-    assert 0 < ran.prefill_s < ran.busy_s <= ran.wall_s
+    assert 0 < ran.prefill_s < ran.busy_s == ran.device_s  # no tier: nothing to be blocked by
+    assert ran.num_waiting == 0
+
+
+def test_requests_wait_where_places_outnumber_contexts(model: CachedModel) -> None:
+    sessions = [Conversation(0.0, [Turn(700, 8)], 0, seed) for seed in range(4)]
+    with closing(make_engine(model, None, CacheConfig(), pages_for(800))) as engine:
+        assert Workload(engine, sessions, range(4)).run().num_waiting > 0.5
+
+
+def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel) -> None:
+    """Those in which no prompt ends count, and those that only decode do not."""
+    with closing(make_engine(model, None, CacheConfig(), pages_for(4096))) as engine:
+        for name in "ab":
+            engine.submit(request(name, Draw(ord(name)).ids(1500), 4))
+        found, num_ended = [], []
+        workload = Workload(engine, [], [])
+        with workload.noted_chunks():
+            while engine.has_work:
+                engine.step()
+                found.append(sum(map(prompt_rows, workload.scheduled)))
+                num_ended.append(engine.num_tokens["prompt"])
+    assert found[:2] == [2048, 952]
+    assert num_ended[:2] == [0, 3000]
+    assert set(found[2:]) == {0}
 
 
 def test_rows_of_overlaps(model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
