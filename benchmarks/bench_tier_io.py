@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
 from session_plots import plot_rows
 from tier_io.chunks import LARGE, TINY, Chain, Shape
@@ -160,14 +161,10 @@ def _plot(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds; at most 90 s on 2 cores")
+    parser = cache_arguments(__doc__, quick="3 rounds; at most 90 s on 2 cores")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
     parser.add_argument("--no-store", action="store_true", help="without the cluster's tier")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
     return parser.parse_args()
 
 

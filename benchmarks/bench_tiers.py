@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
 from cache_engines import (
     CHUNK_TOKENS,
@@ -209,14 +210,8 @@ def _plot(folder: Path, rows: Sequence[dict[str, Any]], buffers: Sequence[dict[s
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores"
-    )
+    parser = cache_arguments(__doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores")
     parser.add_argument("--sessions", type=int, default=28)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
     return parser.parse_args()
 
 

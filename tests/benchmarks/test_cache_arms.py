@@ -21,8 +21,8 @@ from cache_engines import (
     pages_for,
     request,
 )
-from cache_saving import DecodingArm, PrefillingArm, write_row
-from cache_turns import ARMS, COLD, HOST, RECOMPUTE, Case, Draw, NextTurns, Pairs, measure_pairs, tell
+from cache_saving import DecodingArm, PrefillingArm, process_tier, write_row
+from cache_turns import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, Draw, NextTurns, Pairs, Source, measure_pairs, tell
 from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from conversations import Conversation, Turn
 
@@ -64,11 +64,26 @@ def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
         turns._turn(name)
 
 
-def test_pairs_count_what_the_controller_decided(model: CachedModel, tmp_path: Path) -> None:
-    pairs = measure_pairs(model, Case("llama-wide-kv", 300, "host"), tmp_path, 3, 1e6, 0)
-    assert pairs.outcomes == Counter(loaded=3)
-    assert pairs.row()["pairs"] == 3
-    pairs = Pairs(Case("m", 1, "disk"), [1.0, 3.0, 1.0], [2.0, 2.0, 1.0], Counter())
+@pytest.mark.parametrize(("source", "restarts"), [(HOST, []), (WARM, [False] * 3), (COLD, [True] * 3)])
+def test_pairs_count_what_the_controller_decided(
+    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, restarts: list[bool]
+) -> None:
+    seen: list[bool] = []
+    restart = RestartableStore.restart
+
+    def noted(store: RestartableStore, *, is_cold: bool) -> None:
+        seen.append(is_cold)
+        restart(store, is_cold=is_cold)
+
+    monkeypatch.setattr(RestartableStore, "restart", noted)
+    pairs = measure_pairs(model, Case("llama-wide-kv", 300, source), tmp_path, 2, 1e6, 0)
+    assert pairs.outcomes == Counter(loaded=2)
+    assert pairs.row()["pairs"] == 2
+    assert seen == restarts
+
+
+def test_a_figure_of_pairs_is_the_median_of_their_ratios() -> None:
+    pairs = Pairs(Case("m", 1, WARM), [1.0, 3.0, 1.0], [2.0, 2.0, 1.0], Counter())
     assert (pairs.row()["ratio"], pairs.row()["worst"], pairs.row()["first"]) == (1.0, 1.5, 0.5)
 
 
@@ -101,7 +116,7 @@ def test_a_stretch_saves_what_it_computes(
     model: CachedModel, tmp_path: Path, kind: type[DecodingArm] | type[PrefillingArm]
 ) -> None:
     for folder in (None, tmp_path):
-        with closing(kind(model, folder, 3, 0)) as arm:
+        with closing(kind(model, None if folder is None else process_tier(folder), 3, 0)) as arm:
             took = [arm.stretch() for _ in range(2)][-1]
         assert took.num_tokens == kind.num_tokens
         assert (took.num_saved_bytes > 0) == (folder is not None)
