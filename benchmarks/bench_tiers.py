@@ -10,8 +10,9 @@ time to first token, prompt tokens per second of the steps that computed rows of
 between them while the engine could only wait for the tier (`blocked`), and what both cost on a machine of the paper's
 prices and sizes (four A100s at $20 per hour, 128 GB of memory, 10 TB of SSD).
 
-*Policies*: what goes from memory first, with no disk. 24 of the same sessions at a time on a pool of three contexts, so
-that requests wait (`waiting`, on average) and a policy can look ahead to them.
+*Policies*: what goes from memory first, with no disk. Ten of the same sessions at a time on a pool of two contexts, so
+that requests wait (`waiting`, on average) and a policy can look ahead to them. A request looks for its KV in memory
+when it is sent, behind what is on the device then: what leaves the device while it waits is computed again.
 
 *Read buffer*: a turn of 100 tokens on a history of 1,024, on a disk that takes twice as long to read it as computing
 those 100 takes. Another sequence decodes, so the turn waits until the read buffer, of 0 to all layers, is full, and
@@ -68,7 +69,7 @@ ARMS = (NONE, DEVICE, WITH_HOST, WITH_DISK)
 POLICIES: tuple[PolicyName, ...] = ("fifo", "lru", "lookahead", "returning")
 DEVICE_SHARE, HOST_SHARE = 0.2, 0.3  # of all sessions' KV
 PAPER_HOST_GB, PAPER_DISK_GB = 128.0, 10_000.0
-QUEUE_PLACES, QUEUE_CONTEXTS = 24, 3  # of the policies' part: requests at once, and contexts that the pool holds
+QUEUE_PLACES, QUEUE_CONTEXTS = 10, 2  # of the policies' part: requests at once, and contexts that the pool holds
 QUICK_SESSIONS = 12
 assert set(POLICIES) <= set(get_args(PolicyName))
 
