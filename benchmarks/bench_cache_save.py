@@ -1,12 +1,16 @@
 """What saving KV into the cache tier costs the engine, and what of it reaches the disk.
 
-    python benchmarks/bench_cache_save.py [--quick] [--pairs 16] [--folder DIR] [--seed 0] [--out DIR]
+    python benchmarks/bench_cache_save.py [--quick] [--ray] [--pairs 16] [--folder DIR] [--seed 0] [--out DIR]
 
 *Decodes*: two engines over one set of weights, one with a tier (memory and disk), one without, each decode the same
 batch of 16 at the same contexts. Sequences stand 16 tokens apart, so that a stretch of 64 steps completes four chunks
 of 256 tokens: as much KV is saved as is made. *Prefills*: four prompts of 512 tokens, one after the other, are eight
 full chunks. Stretches take turns, in another order each time; a cost is the median of the pairs' ratios of wall time.
 What is left to be saved and written at a stretch's end is waited for, but not counted: a part of the last chunks.
+
+`--ray`: *decodes, served*: the same over the actor of a node in another process of this machine, as an engine that is
+served saves: it copies chunks into the object store, and the actor puts them again and writes the files. Without it the
+tier is in the engine's process.
 
 *Writes*: sessions take turns of 64 + 64 tokens, all of which end in a tail chunk. Bytes written to files over bytes of
 distinct KV, and the number of files, with the delay that tails have (2 s, then superseded ones were never written) and
@@ -30,9 +34,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_most, print_part, rounded, write_closing
+from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
-from cache_saving import BATCH, NUM_STEPS, PROMPT_TOKENS, DecodingArm, PrefillingArm, Stretch, write_row
+from cache_saving import (
+    BATCH,
+    NUM_STEPS,
+    PROMPT_TOKENS,
+    DecodingArm,
+    PrefillingArm,
+    SavingTier,
+    Stretch,
+    process_tier,
+    write_row,
+)
 from random_models import SHAPES
 from session_plots import plot_bars
 from workloads import cpu_name, load_average
@@ -51,6 +67,7 @@ class Part(NamedTuple):
     shape: str
     arm: type[DecodingArm] | type[PrefillingArm]
     share: float  # of the pairs
+    is_served: bool = False
 
 
 PARTS = (
@@ -59,14 +76,15 @@ PARTS = (
     Part("prefills", MODEL, PrefillingArm, 0.7),
     Part("prefills", SMALL_MODEL, PrefillingArm, 1),
 )
+SERVED_PARTS = (Part("decodes, served", MODEL, DecodingArm, 1, is_served=True),)
 
 
 def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: int) -> dict[str, list[Stretch]]:
     """The stretches of each arm, pair by pair; a first pair does not count."""
     with ExitStack() as ends:
         arms = {}
-        for name, place in ((PLAIN, None), (SAVING, folder)):
-            arms[name] = part.arm(model, place, num_pairs + 1, seed)
+        for name in (PLAIN, SAVING):
+            arms[name] = part.arm(model, _tier(part, folder) if name == SAVING else None, num_pairs + 1, seed)
             ends.callback(arms[name].close)
         found: dict[str, list[Stretch]] = {name: [] for name in arms}
         for number in range(num_pairs + 1):
@@ -75,6 +93,14 @@ def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: 
                 if number:
                     found[name].append(took)
     return found
+
+
+def _tier(part: Part, folder: Path) -> SavingTier:
+    if not part.is_served:
+        return process_tier(folder)
+    from cache_ray_saving import served_tier
+
+    return served_tier(folder)
 
 
 def row_of(part: Part, name: str, found: dict[str, list[Stretch]]) -> dict[str, Any]:
@@ -99,8 +125,10 @@ def cost(times: Sequence[float], base: Sequence[float]) -> float:
 
 
 def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) -> list[Check]:
-    found = {row["model"]: row["cost"] for row in rows if row["part"] == "decodes" and row["arm"] == SAVING}
-    checks = [at_most("saving_cost", found.get(MODEL), MAX_COST, "of a decode step")]
+    found = {(row["part"], row["model"]): row["cost"] for row in rows if row["arm"] == SAVING}
+    checks = [at_most("saving_cost", found.get(("decodes", MODEL)), MAX_COST, "of a decode step")]
+    served = found.get(("decodes, served", MODEL))
+    checks.append(at_most("served_saving_cost", served, MAX_COST, "of a decode step"))
     written = {row["tails"]: row["written over distinct"] for row in writes}
     for name, most in zip(("delayed", "each written"), MAX_WRITTEN, strict=True):
         checks.append(at_most(f"written_over_distinct_{name.replace(' ', '_')}", written.get(name), most))
@@ -117,8 +145,10 @@ def main() -> None:
     parts = [part for part in PARTS if part.shape == MODEL or not args.quick]
     parts = [part for part in parts if part.arm is DecodingArm or not args.quick]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
-        folder = Path(name)
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
+        if args.ray and two_nodes(ends) is not None:
+            parts += SERVED_PARTS
         models = {s: make_model(s, 8192, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         for index, part in enumerate(parts):
             found = measure(models[part.shape], part, folder / f"part{index}", int(part.share * num_pairs), args.seed)
@@ -151,12 +181,9 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 pairs of decodes, 6 turns; at most 90 s on 2 cores")
+    parser = cache_arguments(__doc__, quick="10 pairs of decodes, 6 turns; at most 90 s on 2 cores")
     parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    parser.add_argument("--ray", action="store_true", help="decodes over a node's actor in another process too")
     return parser.parse_args()
 
 

@@ -11,9 +11,11 @@ from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_det
 in its object store, and on another node of a cluster on this machine.
 
 *Never slower*: pairs of the same turn with the tier, where the controller decides from measured rates, and without it:
-short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), and disks
-that become slow (50 MB/s) without notice. `split`: the head was loaded, the rest computed; `given up`: what came too
-late was computed after all. A figure is the median of the pairs' ratios; `first` is the first pair's.
+short histories, a model that computes a token about as fast as a slow disk reads its KV (`llama-wide-kv`), files that
+are in the page cache (`disk, warm`) or are not (`disk, cold`), and disks that become slow without notice (`slow disk`:
+files in the page cache, all reads together held to 50 MB/s). `split`: the head was loaded, the rest computed; `given
+up`: what came too late was computed after all. A figure is the median of the pairs' ratios; `first` is the first
+pair's.
 
 What bounds it, one thread: to recompute, 2 x 26M flops per token and attention; to load, 8 KB per token of history:
 a checksum, a copy into pages, and on a disk a read, on a thread beside the engine's.
@@ -32,10 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
-from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, WARM, Case, NextTurns, measure_pairs
+from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, SLOW, WARM, Case, NextTurns, measure_pairs
 from random_models import SHAPES
 from session_plots import plot_bars
 from workloads import cpu_name, load_average
@@ -45,16 +48,17 @@ HISTORY, QUICK_HISTORY = 4096, 1024
 SLOW_BYTES_PER_S = 50e6
 TOLERANCE = 1.05
 CASES = (
-    Case(MODEL, 256, "host"),
-    Case(MODEL, 1024, "host"),
-    Case(MODEL, 256, "disk"),
-    Case(MODEL, 1024, "slow disk"),
-    Case(MODEL, 4096, "slow disk"),
-    Case(SMALL_MODEL, 256, "host"),
-    Case(SMALL_MODEL, 1024, "disk"),
-    Case(SMALL_MODEL, 256, "slow disk"),
-    Case(SMALL_MODEL, 1024, "slow disk"),
-    Case(SMALL_MODEL, 4096, "slow disk"),
+    Case(MODEL, 256, HOST),
+    Case(MODEL, 1024, HOST),
+    Case(MODEL, 256, WARM),
+    Case(MODEL, 1024, COLD),
+    Case(MODEL, 1024, SLOW),
+    Case(MODEL, 4096, SLOW),
+    Case(SMALL_MODEL, 256, HOST),
+    Case(SMALL_MODEL, 1024, WARM),
+    Case(SMALL_MODEL, 256, SLOW),
+    Case(SMALL_MODEL, 1024, SLOW),
+    Case(SMALL_MODEL, 4096, SLOW),
 )
 QUICK_CASES = tuple(case for case in CASES if case.shape == SMALL_MODEL and case.num_history <= 1024)
 TARGETS = {HOST: 0.85, COLD: 0.80}  # lower than recompute
@@ -106,7 +110,7 @@ def checks_of(
     cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
     cached += [row["cached share"] for row in cluster if row["history"] == HISTORY]
     checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
-    for name, sources in (("tier", ("host", "disk")), ("slow_disk", ("slow disk",))):
+    for name, sources in (("tier", (HOST, WARM, COLD)), ("slow_disk", (SLOW,))):
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
         checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
     return checks
@@ -166,14 +170,10 @@ def _plot(folder: Path, turns: Sequence[dict[str, Any]], pairs: Sequence[dict[st
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1k of history, 3 rounds, the small model's pairs")
+    parser = cache_arguments(__doc__, quick="1k of history, 3 rounds, the small model's pairs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
     return parser.parse_args()
 
 

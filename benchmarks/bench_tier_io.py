@@ -6,16 +6,21 @@ Chunks of 256 tokens in bfloat16, of 32 layers with 8 KV heads of 128 (33.6 MB) 
 
 - device<->host: a chunk's layers into a pool's pages of 16 tokens, in random order, and out of them; on a CPU both are
   host memory. Beside a copy of the same bytes.
-- host: out of plain memory into one buffer, with and without checksums; a put makes a chunk. Then the same by Ray's
-  object store: a chunk is one object that another process of this node owns; every round reads fresh objects.
-- peer: the same objects, owned on the other of two nodes of a cluster on this machine.
+- host: out of plain memory into one buffer, with and without checksums; a put makes a chunk. Then the tier that a
+  cluster's engines have (`start_cache_tier`): another process of this node has put the chunks; this one locates the
+  chain, once (`locate ms`), and reads all layers of each chunk. `read` is all that an engine does before it scatters:
+  the checksum of bytes that stay in the object store; `read+copy` copies them into one buffer too, which the arm that
+  both are held against does. Puts: as an engine saves, some chunks under way, or each waited for until it can be found.
+- peer: the same chunks, put by a process on the other of two nodes of a cluster on this machine, whose actor is asked
+  for each of them.
 - disk: chunks through `DiskTier`, checksums on, whole or layer by layer, beside one plain file of the same bytes, read
   from its beginning to its end. Cold: written out, dropped with posix_fadvise, and mincore finds nothing of it.
 
-`share` is the rate as a share of the arm that `of` names, the median over the rounds; arms take turns. GB/s counts a
-chunk's payload once. What bounds it: memory bandwidth of one thread, the checksum (XXH3, one more read), the disk.
-Asking the kernel for what comes next (POSIX_FADV_WILLNEED) made cold reads slower by two fifths: what it then allocates
-are single pages, where its own readahead takes large ones. So the tier gives no hints.
+Chunks of the store are put afresh before each round, so that no object was looked at before. `share` is the rate as a
+share of the arm that `of` names, the median over the rounds; arms take turns; `share with locate` counts that too. GB/s
+counts a chunk's payload once. What bounds it: memory bandwidth of one thread, the checksum (XXH3, one more read), the
+disk. Asking the kernel for what comes next (POSIX_FADV_WILLNEED) made cold reads slower by two fifths: what it then
+allocates are single pages, where its own readahead takes large ones. So the tier gives no hints.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
 from session_plots import plot_rows
 from tier_io.chunks import LARGE, TINY, Chain, Shape
@@ -48,7 +54,7 @@ MAX_WRITE_ROUNDS = 5
 SHAPES = {shape.name: shape for shape in (LARGE, TINY)}
 STORE_BYTES = 1 << 30  # of each node
 TARGETS = {  # shares, of the large shape
-    ("host get", "object store"): ("host_read_over_copy_and_checksum", 0.7),
+    ("host get", "read"): ("host_read_over_copy_and_checksum", 0.7),
     ("host->device", "scatter"): ("scatter_over_copy", 0.5),
     ("disk read, cold", "chunk by layer"): ("cold_disk_read_over_raw_read", 0.8),
 }
@@ -68,7 +74,7 @@ def measure(shape: Shape, folder: Path, cluster: Any, num_rounds: int, seed: int
     del pages
     yield rows_of(host_arms(host))
     if cluster is not None:
-        yield from _store_rows(chain, host, cluster, rows_of, seed)
+        yield from _store_rows(chain, host, cluster, num_rounds, rows_of, seed)
     with closing(Disk(chain, folder)) as disk:
         yield rows_of(write_arms(disk), min(num_rounds, MAX_WRITE_ROUNDS))
         disk.clear()
@@ -78,13 +84,17 @@ def measure(shape: Shape, folder: Path, cluster: Any, num_rounds: int, seed: int
         disk.clear()
 
 
-def _store_rows(chain: Chain, host: PlainHost, cluster: Any, rows_of: Any, seed: int) -> Iterator[list[dict[str, Any]]]:
-    from tier_io.stores import ObjectStore, put_arms, read_arms
+def _store_rows(
+    chain: Chain, host: PlainHost, cluster: Any, num_rounds: int, rows_of: Any, seed: int
+) -> Iterator[list[dict[str, Any]]]:
+    from tier_io.stores import ClusterTier, put_arms, read_arms
 
     copy, checked, _ = host_arms(host)
-    with closing(ObjectStore(cluster, chain, seed)) as store:
-        yield _of_store(rows_of([copy, *read_arms(store, [checked])]))
-        yield _of_store(rows_of(put_arms(store, [copy])))
+    with closing(ClusterTier(cluster, chain, seed)) as tier:
+        found = take_turns([copy, *read_arms(tier, [checked])], chain.shape.num_chunks, num_rounds)
+        rows = table(found, chain.shape.name, chain.shape.chunk_bytes)
+        yield _of_store(tier.with_locating(rows, found))
+        yield _of_store(rows_of(put_arms(tier, [copy])))
 
 
 def _of_store(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -136,7 +146,7 @@ def two_nodes(stack: ExitStack) -> Any:
     try:
         from tier_io.stores import TwoNodes
     except ImportError:
-        print("no object store: Ray is not installed")
+        print("no cluster: Ray is not installed")
         return None
     return stack.enter_context(closing(TwoNodes(STORE_BYTES)))
 
@@ -151,14 +161,10 @@ def _plot(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds; at most 90 s on 2 cores")
+    parser = cache_arguments(__doc__, quick="3 rounds; at most 90 s on 2 cores")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
-    parser.add_argument("--no-store", action="store_true", help="without Ray's object store")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    parser.add_argument("--no-store", action="store_true", help="without the cluster's tier")
     return parser.parse_args()
 
 

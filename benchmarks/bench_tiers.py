@@ -2,13 +2,17 @@
 
     python benchmarks/bench_tiers.py [--quick] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
 
-*Tiers*: conversations with ShareGPT's histories (`cache_workload.py`), four at a time, warmed up on their first fifth.
-`none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30% more in memory, `+disk` all on a
-disk. Shares of prompt tokens by where their KV came from, time to first token, prompt tokens per second of the steps
-that computed prompts, time in steps, and what the steps cost beside a machine of the paper's prices and sizes (four
-A100s at $20 per hour, 128 GB of memory, 10 TB of SSD).
+*Tiers*: conversations with ShareGPT's histories (`cache_workload.py`), four at a time, none of which waits for a place,
+warmed up on their first fifth. `none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30%
+more in memory, `+disk (page cache)` all in files, which were written moments ago: the kernel has them in memory, so
+that this says what is found, not what a disk's speed makes of it. Shares of prompt tokens by where their KV came from,
+time to first token, prompt tokens per second of the steps that computed rows of prompts, seconds in steps (`busy`) and
+between them while the engine could only wait for the tier (`blocked`), and what both cost on a machine of the paper's
+prices and sizes (four A100s at $20 per hour, 128 GB of memory, 10 TB of SSD).
 
-*Policies*: what goes from memory first, of the same workload with no disk.
+*Policies*: what goes from memory first, with no disk. Ten of the same sessions at a time on a pool of two contexts, so
+that requests wait (`waiting`, on average) and a policy can look ahead to them. A request looks for its KV in memory
+when it is sent, behind what is on the device then: what leaves the device while it waits is computed again.
 
 *Read buffer*: a turn of 100 tokens on a history of 1,024, on a disk that takes twice as long to read it as computing
 those 100 takes. Another sequence decodes, so the turn waits until the read buffer, of 0 to all layers, is full, and
@@ -35,8 +39,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
-from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, RestartableStore, cache_config, make_engine, make_model
+from cache_engines import (
+    CHUNK_TOKENS,
+    DTYPE,
+    PAGE_SIZE,
+    CachedModel,
+    RestartableStore,
+    cache_config,
+    make_engine,
+    make_model,
+    pages_for,
+)
 from cache_overlap import read_buffer_rows, write_overlap_rows
 from cache_workload import CONTEXT, NUM_PLACES, WARM_UP_SHARE, Ran, Workload, make_order, make_sessions
 from conversations import Conversation
@@ -49,12 +64,12 @@ from mneme.cachetier.cache_costs import Prices
 from mneme.cachetier.eviction_policies import PolicyName
 
 MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
-NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk"
+NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"
 ARMS = (NONE, DEVICE, WITH_HOST, WITH_DISK)
 POLICIES: tuple[PolicyName, ...] = ("fifo", "lru", "lookahead", "returning")
 DEVICE_SHARE, HOST_SHARE = 0.2, 0.3  # of all sessions' KV
-PAGE_SIZE = 32
 PAPER_HOST_GB, PAPER_DISK_GB = 128.0, 10_000.0
+QUEUE_PLACES, QUEUE_CONTEXTS = 10, 2  # of the policies' part: requests at once, and contexts that the pool holds
 QUICK_SESSIONS = 12
 assert set(POLICIES) <= set(get_args(PolicyName))
 
@@ -71,29 +86,33 @@ class Tiers:
         self.num_pages = max(int(DEVICE_SHARE * num_tokens), NUM_PLACES * CONTEXT) // PAGE_SIZE
         self.host_bytes = int(HOST_SHARE * num_tokens) * kv_bytes_per_token(model.decoder.config, DTYPE)
 
-    def run(self, arm: str, eviction: PolicyName = "returning") -> Ran:
+    def run(self, arm: str) -> Ran:
         """On an engine and a store of their own."""
+        return self._run(arm, "returning", self.num_pages, NUM_PLACES)
+
+    def run_queued(self, eviction: PolicyName) -> Ran:
+        """Likewise, with memory under a pool that most requests wait for."""
+        return self._run(WITH_HOST, eviction, pages_for(QUEUE_CONTEXTS * CONTEXT), QUEUE_PLACES)
+
+    def _run(self, arm: str, eviction: PolicyName, num_pages: int, num_places: int) -> Ran:
         with ExitStack() as ends:
             config = self._config(arm, eviction)
             store = None if config is None else RestartableStore(config)
             if store is not None:
                 ends.callback(store.end)
-            engine = make_engine(
-                self._model, store, config or CacheConfig(), self.num_pages, share_prefixes=arm != NONE
-            )
+            engine = make_engine(self._model, store, config or CacheConfig(), num_pages, share_prefixes=arm != NONE)
             ends.callback(engine.close)
-            return Workload(engine, self._sessions, self._order).run()
+            return Workload(engine, self._sessions, self._order, num_places=num_places).run()
 
     def _config(self, arm: str, eviction: PolicyName) -> CacheConfig | None:
         if arm in (NONE, DEVICE):
             return None
-        place = self._folder / f"{arm}-{eviction}"
-        config = cache_config(place, host_bytes=self.host_bytes, eviction=eviction)
+        config = cache_config(self._folder / f"tiers-{eviction}", host_bytes=self.host_bytes, eviction=eviction)
         return config if arm == WITH_DISK else replace(config, disk=None)
 
 
-def row_of(name: str, ran: Ran, base: Ran) -> dict[str, Any]:
-    """Of one arm; `base`: of the arm that keeps nothing."""
+def row_of(name: str, ran: Ran) -> dict[str, Any]:
+    """Of one arm."""
     ttfts = sorted(each.ttft_s for each in ran.turns)
     shares = {tier: ran.tokens_from(tier) / ran.prompt_tokens for tier in ("device", "host", "disk")}
     return {
@@ -105,15 +124,16 @@ def row_of(name: str, ran: Ran, base: Ran) -> dict[str, Any]:
         "ttft p90 ms": ttfts[int(0.9 * len(ttfts))] * 1e3,
         "prompt tokens/s": ran.prompt_tokens / ran.prefill_s,
         "busy s": ran.busy_s,
-        "cost of none": _cost(name, ran) / _cost(NONE, base),
+        "blocked s": ran.blocked_s,
+        "waiting": ran.num_waiting,
     }
 
 
-def _cost(name: str, ran: Ran) -> float:
-    """Dollars: the device while it is busy, and for as long what is under it."""
+def cost(name: str, ran: Ran) -> float:
+    """Dollars: the device while it is busy or waits for the tier, and for as long what is under it."""
     host_gb = PAPER_HOST_GB if name in (WITH_HOST, WITH_DISK) else 0.0
     disk_gb = PAPER_DISK_GB if name == WITH_DISK else 0.0
-    return Prices().hourly(1.0, host_gb, disk_gb) * ran.busy_s / 3600
+    return Prices().hourly(1.0, host_gb, disk_gb) * ran.device_s / 3600
 
 
 def checks_of(tiers: Sequence[dict[str, Any]], overlap: Sequence[dict[str, Any]]) -> list[Check]:
@@ -143,14 +163,13 @@ def main() -> None:
             models[MODEL], folder, min(args.sessions, QUICK_SESSIONS) if args.quick else args.sessions, args.seed
         )
         ran = {arm: tiers.run(arm) for arm in ARMS}
-        rows = [row_of(arm, each, ran[NONE]) for arm, each in ran.items()]
-        policies = [row_of(policy, tiers.run(WITH_HOST, policy), ran[NONE]) for policy in POLICIES if not args.quick]
-        for row in policies:
-            del row["cost of none"]
+        base = cost(NONE, ran[NONE])
+        rows = [row_of(arm, each) | {"cost of none": cost(arm, each) / base} for arm, each in ran.items()]
+        policies = [row_of(policy, tiers.run_queued(policy)) for policy in POLICIES if not args.quick]
         buffers = read_buffer_rows(models[SMALL_MODEL], folder / "buffers", num_rounds, args.seed)
         overlap = write_overlap_rows(models[SMALL_MODEL], num_rounds, args.seed)
     print_part(PartResult(name="tiers", title=f"{tiers.num_turns} turns, {tiers.num_tokens} tokens", rows=rows))
-    print_part(PartResult(name="policies", title="what goes from memory first, no disk", rows=policies))
+    print_part(PartResult(name="policies", title="what goes from memory first, with a queue, no disk", rows=policies))
     print_part(PartResult(name="read buffer", title="layers read ahead", rows=buffers))
     last = PartResult(name="write overlap", title="saving", rows=overlap, checks=checks_of(rows, overlap))
     print_part(last)
@@ -160,6 +179,7 @@ def main() -> None:
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
         "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
         "turns": tiers.num_turns, "tokens": tiers.num_tokens, "warm_up": WARM_UP_SHARE, "places": NUM_PLACES,
+        "queue_places": QUEUE_PLACES, "queue_device_tokens": pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE,
         "device_tokens": tiers.num_pages * PAGE_SIZE, "host_bytes": tiers.host_bytes,
         "results": rounded(rows), "policies": rounded(policies), "read_buffers": rounded(buffers),
         "write_overlap": rounded(overlap), "checks": [check.as_json() for check in last.checks],
@@ -191,14 +211,8 @@ def _plot(folder: Path, rows: Sequence[dict[str, Any]], buffers: Sequence[dict[s
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores"
-    )
+    parser = cache_arguments(__doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores")
     parser.add_argument("--sessions", type=int, default=28)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: the temporary folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
     return parser.parse_args()
 
 

@@ -25,6 +25,7 @@ from cache_turns import Draw, tell
 from random_models import kv_bytes_per_token
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cost_model import CostModel
 from mneme.errors import MnemeError
 from mneme.replicas.engine import BLOCKED_S, Engine
 
@@ -50,8 +51,8 @@ class _Turns:
         history_bytes = NUM_HISTORY * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
         self.layer_bytes = history_bytes // model.decoder.config.num_layers
         costs = model.calibration
-        step_s = costs.prefill[0] + costs.prefill[1] * NUM_NEW + costs.prefill[2] * NUM_NEW * NUM_HISTORY
-        self.bytes_per_s = history_bytes / (LOAD_OVER_COMPUTE * step_s)
+        compute_s = CostModel(costs).prefill_s(NUM_NEW, NUM_HISTORY)
+        self.bytes_per_s = history_bytes / (LOAD_OVER_COMPUTE * compute_s)
         edges = {**costs.edges, "disk": (0.0, 0.0, 1 / self.bytes_per_s)}  # as if calibrated on that disk
         self._model = model._replace(calibration=replace(costs, edges=edges))
         self._config = cache_config(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from random_models import kv_bytes_per_token
 from workloads import VOCAB_SIZE
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChunkStore
 from mneme.cachetier.file_operations import FileOperations
 from mneme.errors import MnemeError
 from mneme.replicas.engine import Engine
@@ -48,23 +49,38 @@ class Stretch(NamedTuple):
     num_saved_bytes: int  # that were put into the store meanwhile
 
 
+class SavingTier(NamedTuple):
+    """Under an engine that saves."""
+
+    store: ChunkStore
+    config: CacheConfig
+    flush: Callable[[], None]  # until all that was put is on the disk
+    end: Callable[[], object]
+
+
+def process_tier(folder: Path) -> SavingTier:
+    """In the engine's own process."""
+    store = RestartableStore(config := cache_config(folder))
+    return SavingTier(store, config, store.flush, store.end)
+
+
 class SavingArm:
-    """An engine with a tier in a folder, or without one."""
+    """An engine with a tier, which ends with it, or without one."""
 
     num_tokens: int  # of a stretch
 
-    def __init__(self, model: CachedModel, folder: Path | None, num_context: int, seed: int) -> None:
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_context: int, seed: int) -> None:
         self._rng = random.Random(seed)
         self._serials = itertools.count()
-        self._store = None if folder is None else RestartableStore(cache_config(folder))
-        config = CacheConfig() if folder is None else cache_config(folder)
+        self._tier = tier
+        store, config = (None, CacheConfig()) if tier is None else (tier.store, tier.config)
         self._chunk_bytes = CHUNK_TOKENS * kv_bytes_per_token(model.decoder.config, DTYPE)
-        self._engine: Engine = make_engine(model, self._store, config, pages_for(num_context))
+        self._engine: Engine = make_engine(model, store, config, pages_for(num_context))
 
     def close(self) -> None:
         self._engine.close()
-        if self._store is not None:
-            self._store.end()
+        if self._tier is not None:
+            self._tier.end()
 
     def stretch(self) -> Stretch:
         """Raises `MnemeError` if saving was given up where there is a tier."""
@@ -72,11 +88,11 @@ class SavingArm:
         self.run()
         engine_s, wall_s = time.thread_time() - engine_s, time.perf_counter() - wall_s
         wait_for_saves(self._engine)  # the other arm's stretch is not to pay for what is left
-        if self._store is not None:
-            self._store.flush()
+        if self._tier is not None:
+            self._tier.flush()
         num_saved = self._num_saved() - before
         expected = self.num_tokens / CHUNK_TOKENS * self._chunk_bytes
-        if self._store is not None and num_saved < _MIN_SAVED * expected:
+        if self._tier is not None and num_saved < _MIN_SAVED * expected:
             raise MnemeError(f"{num_saved} bytes were saved, not {expected:.0f}")
         return Stretch(wall_s, engine_s, self.num_tokens, num_saved)
 
@@ -97,10 +113,10 @@ class DecodingArm(SavingArm):
 
     num_tokens = BATCH * NUM_STEPS
 
-    def __init__(self, model: CachedModel, folder: Path | None, num_stretches: int, seed: int) -> None:
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
         contexts = [FIRST_CONTEXT + index * APART for index in range(BATCH)]
         num_new = (num_stretches + 1) * NUM_STEPS
-        super().__init__(model, folder, sum(contexts) + BATCH * num_new, seed)
+        super().__init__(model, tier, sum(contexts) + BATCH * num_new, seed)
         for context in contexts:
             self._submit(context, num_new)
         while any(sequence.num_output < 2 for sequence in self._engine.scheduler.running) or self._is_waiting:
@@ -120,8 +136,8 @@ class PrefillingArm(SavingArm):
 
     num_tokens = PROMPTS_PER_STRETCH * PROMPT_TOKENS
 
-    def __init__(self, model: CachedModel, folder: Path | None, num_stretches: int, seed: int) -> None:
-        super().__init__(model, folder, 8 * PROMPT_TOKENS, seed)
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
+        super().__init__(model, tier, 8 * PROMPT_TOKENS, seed)
 
     def run(self) -> None:
         for _ in range(PROMPTS_PER_STRETCH):

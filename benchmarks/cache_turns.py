@@ -26,12 +26,14 @@ from workloads import VOCAB_SIZE
 from mneme.errors import MnemeError
 from mneme.replicas.engine import Engine
 
+# `disk`: files, in the page cache or not
 RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
 ARMS = (RECOMPUTE, HOST, COLD, WARM)
 NUM_NEW = 64  # tokens that a turn adds
 NUM_ANSWER = 64  # of the history, those that were sampled
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
-Source = Literal["host", "disk", "slow disk"]
+SLOW = "slow disk"  # warm too, but every read is held back
+Source = Literal["host", "disk, cold", "disk, warm", "slow disk"]
 
 
 class Draw:
@@ -156,11 +158,11 @@ def measure_pairs(
         ends.callback(tiered.close)
         pairs = Pairs(case, [], [], Counter())
         for number in range(num_pairs + 1):
-            if case.source != "host":
+            if case.source != HOST:
                 store.flush()
-                store.restart(is_cold=False)
+                store.restart(is_cold=case.source == COLD)
             is_counted = number > 0
-            if is_counted and case.source == "slow disk":
+            if is_counted and case.source == SLOW:
                 files.bytes_per_s = slow_bytes_per_s
             question, num_retracted = history + draw.question(), tiered.scheduler.num_retracted
             took = dict(_took(number, {"with": tiered, "without": plain}, question))

@@ -1,15 +1,17 @@
-"""Sessions that share a few places of an engine, turn by turn, more than its tiers hold; for bench_tiers.py.
+"""Sessions that share an engine, turn by turn, more than its tiers hold; for bench_tiers.py.
 
 Lengths are ShareGPT's (`conversations.py`) with answers cut to a quarter, so that prompts are most of the work. The
 order of turns is drawn once: every arm takes the same turns in the same order. A session's next turn is sent as soon
-as there is a place, but never before its last one has ended.
+as there is a place, but never before its last one has ended. Whether requests queue is a matter of the places and the
+pool: a pool that has room for as many contexts as there are places never lets one wait.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from cache_engines import request
@@ -18,11 +20,12 @@ from conversations import SHAPES, Conversation, Turn, draw_turns
 from mneme.errors import MnemeError
 from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.request import PromptUsage
+from mneme.replicas.sequence import Chunk
 
 CONTEXT = 2048
 WARM_UP_SHARE = 0.2  # of the turns, which do not count
 ANSWER_SHARE = 0.25
-NUM_PLACES = 4  # requests in the engine at once; those beyond what fits wait, and are looked ahead to
+NUM_PLACES = 4  # requests in the engine at once; all of them run if the pool holds as many contexts
 
 
 class Taken(NamedTuple):
@@ -36,9 +39,15 @@ class Ran(NamedTuple):
     """The turns that count."""
 
     turns: list[Taken]
-    wall_s: float
     busy_s: float  # inside of steps
-    prefill_s: float  # inside of steps that computed more than a row of some prompt
+    blocked_s: float  # between them, while all there was to do waited for the cache tier
+    prefill_s: float  # inside of steps that computed rows of prompts
+    num_waiting: float  # requests that were not admitted yet, on average over steps
+
+    @property
+    def device_s(self) -> float:
+        """For which nobody else could have had the device."""
+        return self.busy_s + self.blocked_s
 
     def tokens_from(self, tier: str) -> int:
         return sum(each.usage.kv_details()[tier] for each in self.turns)
@@ -80,47 +89,82 @@ def make_order(sessions: Sequence[Conversation], seed: int) -> list[int]:
     return order
 
 
+def prompt_rows(chunk: Chunk) -> int:
+    """How many rows of its prompt a sequence computes in a step."""
+    num_prompt = len(chunk.sequence.request.prompt_token_ids)
+    return sum(max(min(end, num_prompt) - start, 0) for start, end in chunk.spans)
+
+
 class Workload:
-    """The turns on one engine."""
+    """The turns on one engine, at most so many at once."""
 
     def __init__(
         self,
         engine: Engine,
         sessions: Sequence[Conversation],
         order: Sequence[int],
-        after_step: Callable[[], object] = lambda: None,
+        *,
+        num_places: int = NUM_PLACES,
     ) -> None:
-        self._engine, self._sessions, self._after_step = engine, sessions, after_step
+        self._engine, self._sessions, self._num_places = engine, sessions, num_places
         self._unsent = list(enumerate(order))
         self._ids: list[list[int]] = [[] for _ in sessions]
         self._turn = [0] * len(sessions)
         self._running: dict[str, tuple[int, int, float]] = {}  # session, number in the order, sent
         self._num_warm_up = int(WARM_UP_SHARE * len(order))
         self._turns: list[Taken] = []
-        self._wall_s = self._busy_s = self._prefill_s = 0.0
+        self._busy_s = self._blocked_s = self._prefill_s = 0.0
+        self._num_steps = self._num_waited = 0
+        self.scheduled: list[Chunk] = []  # of the last step
 
     def run(self) -> Ran:
         """Raises `MnemeError` if a turn fails."""
-        while self._unsent or self._running:
-            self._send()
-            began_s, num_prompt = time.perf_counter(), self._num_computed
-            if self._engine.is_blocked:
-                time.sleep(BLOCKED_S)
-            stepped_s = time.perf_counter()
-            events = self._engine.step()
-            self._after_step()
-            ended_s = time.perf_counter()
-            if self._is_warm:
-                self._wall_s += ended_s - began_s
-                self._busy_s += ended_s - stepped_s
-                self._prefill_s += ended_s - stepped_s if self._num_computed > num_prompt else 0.0
-            for event in events:
-                if event.finish_reason == "error":
-                    raise MnemeError(f"{event.request_id}: {event.error}")
-                self._take(event.request_id, event.token_ids, event.usage, ended_s)
-                if event.finish_reason is not None:
-                    del self._running[event.request_id]
-        return Ran(self._turns, self._wall_s, self._busy_s, self._prefill_s)
+        with self.noted_chunks():
+            while self._unsent or self._running:
+                self._send()
+                self._step()
+        mean_waiting = self._num_waited / max(self._num_steps, 1)
+        return Ran(self._turns, self._busy_s, self._blocked_s, self._prefill_s, mean_waiting)
+
+    def _step(self) -> None:
+        blocked_s = self._wait() if self._engine.is_blocked else 0.0
+        stepped_s = time.perf_counter()
+        events = self._engine.step()
+        ended_s = time.perf_counter()
+        if self._is_warm:
+            self._blocked_s += blocked_s
+            self._busy_s += ended_s - stepped_s
+            self._prefill_s += ended_s - stepped_s if any(map(prompt_rows, self.scheduled)) else 0.0
+            self._num_steps += 1
+            self._num_waited += len(self._engine.scheduler.waiting)
+        for event in events:
+            if event.finish_reason == "error":
+                raise MnemeError(f"{event.request_id}: {event.error}")
+            self._take(event.request_id, event.token_ids, event.usage, ended_s)
+            if event.finish_reason is not None:
+                del self._running[event.request_id]
+
+    def _wait(self) -> float:
+        """For the cache tier, a little; how long."""
+        began_s = time.perf_counter()
+        time.sleep(BLOCKED_S)
+        return time.perf_counter() - began_s
+
+    @contextmanager
+    def noted_chunks(self) -> Iterator[None]:
+        """What steps compute is noted as it is scheduled."""
+        scheduler = self._engine.scheduler
+        schedule = scheduler.schedule
+
+        def noted() -> list[Chunk]:
+            self.scheduled = schedule()
+            return self.scheduled
+
+        scheduler.schedule = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            scheduler.schedule = schedule  # type: ignore[method-assign]
 
     @property
     def _is_warm(self) -> bool:
@@ -130,14 +174,9 @@ class Workload:
     def _num_turns(self) -> int:
         return sum(len(each.turns) for each in self._sessions)
 
-    @property
-    def _num_computed(self) -> int:
-        """Prompt tokens so far; a step in which it grows has ended a prompt."""
-        return self._engine.num_tokens["prompt"]
-
     def _send(self) -> None:
         busy = {session for session, _, _ in self._running.values()}
-        while len(self._running) < NUM_PLACES:
+        while len(self._running) < self._num_places:
             place = next((p for p, (_, session) in enumerate(self._unsent) if session not in busy), None)
             if place is None:
                 return

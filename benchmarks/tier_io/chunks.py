@@ -25,7 +25,11 @@ class Shape(NamedTuple):
     @property
     def layout(self) -> ChunkLayout:
         return ChunkLayout(
-            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype="bfloat16"
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype="bfloat16",
+            chunk_tokens=self.num_tokens,
         )
 
     @property

@@ -61,7 +61,11 @@ def _one_round(arm: Arm, num_chunks: int) -> list[float]:
 
 def share_of(samples: Samples, base: Samples) -> float:
     """The arm's rate as a share of the base's: the median of the rounds' ratios."""
-    return statistics.median(b / a for a, b in zip(samples.total_s(), base.total_s(), strict=True))
+    return median_share(samples.total_s(), base.total_s())
+
+
+def median_share(seconds: Sequence[float], base_s: Sequence[float]) -> float:
+    return statistics.median(b / a for a, b in zip(seconds, base_s, strict=True))
 
 
 def table(found: dict[str, Samples], shape: str, chunk_bytes: int) -> list[dict[str, Any]]:

@@ -1,46 +1,45 @@
-"""Ray's object store: an actor of this node and one of another own the chunks, this process reads them.
+"""The cache tier of a cluster of two nodes on this machine, as engines use it (`start_cache_tier`).
 
-A chunk is one object of bytes. Whoever reads gets a view of the store's memory, read-only, and copies what it uses; the
-checksum is of the copy. Every round reads objects that were put afresh, so that none was fetched or looked at before.
+Another process, of this node or of the other, puts chunks into its node's store; this one locates and reads them. Every
+round's chunks were put afresh, so that no object was fetched or looked at before.
 """
 
 from __future__ import annotations
 
+import statistics
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tier_io.chunks import Chain, copy_checked
-from tier_io.rounds import Arm
+from tier_io.chunks import Chain, Shape
+from tier_io.reads import ChainReads
+from tier_io.rounds import Arm, Samples, median_share
 
-from mneme.cachetier.chunk import U8Array
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import Edge
+from mneme.cachetier.ray_store import RayChunkStore
+from mneme.cachetier.ray_tier import shutdown_cache_tier, start_cache_tier
 from mneme.cluster.ray_private import single_node
+from mneme.errors import MnemeError
 
-_TIMEOUT_S = 60.0
+APPLICATION = "bench-tier-io"
+EDGES: dict[str, Edge] = {"host": "host", "peer": "peer_host"}  # by the node whose process put the chunks
+_TIMEOUT_S = 120.0
+_CLOSE_S = 20.0
+_SETTLE_S = 20.0  # of one chunk
 
 
-@ray.remote(num_cpus=0)
-class Owner:
-    """Keeps references; an object lives as long as the process that put it."""
+class Author:
+    """An engine's process that computed the chain and puts it into its node's store."""
 
-    def __init__(self, shape: tuple[int, int, int], seed: int) -> None:
-        self._payload = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-        self._kept: list[ray.ObjectRef] = []
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._chain, self._store = Chain(shape, seed), start_cache_tier(CacheConfig(), APPLICATION)
 
-    def fresh(self) -> list[ray.ObjectRef]:
-        """All chunks as new objects; the old ones go with their last reference."""
-        self._kept = []
-        self._kept = [ray.put(payload) for payload in self._payload]
-        return self._kept
-
-    def take_over(self, kept: list[ray.ObjectRef]) -> None:
-        """A reader's object becomes ours: put again."""
-        self._kept.append(ray.put(ray.get(kept[0], timeout=_TIMEOUT_S)))
-
-    def drop(self) -> None:
-        self._kept = []
+    def put(self) -> None:
+        for index in range(len(self._chain.chunks)):
+            put_settled(self._store, self._chain, index)
 
 
 class TwoNodes:
@@ -55,64 +54,98 @@ class TwoNodes:
             other = self._cluster.add_node(**node)
             ray.init(self._cluster.address, logging_level="error", log_to_driver=False, _node_ip_address="127.0.0.1")
         self.nodes = {"host": self._cluster.head_node.node_id, "peer": other.node_id}
+        assert ray.get_runtime_context().get_node_id() == self.nodes["host"]
 
     def close(self) -> None:
         ray.shutdown()
         self._cluster.shutdown()
 
 
-class ObjectStore:
-    """This process as an engine that reads from its node's owner and from another's, and puts for the former."""
+class ClusterTier:
+    """This process as an engine that reads what another of its node, or of the other node, has put."""
 
     def __init__(self, cluster: TwoNodes, chain: Chain, seed: int) -> None:
-        self._chain, self._buffer = chain, np.zeros_like(chain.payload[0])
-        self._refs: list[ray.ObjectRef] = []
-        self._owners: dict[str, Any] = {}
-        for name, node_id in cluster.nodes.items():
-            on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._owners[name] = Owner.options(scheduling_strategy=on_node).remote(chain.payload.shape, seed)
+        self._chain, self._ends = chain, ExitStack()
+        self._ends.callback(shutdown_cache_tier, APPLICATION, timeout_s=_CLOSE_S)
+        self.store = start_cache_tier(CacheConfig(), APPLICATION)
+        self._ends.callback(self.store.close)
+        self.reads = ChainReads(self.store, chain)
+        self._located_s: dict[str, list[float]] = {}  # by arm, round by round
+        self._authors: dict[str, Any] = {}
+        for name in EDGES:
+            on_node = NodeAffinitySchedulingStrategy(cluster.nodes[name], soft=False)
+            author = ray.remote(num_cpus=0)(Author).options(scheduling_strategy=on_node)
+            self._authors[name] = author.remote(chain.shape, seed)
+            self._ends.callback(ray.kill, self._authors[name])
 
     def close(self) -> None:
-        self._refs = []
-        for owner in self._owners.values():
-            ray.kill(owner)
+        self.reads.close()
+        self._ends.close()
 
-    def fresh(self, name: str) -> None:
-        """New objects of one owner; those of before are let go."""
-        self.drop()
-        self._refs = self._asked(name, "fresh")
+    def locate_fresh(self, node: str, arm: str) -> None:
+        """Chunks that a node's author puts now; the seconds that locating them takes are kept, for the arm."""
+        self.clear()
+        ray.get(self._authors[node].put.remote(), timeout=_TIMEOUT_S)
+        self.reads.wait()
+        self._located_s.setdefault(arm, []).append(self.reads.locate(EDGES[node]))
 
-    def drop(self) -> None:
-        self._refs = []
-        for name in self._owners:
-            self._asked(name, "drop")
-
-    def get(self, index: int) -> None:
-        payload: U8Array = ray.get(self._refs[index], timeout=_TIMEOUT_S)
-        copy_checked(payload, self._buffer, self._chain.chunks[index].header.checksums)
+    def clear(self) -> None:
+        """No node has any of the chunks."""
+        self.reads.close()
+        self.store.admin.delete(self.reads.query, spares_longer=False)
 
     def put(self, index: int) -> None:
-        self._refs.append(ray.put(self._chain.payload[index]))
+        """As an engine saves: what is under way is waited for where that is too much, and after the last."""
+        _put(self.store, self._chain, index)
+        if index == len(self._chain.chunks) - 1:
+            _settle(self.store)
 
-    def hand_over(self, index: int) -> None:
-        """Put, and wait until the node's owner has put it again."""
-        self._asked("host", "take_over", [ray.put(self._chain.payload[index])])
+    def put_settled(self, index: int) -> None:
+        put_settled(self.store, self._chain, index)
 
-    def _asked(self, name: str, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self._owners[name], method).remote(*args), timeout=_TIMEOUT_S)
+    def with_locating(self, rows: list[dict[str, Any]], found: dict[str, Samples]) -> list[dict[str, Any]]:
+        """Rows of arms that read, with what locating all of the chain took, and the share that counts it."""
+        for row in rows:
+            samples, located_s = found[row["arm"]], self._located_s.get(row["arm"])
+            if located_s is not None and samples.arm.base is not None:
+                located_s = located_s[-len(samples.rounds) :]  # a first round warmed up
+                whole_s = [read + locate for read, locate in zip(samples.total_s(), located_s, strict=True)]
+                row["locate ms"] = statistics.median(located_s) * 1e3
+                row["share with locate"] = median_share(whole_s, found[samples.arm.base].total_s())
+        return rows
 
 
-def read_arms(store: ObjectStore, base: list[Arm]) -> list[Arm]:
+def read_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
+    def arm(node: str, name: str, call: Any) -> Arm:
+        return Arm(f"{node} get", name, call, "copy+checksum", lambda: tier.locate_fresh(node, name), tier.clear)
+
     return [
         *base,
-        Arm("host get", "object store", store.get, "copy+checksum", lambda: store.fresh("host"), store.drop),
-        Arm("peer get", "other node", store.get, "copy+checksum", lambda: store.fresh("peer"), store.drop),
+        arm("host", "read", tier.reads.read),
+        arm("host", "read+copy", tier.reads.copy),
+        arm("peer", "read, other node", tier.reads.read),
     ]
 
 
-def put_arms(store: ObjectStore, base: list[Arm]) -> list[Arm]:
+def put_arms(tier: ClusterTier, base: list[Arm]) -> list[Arm]:
     return [
         *base,
-        Arm("host put", "object store", store.put, "copy", store.drop, store.drop),
-        Arm("host put", "object store, re-put", store.hand_over, "copy", store.drop, store.drop),
+        Arm("host put", "store", tier.put, "copy", tier.clear, tier.clear),
+        Arm("host put", "store, each waited for", tier.put_settled, "copy", tier.clear, tier.clear),
     ]
+
+
+def put_settled(store: RayChunkStore, chain: Chain, index: int) -> None:
+    """Put a chunk, and wait until it can be found."""
+    _put(store, chain, index)
+    _settle(store)
+
+
+def _put(store: RayChunkStore, chain: Chain, index: int) -> None:
+    if not store.put(chain.chunks[index], chain.lineage):
+        raise MnemeError(f"chunk {index} was not put")
+
+
+def _settle(store: RayChunkStore) -> None:
+    if not store.settle(_SETTLE_S):
+        raise MnemeError(f"chunks were not kept within {_SETTLE_S:g} s")

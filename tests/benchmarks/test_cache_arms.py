@@ -19,10 +19,12 @@ from cache_engines import (
     cache_config,
     make_engine,
     pages_for,
+    request,
 )
-from cache_saving import DecodingArm, PrefillingArm, write_row
-from cache_turns import ARMS, COLD, HOST, RECOMPUTE, Case, Draw, NextTurns, Pairs, measure_pairs, tell
-from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions
+from cache_saving import DecodingArm, PrefillingArm, process_tier, write_row
+from cache_turns import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, Draw, NextTurns, Pairs, Source, measure_pairs, tell
+from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
+from conversations import Conversation, Turn
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.cost_model import Calibration
@@ -62,11 +64,26 @@ def test_an_arm_whose_kv_is_gone_fails(turns: NextTurns, name: str) -> None:
         turns._turn(name)
 
 
-def test_pairs_count_what_the_controller_decided(model: CachedModel, tmp_path: Path) -> None:
-    pairs = measure_pairs(model, Case("llama-wide-kv", 300, "host"), tmp_path, 3, 1e6, 0)
-    assert pairs.outcomes == Counter(loaded=3)
-    assert pairs.row()["pairs"] == 3
-    pairs = Pairs(Case("m", 1, "disk"), [1.0, 3.0, 1.0], [2.0, 2.0, 1.0], Counter())
+@pytest.mark.parametrize(("source", "restarts"), [(HOST, []), (WARM, [False] * 3), (COLD, [True] * 3)])
+def test_pairs_count_what_the_controller_decided(
+    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, restarts: list[bool]
+) -> None:
+    seen: list[bool] = []
+    restart = RestartableStore.restart
+
+    def noted(store: RestartableStore, *, is_cold: bool) -> None:
+        seen.append(is_cold)
+        restart(store, is_cold=is_cold)
+
+    monkeypatch.setattr(RestartableStore, "restart", noted)
+    pairs = measure_pairs(model, Case("llama-wide-kv", 300, source), tmp_path, 2, 1e6, 0)
+    assert pairs.outcomes == Counter(loaded=2)
+    assert pairs.row()["pairs"] == 2
+    assert seen == restarts
+
+
+def test_a_figure_of_pairs_is_the_median_of_their_ratios() -> None:
+    pairs = Pairs(Case("m", 1, WARM), [1.0, 3.0, 1.0], [2.0, 2.0, 1.0], Counter())
     assert (pairs.row()["ratio"], pairs.row()["worst"], pairs.row()["first"]) == (1.0, 1.5, 0.5)
 
 
@@ -99,7 +116,7 @@ def test_a_stretch_saves_what_it_computes(
     model: CachedModel, tmp_path: Path, kind: type[DecodingArm] | type[PrefillingArm]
 ) -> None:
     for folder in (None, tmp_path):
-        with closing(kind(model, folder, 3, 0)) as arm:
+        with closing(kind(model, None if folder is None else process_tier(folder), 3, 0)) as arm:
             took = [arm.stretch() for _ in range(2)][-1]
         assert took.num_tokens == kind.num_tokens
         assert (took.num_saved_bytes > 0) == (folder is not None)
@@ -123,7 +140,31 @@ def test_a_workload_takes_every_turn_once_and_counts_after_its_first_fifth(model
         assert engine.num_tokens["generated"] == sum(t.num_out for each in sessions for t in each.turns)
     assert len(ran.turns) == len(order) - int(WARM_UP_SHARE * len(order))
     assert ran.tokens_from("device") > 0
-    assert 0 < ran.prefill_s < ran.busy_s <= ran.wall_s
+    assert 0 < ran.prefill_s < ran.busy_s == ran.device_s  # no tier: nothing to be blocked by
+    assert ran.num_waiting == 0
+
+
+def test_requests_wait_where_places_outnumber_contexts(model: CachedModel) -> None:
+    sessions = [Conversation(0.0, [Turn(700, 8)], 0, seed) for seed in range(4)]
+    with closing(make_engine(model, None, CacheConfig(), pages_for(800))) as engine:
+        assert Workload(engine, sessions, range(4)).run().num_waiting > 0.5
+
+
+def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel) -> None:
+    """Those in which no prompt ends count, and those that only decode do not."""
+    with closing(make_engine(model, None, CacheConfig(), pages_for(4096))) as engine:
+        for name in "ab":
+            engine.submit(request(name, Draw(ord(name)).ids(1500), 4))
+        found, num_ended = [], []
+        workload = Workload(engine, [], [])
+        with workload.noted_chunks():
+            while engine.has_work:
+                engine.step()
+                found.append(sum(map(prompt_rows, workload.scheduled)))
+                num_ended.append(engine.num_tokens["prompt"])
+    assert found[:2] == [2048, 952]
+    assert num_ended[:2] == [0, 3000]
+    assert set(found[2:]) == {0}
 
 
 def test_rows_of_overlaps(model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
