@@ -198,6 +198,9 @@ class RestartableStore:
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         return self._inner.put(chunk, lineage)
 
+    def stats(self) -> dict[str, int]:
+        return self._inner.stats()
+
     def close(self) -> None:
         """Not the store: it outlives its engines. See `end`."""
 

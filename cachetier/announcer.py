@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mneme.cachetier.change_log import Change
@@ -61,6 +61,7 @@ class Announcer:
         self._epoch, self._clock = epoch, clock
         self._shards = [_Shard() for _ in range(num_shards)]
         self._lock = threading.Lock()
+        self.counters: Counter[str] = Counter()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
 
@@ -114,6 +115,7 @@ class Announcer:
             changes_by_shard[shard_of(change[0], len(self._shards))].append(change)
         for number, shard in shards:
             shard.wants_all = False
+            self.counters["told_all"] += 1
             for part in _parts(changes_by_shard[number]):
                 if not self._tell(number, shard, *part):
                     shard.wants_all = True
@@ -141,6 +143,7 @@ class Announcer:
         reply = self._send(number, said)
         shard.sent_s = self._clock()
         if reply is None:
+            self.counters["announce_unanswered"] += 1
             shard.next_try_s = shard.sent_s + _RETRY_S
             return False
         if reply.epoch > self._epoch:

@@ -105,9 +105,9 @@ class DiskSource:
             return self._reader
         try:
             buffer = np.empty(self.header.layer_bytes, np.uint8)
+            miss = self._reader.read(layer, [buffer])
         except MemoryError:
             return Miss.BUSY
-        miss = self._reader.read(layer, [buffer])
         if miss is not None:
             return miss
         buffer.flags.writeable = False

@@ -3,12 +3,12 @@
 An engine asks with a `ChainQuery` and gets sources for a run of chunks, in order. It reads them layer by layer;
 whatever goes wrong with one is a `Miss`, and the engine computes its tokens. It puts chunks that it has computed, and
 hears nothing of what becomes of them. All calls block for a bounded time and may come from several threads of the
-engine's process, never (but for `known`) from the thread that runs its steps.
+engine's process, never (but for `known` and `stats`) from the thread that runs its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -117,6 +117,9 @@ class ChunkStore(Protocol):
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """Keep a chunk, whose bytes are the store's from now on; False: refused. Blocks while much is written."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters of this process since its start, and gauges, without a call; from any thread."""
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until what was put before can be found, or was refused; False if that took too long."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -56,10 +58,14 @@ class ProcessChunkStore:
         disk = make_disk_tier(config, files=self._files, clock=clock)
         self.node = NodeCache(config, self._memory, host_bytes, disk, clock=clock)
         self.admin = NodeAdmin(self.node, "local", clock)
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """See `ChunkStore.locate`."""
-        return [self._source(each) for each in self.node.locate(query, timeout_s)]
+        sources = [self._source(each) for each in self.node.locate(query, timeout_s)]
+        self._count("located", len(sources))
+        return sources
 
     def forget(self, request_ids: Collection[str]) -> None:
         self.node.forget(request_ids)
@@ -70,7 +76,14 @@ class ProcessChunkStore:
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """See `ChunkStore.put`; never waits for the disk."""
-        return self.node.put(chunk.header, chunk.layers, lineage) is not HostPut.REFUSED
+        outcome = self.node.put(chunk.header, chunk.layers, lineage)
+        self._count(f"put_{outcome.value}")
+        return outcome is not HostPut.REFUSED
+
+    def stats(self) -> dict[str, int]:
+        """See `ChunkStore.stats`; what the node counts is in `node.stats()`."""
+        with self._lock:
+            return dict(self._counters)
 
     def settle(self, timeout_s: float) -> bool:
         """See `ChunkStore.settle`."""
@@ -83,6 +96,7 @@ class ProcessChunkStore:
         header, tier = located.header, located.tier
 
         def on_miss(miss: Miss) -> None:
+            self._count(f"{tier}_miss_{miss.value}")
             self.node.missed(header.key, tier, miss)
 
         if located.path is not None:
@@ -95,3 +109,7 @@ class ProcessChunkStore:
             return layers if isinstance(layers, Miss) else layers[number]
 
         return HostSource(header, located.num_usable, layer, on_miss)
+
+    def _count(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += count

@@ -7,6 +7,7 @@ asks each node for everything, and is whole again a moment later. Nothing waits 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class DirectoryShards:
         self._namespace = namespace
         self._shards = [directory_shard(namespace, number) for number in range(num_shards)]
         self._breaker = Breaker()
+        self.counters: Counter[str] = Counter()
 
     def send(self, number: int, said: Announcement) -> Reply | None:
         """See `announcer.Send`; not from an event loop."""
@@ -59,6 +61,7 @@ class DirectoryShards:
             reply: Reply = ray.get(self._shards[number].announce.remote(said), timeout=SEND_TIMEOUT_S)
         except ActorDiedError:  # for good: somebody ended it
             self._shards[number] = directory_shard(self._namespace, number)
+            self.counters["shard_lost"] += 1
             return None
         except RayError:
             return None
@@ -66,7 +69,10 @@ class DirectoryShards:
 
     async def lookup(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Place, ...]]:
         """Places of each key; nothing of a shard that does not answer in time."""
-        if not keys or not self._breaker.allows():
+        if not keys:
+            return []
+        if not self._breaker.allows():
+            self.counters["lookup_not_asked"] += 1
             return [()] * len(keys)
         by_shard: dict[int, list[int]] = {}
         for index, key in enumerate(keys):
@@ -78,6 +84,7 @@ class DirectoryShards:
             for index, each in zip(indices, answer or (), strict=answer is not None):
                 places[index] = each
         if None in answers:
+            self.counters["lookup_unanswered"] += answers.count(None)
             self._breaker.failed()
         else:
             self._breaker.succeeded()

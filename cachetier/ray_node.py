@@ -197,7 +197,8 @@ class NodeActor:
         tiers = {} if self._cache is None else await self._in(self._lookups, self._cache.stats)
         objects = {"used_bytes": self._memory.used_bytes, "capacity_bytes": self._memory.max_bytes}
         about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
-        return {**tiers, "objects": objects, "session_logs": logs, **about}
+        directory = {} if self._cache is None else {**self._announcer.counters, **self._directory.counters}
+        return {**tiers, "objects": objects, "session_logs": logs, "directory": directory, **about}
 
     async def manage(self, call: AdminCall, *args: Any, **options: Any) -> Any:
         """`CacheAdmin` of this node alone; an error of ours is the answer, not raised. None: it is not up yet."""

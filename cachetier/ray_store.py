@@ -104,7 +104,7 @@ class RayChunkStore:
         return is_put
 
     def stats(self) -> dict[str, int]:
-        """Of this process; counters since the start."""
+        """See `ChunkStore.stats`."""
         return {**self._counters, **self._peers.counters, **self._puts.stats()}
 
     def node_stats(self, timeout_s: float) -> dict[str, Any] | None:

@@ -2,104 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mneme.cachetier.chunk_store import EDGES
 from mneme.cachetier.misses import Miss
-from mneme.cluster.prometheus import Labels, family
+from mneme.cachetier.saving import HostPut
+from mneme.cluster.metric_families import Family, Sample, alone, by, number_at, summed_lines
+from mneme.cluster.prometheus import family
+from mneme.replicas.chunk_fetch import GIVEN_UP
 
 _TIERS = ("host", "disk")
+_CALLS = ("locate", "peer_locate")
+_PUTS = (*(outcome.value for outcome in HostPut), "dropped", "failed", "lost")
+_DIRECTORY_FAULTS = ("lookup_unanswered", "lookup_not_asked", "announce_unanswered", "shard_lost", "told_all")
+_LOG_FAULTS = (
+    *("append_failed", "read_failed", "remove_failed", "tombstone_failed", "disk_full"),
+    *("damaged", "torn", "lost", "evicted", "expired"),
+)
+_LOG_COPIES = ("copied", "copied_whole", "copy_failed", "copy_dropped", "copy_alone", "copy_gone", "peer_failed")
 _COST_KINDS = ("prefill", "decode", "mixed", *EDGES)
 
 
-class _Family(NamedTuple):
-    """Samples are sums over what is reported; `path` leads to a number in a report."""
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    description: str
-    samples: Sequence[tuple[Labels, tuple[str, ...]]]
-
-
-def _by_tier(key: str) -> list[tuple[Labels, tuple[str, ...]]]:
+def _by_tier(key: str) -> list[Sample]:
     return [((("tier", tier),), (tier, key)) for tier in _TIERS]
-
-
-def _by(label: str, path: tuple[str, ...], keys: Iterable[str]) -> list[tuple[Labels, tuple[str, ...]]]:
-    return [(((label, key),), (*path, key)) for key in keys]
 
 
 _LOCATED = [((("tier", "host"),), ("host", "hit")), ((("tier", "disk"),), ("host", "located_on_disk"))]
 _MISSES = [((("tier", tier), ("reason", miss.value)), (tier, f"miss_{miss.value}")) for tier in _TIERS for miss in Miss]
 _NODES = (
-    _Family("mneme_cache_chunks", "gauge", "Chunks in the cache tier.", _by_tier("chunks")),
-    _Family("mneme_cache_bytes", "gauge", "Bytes of the cache tier in use.", _by_tier("bytes")),
-    _Family("mneme_cache_capacity_bytes", "gauge", "Bytes that it may use.", _by_tier("capacity_bytes")),
-    _Family("mneme_cache_located_chunks_total", "counter", "Chunks that were found for requests.", _LOCATED),
-    _Family("mneme_cache_misses_total", "counter", "Chunks that could not be had, by reason.", _MISSES),
-    _Family("mneme_cache_evicted_chunks_total", "counter", "Chunks that made room.", _by_tier("evicted")),
-    _Family("mneme_cache_expired_chunks_total", "counter", "Chunks that were not used in time.", _by_tier("expired")),
-    _Family(
+    Family("mneme_cache_chunks", "gauge", "Chunks in the cache tier.", _by_tier("chunks")),
+    Family("mneme_cache_bytes", "gauge", "Bytes of the cache tier in use.", _by_tier("bytes")),
+    Family("mneme_cache_capacity_bytes", "gauge", "Bytes that it may use.", _by_tier("capacity_bytes")),
+    Family("mneme_cache_located_chunks_total", "counter", "Chunks that were found for requests.", _LOCATED),
+    Family("mneme_cache_misses_total", "counter", "Chunks that could not be had, by reason.", _MISSES),
+    Family("mneme_cache_evicted_chunks_total", "counter", "Chunks that made room.", _by_tier("evicted")),
+    Family("mneme_cache_expired_chunks_total", "counter", "Chunks that were not used in time.", _by_tier("expired")),
+    Family(
         "mneme_cache_puts_total",
         "counter",
         "Chunks given to nodes, by what became of them.",
-        _by("outcome", ("host",), ("taken", "kept", "to_disk", "refused")),
+        by("outcome", ("host",), ("taken", "kept", "to_disk", "refused")),
     ),
-    _Family(
+    Family(
+        "mneme_cache_refused_chunks_total",
+        "counter",
+        "Chunks that nodes refused as memory could not take their bytes, or as what they follow is gone.",
+        by("reason", ("host",), ("memory_refused", "orphan")),
+    ),
+    Family(
         "mneme_cache_promotions_total",
         "counter",
         "Chunks read from disk into memory: for a reader, or ahead of a waiting request.",
-        _by("cause", ("host",), ("promoted", "prefetched")),
+        by("cause", ("host",), ("promoted", "prefetched")),
     ),
-    _Family("mneme_cache_put_bytes_total", "counter", "Bytes given to nodes.", [((), ("host", "put_bytes"))]),
-    _Family("mneme_cache_written_bytes_total", "counter", "Bytes of files.", [((), ("disk", "written_bytes"))]),
-    _Family(
+    Family("mneme_cache_put_bytes_total", "counter", "Bytes given to nodes.", alone("host", "put_bytes")),
+    Family("mneme_cache_written_bytes_total", "counter", "Bytes of files.", alone("disk", "written_bytes")),
+    Family(
         "mneme_cache_superseded_bytes_total",
         "counter",
         "Bytes of files that a longer tail replaced.",
-        [((), ("disk", "superseded_bytes"))],
+        alone("disk", "superseded_bytes"),
     ),
-    _Family(
+    Family(
         "mneme_cache_disk_writes_total",
         "counter",
         "Chunks for the disk, by what became of them.",
-        _by("outcome", ("disk",), ("written", "kept", "no_room", "write_failed", "write_paused")),
+        by("outcome", ("disk",), ("written", "kept", "no_room", "write_failed", "write_paused")),
     ),
-    _Family(
+    Family(
         "mneme_cache_unwritten_chunks_total",
         "counter",
         "Chunks that never went to the disk: the queue was full, or they were replaced or deleted in time.",
-        _by("reason", ("writer",), ("dropped", "cancelled")),
+        by("reason", ("writer",), ("dropped", "cancelled")),
     ),
-    _Family("mneme_cache_write_queue_bytes", "gauge", "Bytes that wait to be written.", [((), ("writer", "bytes"))]),
-    _Family(
+    Family("mneme_cache_write_queue_bytes", "gauge", "Bytes that wait to be written.", alone("writer", "bytes")),
+    Family(
         "mneme_cache_pinned_bytes",
         "gauge",
         "Bytes that pins keep.",
         [((("tier", tier),), ("pins", f"{tier}_bytes")) for tier in _TIERS],
     ),
-    _Family("mneme_cache_waiting_requests", "gauge", "Requests that nodes look ahead for.", [((), ("waiting",))]),
+    Family("mneme_cache_waiting_requests", "gauge", "Requests that nodes look ahead for.", alone("waiting")),
+    Family(
+        "mneme_cache_directory_faults_total",
+        "counter",
+        "Calls of nodes to the directory that were in vain or not made, and how often a shard had to be told all.",
+        by("fault", ("directory",), _DIRECTORY_FAULTS),
+    ),
+    Family("mneme_session_logs", "gauge", "Session logs of nodes, copies too.", alone("session_logs", "sessions")),
+    Family("mneme_session_log_bytes", "gauge", "Bytes of session logs.", alone("session_logs", "used_bytes")),
+    Family(
+        "mneme_session_log_faults_total",
+        "counter",
+        "Session logs that could not be read, written or removed, and those that made room.",
+        by("fault", ("session_logs", "counters"), _LOG_FAULTS),
+    ),
+    Family(
+        "mneme_session_log_copies_total",
+        "counter",
+        "Copies of session logs for another node, by what became of them.",
+        by("outcome", ("session_logs", "copies"), _LOG_COPIES),
+    ),
+    Family(
+        "mneme_session_log_waiting_copies",
+        "gauge",
+        "Session logs whose copies are still to be made.",
+        alone("session_logs", "copies_waiting"),
+    ),
 )
 _ENGINES = (
-    _Family("mneme_cache_lookups_total", "counter", "Prompts that engines looked for.", [((), ("lookups",))]),
-    _Family(
+    Family("mneme_cache_lookups_total", "counter", "Prompts that engines looked for.", alone("lookups")),
+    Family(
         "mneme_cache_loaded_chunks_total",
         "counter",
         "Chunks that engines loaded, and those that did not come.",
         [((("outcome", outcome),), ("chunks", outcome)) for outcome in ("loaded", "lost")],
     ),
-    _Family("mneme_cache_saved_chunks_total", "counter", "Chunks that engines saved.", [((), ("chunks", "chunks"))]),
-    _Family("mneme_cache_saved_bytes_total", "counter", "Bytes that engines saved.", [((), ("chunks", "bytes"))]),
-    _Family(
+    Family("mneme_cache_saved_chunks_total", "counter", "Chunks that engines saved.", alone("chunks", "chunks")),
+    Family("mneme_cache_saved_bytes_total", "counter", "Bytes that engines saved.", alone("chunks", "bytes")),
+    Family(
         "mneme_cache_unsaved_chunks_total",
         "counter",
         "Chunks that engines did not save.",
-        _by("reason", ("chunks",), ("dropped", "refused", "void", "failed")),
+        by("reason", ("chunks",), ("dropped", "refused", "void", "failed")),
     ),
-    _Family("mneme_cache_read_buffer_bytes", "gauge", "Bytes read ahead.", [((), ("read_buffer_bytes",))]),
+    Family(
+        "mneme_cache_plans_total",
+        "counter",
+        "Prompts of which the tier had something, by how much of that was to be loaded.",
+        by("plan", ("plans",), ("load", "split", "compute", "probe")),
+    ),
+    Family(
+        "mneme_cache_given_up_total",
+        "counter",
+        "Prompts whose chunks took too long: to be found, to come before a step, to come within one.",
+        by("while", ("given_up",), GIVEN_UP),
+    ),
+    Family("mneme_cache_found_chunks_total", "counter", "Chunks that engines found.", alone("store", "located")),
+    Family(
+        "mneme_cache_unread_chunks_total",
+        "counter",
+        "Chunks that engines found and could not read, by where from and why.",
+        [((("edge", e), ("reason", m.value)), ("store", f"{e}_miss_{m.value}")) for e in EDGES for m in Miss],
+    ),
+    Family(
+        "mneme_cache_put_chunks_total",
+        "counter",
+        "Chunks that engines put, by what became of them; of lost ones nothing is known.",
+        [((("outcome", outcome),), ("store", f"put_{outcome}")) for outcome in _PUTS],
+    ),
+    Family(
+        "mneme_cache_put_bytes_under_way",
+        "gauge",
+        "Bytes on their way to nodes.",
+        alone("store", "put_bytes_under_way"),
+    ),
+    Family(
+        "mneme_cache_failed_calls_total",
+        "counter",
+        "Calls of engines to nodes that were not answered, or not in time.",
+        [((("call", c), ("reason", r)), ("store", f"{c}_{r}")) for c in _CALLS for r in ("timeout", "failed")],
+    ),
+    Family(
+        "mneme_cache_node_faults_total",
+        "counter",
+        "What engines saw: nodes not asked as they did not answer, gone or made again, and chunks wrongly said of one.",
+        by("fault", ("store",), ("not_asked", "actors_lost", "node_restarted", "directory_ghosts")),
+    ),
+    Family("mneme_cache_read_buffer_bytes", "gauge", "Bytes read ahead.", alone("read_buffer_bytes")),
     *(
-        _Family(
+        Family(
             f"mneme_cost_{name}_total",
             "counter",
             text,
@@ -120,25 +193,10 @@ def cache_lines(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[st
     if not nodes and not engines:
         return []
     lines = family("mneme_cache_nodes", "Nodes of the cache tier that answered.", "gauge", {(): len(nodes)})
-    lines += _lines(_NODES, nodes) + _lines(_ENGINES, engines)
-    written = sum(_number(node, ("disk", "written_bytes")) for node in nodes)
-    lasting = written - sum(_number(node, ("disk", "superseded_bytes")) for node in nodes)
+    lines += summed_lines(_NODES, nodes) + summed_lines(_ENGINES, engines)
+    written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
+    lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
     if lasting > 0:
         text = "Bytes of files for each byte that no longer tail has replaced."
         lines += family("mneme_cache_write_amplification_ratio", text, "gauge", {(): written / lasting})
     return lines
-
-
-def _lines(families: Iterable[_Family], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines: list[str] = []
-    for spec in families:
-        sums = {labels: sum(_number(each, path) for each in reports) for labels, path in spec.samples}
-        lines += family(spec.name, spec.description, spec.kind, sums)
-    return lines
-
-
-def _number(report: Any, path: tuple[str, ...]) -> float:
-    """0 for what a report does not have: a node without a disk, a replica of an older version."""
-    for key in path:
-        report = report.get(key) if isinstance(report, Mapping) else None
-    return report if isinstance(report, int | float) else 0

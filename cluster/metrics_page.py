@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+from mneme.cachetier.session_log_store import Appended
 from mneme.cluster.cache_metrics import cache_lines
 from mneme.cluster.engine_client import EngineClient, ReplicaStats
 from mneme.cluster.kv_asking import ask_tier
 from mneme.cluster.latency import Latencies
+from mneme.cluster.metric_families import Family, alone, by, number_at, summed_lines
 from mneme.cluster.prometheus import Labels, family
 from mneme.errors import MnemeError
 from mneme.replicas.kv_queries import KvStats
@@ -45,66 +47,67 @@ KNOWN_PATHS = frozenset(
 )
 
 
-class _Family(NamedTuple):
-    name: str
-    kind: Literal["counter", "gauge"]
-    description: str
-    key: str  # of the replica's statistics
-    parts: tuple[str, ...] = ()  # keys below, one sample each
-    label: str = ""  # that tells the parts apart; without one there is one part
-
-
 _STATES = ("free", "cached", "in_use", "total")
 _SUMS = (
-    _Family(
+    Family(
         "mneme_pages",
         "gauge",
         "KV pages; pinned ones are in use too, reclaimable ones cached.",
-        "pages",
-        (*_STATES, "pinned", "reclaimable"),
-        "state",
+        by("state", ("pages",), (*_STATES, "pinned", "reclaimable")),
     ),
-    _Family("mneme_host_pages", "gauge", "Pages of the host tier.", "host_pages", _STATES, "state"),
-    _Family(
+    Family("mneme_host_pages", "gauge", "Pages of the host tier.", by("state", ("host_pages",), _STATES)),
+    Family(
         "mneme_moved_pages_total",
         "counter",
         "KV pages saved to the host, loaded from it, dropped from the last tier.",
-        "moved_pages",
-        ("saved", "loaded", "dropped"),
-        "move",
+        by("move", ("moved_pages",), ("saved", "loaded", "dropped")),
     ),
-    _Family("mneme_requests", "gauge", "Requests in engines.", "requests", ("running", "waiting"), "state"),
-    _Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", "waiting_tokens"),
-    _Family(
+    Family("mneme_requests", "gauge", "Requests in engines.", by("state", ("requests",), ("running", "waiting"))),
+    Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", alone("waiting_tokens")),
+    Family(
         "mneme_refused_requests_total",
         "counter",
         "Requests that engines answered 429, by what was full.",
-        "refused",
-        ("requests", "tokens", "session"),
-        "reason",
+        by("reason", ("refused",), ("requests", "tokens", "session")),
     ),
-    _Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", "missed_deadlines"),
-    _Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", "tokens", ("prompt",)),
-    _Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", "tokens", ("cached",)),
-    _Family("mneme_host_tokens_total", "counter", "Cached tokens that came from the host.", "tokens", ("host",)),
-    _Family("mneme_dropped_tokens_total", "counter", "Tokens computed again.", "tokens", ("dropped",)),
-    _Family("mneme_truncated_tokens_total", "counter", "Prompt tokens dropped to fit.", "tokens", ("truncated",)),
-    _Family("mneme_generated_tokens_total", "counter", "Output tokens.", "tokens", ("generated",)),
-    _Family(
+    Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", alone("missed_deadlines")),
+    Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", alone("tokens", "prompt")),
+    Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", alone("tokens", "cached")),
+    Family("mneme_host_tokens_total", "counter", "Cached tokens that came from the host.", alone("tokens", "host")),
+    Family("mneme_dropped_tokens_total", "counter", "Tokens computed again.", alone("tokens", "dropped")),
+    Family("mneme_truncated_tokens_total", "counter", "Prompt tokens dropped to fit.", alone("tokens", "truncated")),
+    Family("mneme_generated_tokens_total", "counter", "Output tokens.", alone("tokens", "generated")),
+    Family(
         "mneme_finished_requests_total",
         "counter",
         "Ended requests; an abort is one whose client left.",
-        "finished",
-        ("stop", "length", "abort", "error"),
-        "reason",
+        by("reason", ("finished",), ("stop", "length", "abort", "error")),
     ),
-    _Family("mneme_engine_steps_total", "counter", "Engine steps.", "steps"),
-    _Family("mneme_sessions", "gauge", "Sessions whose token log is kept.", "sessions"),
-    _Family(
+    Family("mneme_engine_steps_total", "counter", "Engine steps.", alone("steps")),
+    Family("mneme_sessions", "gauge", "Sessions whose token log is kept.", alone("sessions")),
+    Family(
+        "mneme_session_log_records_total",
+        "counter",
+        "What engines wrote to sessions' logs, by what became of it.",
+        by("outcome", ("session_logs", "write"), (*(each.value for each in Appended), "deleted", "dropped")),
+    ),
+    Family(
+        "mneme_session_log_waiting_records",
+        "gauge",
+        "What is still to be written to sessions' logs.",
+        alone("session_logs", "write", "waiting"),
+    ),
+    Family(
+        "mneme_session_log_reads_total",
+        "counter",
+        "Sessions that engines took from their logs, and those that they could not.",
+        by("outcome", ("session_logs", "read"), ("restored", "unusable", "failed")),
+    ),
+    Family(
         "mneme_shared_segments",
         "gauge",
         "Segments that two or more sequences read at once.",
-        "shared_segments",
+        alone("shared_segments"),
     ),
 )
 
@@ -141,24 +144,8 @@ class MetricsPage:
     def _lines(self, stats: Sequence[ReplicaStats]) -> list[str]:
         lines = family("mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()})
         lines += family("mneme_replicas", "Replicas that answered.", "gauge", {(): len(stats)})
-        for spec in _SUMS:
-            lines += family(spec.name, spec.description, spec.kind, _summed(spec, [s.metrics for s in stats]))
-        rss: dict[Labels, float] = {(("replica", s.replica_id),): _number(s.metrics.get("rss_bytes")) for s in stats}
+        lines += summed_lines(_SUMS, [s.metrics for s in stats])
+        rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}
         lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
         lines += family("mneme_http_responses_total", "Answers of this ingress.", "counter", self._responses)
         return lines + self.latencies.lines()
-
-
-def _summed(spec: _Family, metrics: Iterable[dict[str, Any]]) -> dict[Labels, float]:
-    values = [replica.get(spec.key) for replica in metrics]
-    if not spec.parts:
-        return {(): sum(map(_number, values))}
-    tables = [value for value in values if isinstance(value, dict)]
-    return {
-        (((spec.label, part),) if spec.label else ()): sum(_number(table.get(part)) for table in tables)
-        for part in spec.parts
-    }
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, int | float) else 0

@@ -55,9 +55,14 @@ class ChunkCache:
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
         self._on_close = on_close
-        controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
+        self._controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
         self._fetches = Fetches(
-            store, controller, costs, read_buffer_bytes=config.read_buffer_bytes, clock=clock, make_workers=make_workers
+            store,
+            self._controller,
+            costs,
+            read_buffer_bytes=config.read_buffer_bytes,
+            clock=clock,
+            make_workers=make_workers,
         )
         self.counts: Counter[str] = Counter()
 
@@ -113,7 +118,15 @@ class ChunkCache:
         self._fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
-        return {**self.counts, "read_buffer_bytes": self._fetches.room.num_used, "accuracy": self._costs.accuracy()}
+        """From any thread; `store` is what `ChunkStore.stats` says."""
+        return {
+            **self.counts,
+            "plans": dict(self._controller.num_plans),
+            "given_up": dict(self._fetches.num_given_up),
+            "read_buffer_bytes": self._fetches.room.num_used,
+            "accuracy": self._costs.accuracy(),
+            "store": dict(self.store.stats()),
+        }
 
     def close(self) -> None:
         self._fetches.close()

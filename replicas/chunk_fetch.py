@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from mneme.cachetier.chunk import U8Array
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
@@ -20,6 +21,8 @@ from mneme.cachetier.misses import Miss
 from mneme.replicas.origins import Source
 from mneme.replicas.read_room import ReadRoom
 
+GivenUp = Literal["lookup", "waiting", "loading"]  # which took too long; the last: within a step
+GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
 
@@ -48,7 +51,9 @@ class Fetch:
         room: ReadRoom,
         clock: Callable[[], float],
         on_closed: Callable[[Fetch], None] = lambda fetch: None,
+        on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
+        """`on_given_up` is called once at most, on the engine's thread."""
         self.query = query
         self.num_resident = num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
@@ -59,7 +64,8 @@ class Fetch:
         self._began_s = 0.0  # bringing, or loading; what was brought by a moment is in time then
         self._num_brought = 0  # layers
         self._num_sound = 0  # sources, before the first of which something could not be brought
-        self._room, self._clock, self._on_closed = room, clock, on_closed
+        self._room, self._clock = room, clock
+        self._on_closed, self._on_given_up = on_closed, on_given_up
         self._condition = threading.Condition()
         self._layers: list[dict[int, U8Array]] = []  # by chunk: what was brought and not yet taken
         self._is_busy = True  # a thread looks or reads, or is about to
@@ -108,9 +114,15 @@ class Fetch:
         left_s = self.left_s(self._num_brought) if self._has_looked else self._look_until_s - self._clock()
         if left_s > 0:
             return False
-        self.is_given_up = self._has_looked
+        self.give_up("waiting" if self._has_looked else "lookup")
         self.close()
         return True
+
+    def give_up(self, what: GivenUp) -> None:
+        """It took too long; the edges are told so when it ends."""
+        if not self.is_given_up:
+            self.is_given_up = True
+            self._on_given_up(what)
 
     def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
         """What the store has and the plan wants; whether some of it is to be brought. The rest is closed."""

@@ -6,12 +6,13 @@ import logging
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, ChunkStore
 from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.load_controller import Loadable, LoadController
-from mneme.replicas.chunk_fetch import Fetch
+from mneme.replicas.chunk_fetch import Fetch, GivenUp
 from mneme.replicas.read_room import ReadRoom
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Fetches:
         self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
         make = make_workers or Workers
         self._lookers, self._readers = make("kv-look", _NUM_THREADS), make("kv-read", _NUM_THREADS)
+        self.num_given_up: Counter[GivenUp] = Counter()
         self._lock = threading.Lock()
         self._open: set[Fetch] = set()
 
@@ -74,7 +76,8 @@ class Fetches:
     def begin(self, query: ChainQuery, num_resident: int) -> Fetch:
         """Look for a sequence of which the engine has the first `num_resident` tokens."""
         timeout_s = self._controller.lookup_timeout_s(num_resident, len(query.token_ids))
-        fetch = Fetch(query, num_resident, self._clock() + timeout_s, self.room, self._clock, self._ended)
+        look_until_s = self._clock() + timeout_s
+        fetch = Fetch(query, num_resident, look_until_s, self.room, self._clock, self._ended, self._given_up)
         with self._lock:
             self._open.add(fetch)
         self._lookers.run(lambda: self._look(fetch, timeout_s))
@@ -102,6 +105,9 @@ class Fetches:
                 edge, reads.num_bytes, reads.num_chunks, reads.seconds, is_complete=not fetch.is_given_up
             )
         self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
+
+    def _given_up(self, what: GivenUp) -> None:
+        self.num_given_up[what] += 1
 
     def _look(self, fetch: Fetch, timeout_s: float) -> None:
         is_reading = False

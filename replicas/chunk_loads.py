@@ -61,7 +61,7 @@ class ChunkLoad:
                 fetch = pieces[0].fetch
                 while not _has(pieces, layer):
                     if not self._condition.wait(max(fetch.left_s(layer), 0.0)) and not _has(pieces, layer):
-                        fetch.is_given_up = True
+                        fetch.give_up("loading")
                         self._lose(next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer))
             events = {id(p.event): p.event for p in self._all if not p.is_lost and p.event is not None}
         for event in events.values():

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.durable_sessions import Recalled, take_over
 from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.engine_stats import beside_steps
 from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part, kv_tier_of
 from mneme.replicas.queries import EngineQuery, Query, answer, sessions_to_restore, was_there
 from mneme.replicas.request import GenerationRequest, TokenEvent
@@ -110,8 +111,8 @@ class EngineLoop:
         self._post(lambda: self._drop_subscriber(subscriber))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges as of the end of the last step."""
-        return {**self._stats, "rss_bytes": _rss_bytes()}
+        """Counters and gauges as of the end of the last step; of what goes on beside steps, as of now."""
+        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
 
     def _ask(self, question: Callable[[], T]) -> T:
         """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""

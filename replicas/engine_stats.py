@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -46,3 +47,13 @@ def cache_stats(engine: Engine, runner: Runner) -> dict[str, Any]:
     assert engine.chunks is not None
     moved = {} if mover is None else {"loaded": mover.num_loaded, "lost": mover.num_lost, **asdict(mover.saver.counts)}
     return {**engine.chunks.stats(), "chunks": moved, "retracted": engine.scheduler.num_retracted}
+
+
+def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `engine_stats` other threads change, as of now; an idle engine makes no step. From any thread."""
+    found: dict[str, Any] = {}
+    if engine.chunks is not None and "cache" in stats:
+        found["cache"] = {**stats["cache"], **engine.chunks.stats()}
+    if engine.durable is not None:
+        found["session_logs"] = engine.durable.stats()
+    return found

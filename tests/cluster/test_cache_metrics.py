@@ -19,6 +19,12 @@ from tests.cluster.test_kv_routes import IDS, TieredEngines, run
 
 ENGINE: dict[str, Any] = {
     "lookups": 3,
+    "plans": {"load": 1, "split": 2},
+    "given_up": {"waiting": 1},
+    "store": {
+        **{"located": 9, "peer_host_miss_absent": 2, "put_lost": 1, "put_bytes_under_way": 7, "put_taken": 4},
+        **{"locate_timeout": 3, "peer_locate_failed": 1, "actors_lost": 1, "node_restarted": 1},
+    },
     "read_buffer_bytes": 100,
     "retracted": 0,
     "accuracy": {"prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}},
@@ -57,6 +63,17 @@ def test_nodes_are_counted_once_and_engines_each() -> None:
             "mneme_cache_lookups_total 6",
             'mneme_cache_loaded_chunks_total{outcome="lost"} 2',
             'mneme_cache_unsaved_chunks_total{reason="dropped"} 4',
+            'mneme_cache_plans_total{plan="split"} 4',
+            'mneme_cache_given_up_total{while="waiting"} 2',
+            "mneme_cache_found_chunks_total 18",
+            'mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"} 4',
+            'mneme_cache_put_chunks_total{outcome="lost"} 2',
+            'mneme_cache_put_chunks_total{outcome="taken"} 8',
+            "mneme_cache_put_bytes_under_way 14",
+            'mneme_cache_failed_calls_total{call="locate",reason="timeout"} 6',
+            'mneme_cache_failed_calls_total{call="peer_locate",reason="failed"} 2',
+            'mneme_cache_node_faults_total{fault="actors_lost"} 2',
+            'mneme_cache_node_faults_total{fault="node_restarted"} 2',
             'mneme_cost_predictions_total{kind="prefill"} 4',
             'mneme_cost_actual_seconds_total{kind="prefill"} 4',
             'mneme_cost_actual_seconds_total{kind="peer_disk"} 0',
@@ -101,6 +118,46 @@ def test_write_amplification_is_of_what_lasts() -> None:
     assert "mneme_cache_superseded_bytes_total 100" in lines
     assert "mneme_cache_nodes 3" in lines
     assert not any("amplification" in line for line in cache_lines([{"disk": None}], []))
+
+
+def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
+    nodes = [
+        {
+            "directory": {"told_all": 2, "lookup_unanswered": 1},
+            "session_logs": {"sessions": 5, "used_bytes": 4096, "counters": {"damaged": 1}, "copies": {"copied": 3}},
+        }
+    ] * 2
+    lines = cache_lines(nodes, [])
+    for line in (
+        'mneme_cache_directory_faults_total{fault="told_all"} 4',
+        'mneme_cache_directory_faults_total{fault="lookup_unanswered"} 2',
+        "mneme_session_logs 10",
+        "mneme_session_log_bytes 8192",
+        'mneme_session_log_faults_total{fault="damaged"} 2',
+        'mneme_session_log_copies_total{outcome="copied"} 6',
+    ):
+        assert line in lines, line
+
+
+def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        logs = {"write": {"appended": 4, "append_failed": 1, "waiting": 2}, "read": {"restored": 3, "failed": 1}}
+
+        async def stats() -> list[ReplicaStats]:
+            return [ReplicaStats(replica_id=name, model="", metrics={"session_logs": logs}) for name in "ab"]
+
+        engines.stats = stats  # type: ignore[method-assign]
+        lines = await page(client)
+        for line in (
+            'mneme_session_log_records_total{outcome="append_failed"} 2',
+            'mneme_session_log_records_total{outcome="appended"} 8',
+            "mneme_session_log_waiting_records 4",
+            'mneme_session_log_reads_total{outcome="restored"} 6',
+            'mneme_session_log_reads_total{outcome="failed"} 2',
+        ):
+            assert line in lines, line
+
+    run(scenario)
 
 
 def test_every_label_is_bounded() -> None:

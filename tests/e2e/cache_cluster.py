@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
@@ -130,8 +131,11 @@ class CacheCluster:
                 _node_ip_address="127.0.0.1",
             )
 
-    def add_node(self, name: str) -> None:
-        with single_node():
+    def add_node(self, name: str, **settings: str) -> None:
+        """`settings` of its raylet, as Ray names them."""
+        with single_node(), pytest.MonkeyPatch.context() as environment:
+            for setting, value in settings.items():
+                environment.setenv(f"RAY_{setting}", value)
             self._nodes[name] = self._cluster.add_node(**_node_args(name))
 
     def remove_node(self, name: str) -> None:
@@ -143,10 +147,14 @@ class CacheCluster:
 
     def engine(self, name: str, config: CacheConfig, application: str) -> Any:
         """An engine's process on a node, started; its methods are called by `call`."""
-        affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
-        made = ray.remote(EngineProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(config, application)
+        made = self.begin(name, EngineProcess, config, application)
         ray.get(made.stats.remote(), timeout=START_LIMIT_S)
         return made
+
+    def begin(self, name: str, process: type, *args: Any) -> Any:
+        """A process on a node, that is yet to start."""
+        affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
+        return ray.remote(process).options(num_cpus=0, scheduling_strategy=affinity).remote(*args)
 
     def node_actor(self, name: str, application: str) -> Any:
         return ray.get_actor(node_actor_name(self.node_id(name)), f"mneme-cache-{application}")

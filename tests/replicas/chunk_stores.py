@@ -73,6 +73,9 @@ class FakeStore:
             self.chunks[chunk.header.key] = chunk
         return True
 
+    def stats(self) -> dict[str, int]:
+        return {"reads": self.num_reads}
+
     def settle(self, timeout_s: float) -> bool:
         return True
 

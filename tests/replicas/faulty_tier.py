@@ -136,12 +136,21 @@ def counters_of(engine: Engine, store: ProcessChunkStore) -> Counter[str]:
     cache = engine.stats()["cache"]
     found.update({f"chunks_{name}": count for name, count in cache["chunks"].items()})
     found["retracted"] = cache["retracted"]
+    for part in ("given_up", "plans", "store"):
+        found.update({f"{part}_{name}": count for name, count in cache[part].items()})
     found["misses"] = sum(count for name, count in found.items() if name.startswith(("disk_miss", "host_miss")))
     return found
 
 
 def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
     """Pages, buffers and bytes of an engine that has closed are back where they were."""
+    check_engine(engine)
+    assert config.disk is not None
+    check_folder(folder, config.disk.capacity_bytes)
+
+
+def check_engine(engine: Engine) -> None:
+    """Nothing of it is under way."""
     engine.forest.check()
     assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
     mover, cache = engine._runner.chunks, engine.chunks
@@ -149,8 +158,6 @@ def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
     assert cache is not None
     assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
     assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
-    assert config.disk is not None
-    check_folder(folder, config.disk.capacity_bytes)
 
 
 def check_folder(folder: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:

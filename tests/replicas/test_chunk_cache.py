@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
 from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.model import Decoder
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
@@ -285,3 +286,15 @@ def test_nothing_is_kept_of_a_sequence_whose_logits_are_not_finite(
     assert [event.finish_reason for event in events] == ["error"]
     finish_saves(engine)
     assert not store.chunks
+
+
+def test_an_idle_engine_says_what_its_store_counts_now(decoder: Decoder) -> None:
+    store = FakeStore()
+    loop = EngineLoop(make_cached_engine(decoder, store))
+    loop.start()
+    try:
+        store.num_reads = 7
+        assert loop.stats()["cache"]["store"] == {"reads": 7}
+        assert loop.stats()["cache"]["chunks"]["loaded"] == 0
+    finally:
+        loop.stop()

@@ -30,6 +30,8 @@ def test_without_a_fault_all_is_loaded(next_turn: NextTurn) -> None:
     found = next_turn.ask()
     assert found.cached["turn"] == next_turn.saved.num_history
     assert (found.counters["misses"], found.counters["retracted"]) == (0, 0)
+    assert (found.counters["plans_load"], found.counters["store_located"]) == (1, 4)
+    assert not any(count for name, count in found.counters.items() if name.startswith("given_up"))
 
 
 def boundaries(content: bytes) -> list[int]:
@@ -109,34 +111,38 @@ def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(next_turn: N
 
 
 def test_a_disk_hangs(next_turn: NextTurn) -> None:
-    """Rows take 0.1 ms each, so a load has some milliseconds; the read ends long after the answer."""
+    """Rows take 10 ms each, so a load has some 100 ms; the read ends long after the answer."""
     goes_on, files = threading.Event(), HookedFiles()
     files.on_read = lambda name, offset: goes_on.wait(WAIT_S) if offset else None
-    found = next_turn.ask(files=files, costs=SlowRows(1e-4), before_close=goes_on.set)
+    found = next_turn.ask(files=files, costs=SlowRows(1e-2), before_close=goes_on.set)
     assert found.cached["turn"] == 0
+    assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1
+    assert found.counters["disk_miss_busy"] == found.counters["misses"] == 0  # nobody knows that it is faulty
 
 
 def test_a_slow_disk_is_given_up_and_left_alone(decoder: Decoder, saved: Saved, tmp_path: Path) -> None:
-    """100 KB/s, where computing the prompt takes 24 ms; the next prompt does not try it."""
+    """30 KB/s, where computing the prompt takes 0.9 s; the next prompt does not try it."""
     paths, files, read = saved.put_into(tmp_path), HookedFiles(), []
     sizes = {str(path): path.stat().st_size for path in paths}
 
     def throttled(name: str, offset: int) -> None:
         read.append(name)
-        time.sleep(sizes[name] / 3 / 1e5 if offset else 0)
+        time.sleep(sizes[name] / 3 / 3e4 if offset else 0)
 
     files.on_read = throttled
     prompts = {"turn": saved.turn, "other": [*saved.turn[:150], 7, 7]}
     other = full_prefill(decoder, prompts["other"], NUM_NEW)[0]
     num_read = []
     found = ask(
-        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(1e-4),
+        decoder, tmp_path, {"turn": saved.turn}, is_reader=True, files=files, costs=SlowRows(4e-3),
         before_close=lambda: num_read.append(len(read)),
     )  # fmt: skip
     assert (found.tokens["turn"], found.cached["turn"]) == (saved.answer, 0)
     assert num_read[0] > 0
-    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(1e-4))
+    assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1
+    found = ask(decoder, tmp_path, prompts, is_reader=True, files=files, costs=SlowRows(4e-3))
     assert found.tokens == {"turn": saved.answer, "other": other}
+    assert found.counters["given_up_waiting"] + found.counters["given_up_loading"] == 1  # of two prompts
 
 
 def test_no_memory_for_what_is_read(next_turn: NextTurn) -> None:
@@ -147,7 +153,9 @@ def test_no_memory_for_what_is_read(next_turn: NextTurn) -> None:
             raise MemoryError
 
     files.on_read = refuse
-    assert next_turn.ask(files=files).cached["turn"] == 64
+    found = next_turn.ask(files=files)
+    assert found.cached["turn"] == 64
+    assert found.counters["disk_miss_busy"] == found.counters["store_disk_miss_busy"] == 1
 
 
 def test_host_memory_refuses(decoder: Decoder, saved: Saved, tmp_path: Path) -> None:
@@ -158,7 +166,7 @@ def test_host_memory_refuses(decoder: Decoder, saved: Saved, tmp_path: Path) -> 
     longer = [*saved.turn, *draw(4, 100)]
     found = ask(decoder, tmp_path, {"turn": saved.turn, "longer": longer}, memory=memory)
     assert found.tokens == {"turn": saved.answer, "longer": full_prefill(decoder, longer, NUM_NEW)[0]}
-    assert found.counters["host_memory_refused"] > 0
+    assert found.counters["store_put_refused"] >= found.counters["host_memory_refused"] > 0
     assert found.counters["chunks_refused"] > 0
     assert found.counters["host_bytes"] == 0
 

@@ -1,0 +1,43 @@
+"""Families of metrics that are sums over reports: of replicas, of engines, of a cache tier's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mneme.cluster.prometheus import Labels, family
+
+Sample = tuple[Labels, tuple[str, ...]]  # the path leads to a number in a report
+
+
+class Family(NamedTuple):
+    """Labels are bounded: they are said here, never by a report."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    description: str
+    samples: Sequence[Sample]
+
+
+def alone(*path: str) -> list[Sample]:
+    return [((), path)]
+
+
+def by(label: str, path: tuple[str, ...], keys: Iterable[str]) -> list[Sample]:
+    """A sample for each key below a path."""
+    return [(((label, key),), (*path, key)) for key in keys]
+
+
+def summed_lines(families: Iterable[Family], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for spec in families:
+        sums = {labels: sum(number_at(each, path) for each in reports) for labels, path in spec.samples}
+        lines += family(spec.name, spec.description, spec.kind, sums)
+    return lines
+
+
+def number_at(report: Any, path: tuple[str, ...]) -> float:
+    """0 for what a report does not have: a node without a disk, a replica of an older version."""
+    for key in path:
+        report = report.get(key) if isinstance(report, Mapping) else None
+    return report if isinstance(report, int | float) else 0
