@@ -147,7 +147,7 @@ def check_rest(engine: Engine, folder: Path, config: CacheConfig) -> None:
     mover, cache = engine._runner.chunks, engine.chunks
     assert mover is not None
     assert cache is not None
-    assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
+    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
     assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
     assert config.disk is not None
     check_folder(folder, config.disk.capacity_bytes)
