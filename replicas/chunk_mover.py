@@ -36,8 +36,9 @@ class ChunkMover:
 
     def save(self, jobs: Sequence[SaveJob]) -> StepSaves:
         """The chunks that the next step completes."""
-        self._saves = self.saver.begin(jobs)
-        return self._saves
+        self._saves = saves = StepSaves(self.saver)
+        saves.add(jobs)
+        return saves
 
     def end_load(self) -> list[Node] | None:
         """The step's forward pass is over; returns the nodes whose KV did not come, None if none was to come."""
@@ -51,9 +52,9 @@ class ChunkMover:
 
     def end_saves(self, unsound: Collection[object] = ()) -> None:
         """It is known which sequences computed what they were to compute, and of which nothing may be kept."""
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            saves.finish(unsound)
+        if self._saves is not None:
+            self._saves.finish(unsound)
+        self._saves = None  # last: what Ctrl-C interrupts is abandoned
 
     def abandon(self) -> None:
         """The step failed, if it has not ended."""

@@ -37,32 +37,39 @@ class _Copy:
     job: SaveJob
     runs: IntArray  # [r, 4]
     layers: U8Array  # [layers, layer_bytes]
-    num_left: int  # layers that are still to be copied, and one more until it is confirmed
+    page_ids: frozenset[int]
+    num_left: int  # layers that are still to be copied, and one more until it is confirmed; less if it is void
     is_void: bool = False
 
 
 class StepSaves:
-    """The chunks that one step completes."""
+    """The chunks that one step completes. Wherever Ctrl-C interrupts it, `abandon` lets go of all."""
 
-    def __init__(self, saver: ChunkSaver, copies: list[_Copy]) -> None:
-        self._saver, self._copies = saver, copies
+    def __init__(self, saver: ChunkSaver) -> None:
+        self._saver = saver
+        self._copies: list[_Copy] = []
         self._num_layers = 0  # that were handed over
+
+    def add(self, jobs: Sequence[SaveJob]) -> None:
+        """Before the first layer."""
+        for job in jobs:
+            self._saver.begin_copy(job, self._copies)
 
     def layer_done(self, layer: int) -> None:
         """The layer's KV is written, or issued; a step that is replayed as a graph does not say so."""
-        self._num_layers = layer + 1
         self._saver.copy_layer(self._copies, layer)
+        self._num_layers = layer + 1
 
     def finish(self, unsound: Collection[object] = ()) -> None:
         """The step is over, and what went wrong in it is known; nothing of these sequences is kept."""
         for layer in range(self._num_layers, self._saver.num_layers):
-            self._saver.copy_layer(self._copies, layer)
+            self.layer_done(layer)
         for copy in self._copies:
             copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
         self._saver.confirm(self._copies)
 
     def abandon(self) -> None:
-        """The step failed: nothing of it is kept."""
+        """The step failed: nothing of it is kept. What was handed over already may be so again: it is void."""
         for copy in self._copies:
             copy.is_void = True
         self.finish()
@@ -98,9 +105,8 @@ class _Shared:
     pages: ChunkPages
     condition: threading.Condition = field(default_factory=threading.Condition)
     counts: SaveCounts = field(default_factory=SaveCounts)
-    num_bytes: int = 0  # in the write buffer
-    under_way: set[_Copy] = field(default_factory=set)
-    num_reading: dict[int, int] = field(default_factory=dict)  # copies under way, by page
+    under_way: set[_Copy] = field(default_factory=set)  # the write buffer
+    reading: set[_Copy] = field(default_factory=set)  # of those: they are not done with their pages
     to_copy: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
     to_put: queue.SimpleQueue[_Copy | None] = field(default_factory=queue.SimpleQueue)
 
@@ -130,16 +136,31 @@ class ChunkSaver:
     @property
     def num_bytes(self) -> int:
         """In the write buffer."""
-        return self._shared.num_bytes
-
-    def begin(self, jobs: Sequence[SaveJob]) -> StepSaves:
-        """Chunks that the next step completes."""
-        return StepSaves(self, [copy for job in jobs if (copy := self._copy(job)) is not None])
+        with self._shared.condition:
+            return sum(copy.layers.nbytes for copy in self._shared.under_way)
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """Chunks that are complete."""
-        saves = self.begin(jobs)
-        saves.finish()
+        saves = StepSaves(self)
+        try:
+            saves.add(jobs)
+            saves.finish()
+        except BaseException:
+            saves.abandon()
+            raise
+
+    def begin_copy(self, job: SaveJob, copies: list[_Copy]) -> None:
+        """One more of the copies, if there is room in the write buffer."""
+        shared, layers = self._shared, self._buffer(self._layout.layer_bytes(len(job.token_ids)))
+        with shared.condition:
+            if layers is None or self.num_bytes + layers.nbytes > self._max_bytes:
+                shared.counts.dropped += 1
+                return
+            page_ids = frozenset(page_id for page_id, *_ in job.runs)
+            copy = _Copy(job, np.array(job.runs, np.int64), layers, page_ids, self.num_layers + 1)
+            copies.append(copy)  # first: what is not among them is let go of by nobody
+            shared.under_way.add(copy)
+            shared.reading.add(copy)
 
     def copy_layer(self, copies: list[_Copy], layer: int) -> None:
         if copies:
@@ -153,11 +174,11 @@ class ChunkSaver:
     def before_reuse(self, device_pages: IntArray) -> None:
         """Return when no copy reads these pages any more."""
         shared = self._shared
-        if not shared.num_reading:
+        if not shared.reading:
             return
         with shared.condition:
             pages = set(device_pages.tolist())
-            shared.condition.wait_for(lambda: pages.isdisjoint(shared.num_reading))
+            shared.condition.wait_for(lambda: all(pages.isdisjoint(copy.page_ids) for copy in shared.reading))
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until what is to be saved now is in the store, or will not be; False if that took too long.
@@ -175,20 +196,6 @@ class ChunkSaver:
         self._stop()
         for thread in self._threads:
             thread.join(_CLOSE_S)
-
-    def _copy(self, job: SaveJob) -> _Copy | None:
-        shared, num_layer_bytes = self._shared, self._layout.layer_bytes(len(job.token_ids))
-        layers = self._buffer(num_layer_bytes)
-        with shared.condition:
-            if layers is None or shared.num_bytes + layers.nbytes > self._max_bytes:
-                shared.counts.dropped += 1
-                return None
-            shared.num_bytes += layers.nbytes
-            for page_id, *_ in job.runs:
-                shared.num_reading[page_id] = shared.num_reading.get(page_id, 0) + 1
-            copy = _Copy(job, np.array(job.runs, np.int64), layers, self.num_layers + 1)
-            shared.under_way.add(copy)
-        return copy
 
     def _buffer(self, num_layer_bytes: int) -> U8Array | None:
         try:
@@ -216,10 +223,7 @@ def _copy_chunks(shared: _Shared) -> None:
 
 def _release_pages(shared: _Shared, copy: _Copy) -> None:
     with shared.condition:
-        for page_id, *_ in copy.job.runs:
-            shared.num_reading[page_id] -= 1
-            if not shared.num_reading[page_id]:
-                del shared.num_reading[page_id]
+        shared.reading.discard(copy)
         shared.condition.notify_all()
 
 
@@ -240,10 +244,9 @@ def _put_chunks(shared: _Shared) -> None:
             log.exception("a chunk could not be put into the cache tier")
             outcome = "failed"
         with shared.condition:
-            shared.num_bytes -= num_bytes
             setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
             shared.counts.bytes += num_bytes if outcome == "chunks" else 0
-            shared.under_way.remove(copy)
+            shared.under_way.discard(copy)
             shared.condition.notify_all()
         del copy
 

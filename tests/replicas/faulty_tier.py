@@ -156,7 +156,7 @@ def check_engine(engine: Engine) -> None:
     mover, cache = engine._runner.chunks, engine.chunks
     assert mover is not None
     assert cache is not None
-    assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
+    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
     assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
 
 

@@ -34,7 +34,7 @@ def finish_saves(engine: Engine) -> None:
     assert mover is not None
     engine.close()
     assert mover.saver.num_bytes == 0
-    assert not mover.saver._shared.num_reading
+    assert not mover.saver._shared.reading
 
 
 def wait_for_store(engine: Engine) -> None:

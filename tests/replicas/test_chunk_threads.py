@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.replicas import chunk_saver
+from mneme.replicas.chunk_saver import ChunkSaver
 from mneme.replicas.engine import Engine
 from mneme.replicas.kv_queries import DropTenantKv, KvTier, answer_kv, engine_part
 from mneme.replicas.llm import LLM
@@ -25,6 +27,7 @@ from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decod
 
 NUM_NEW = 3
 WAIT_S = 60.0
+CONFIRMATIONS = [("confirm", 0), ("confirm", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> Non
     assert store.num_open == 0
     assert hung or not store.waiting
     assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
-    assert (mover.saver.num_bytes, mover.saver._shared.num_reading) == (0, {})
+    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
 
 
 @pytest.mark.parametrize("edge", ["disk", "peer_host"])
@@ -164,6 +167,40 @@ def test_a_failed_step_lets_go_of_pages_at_once(
     mover.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize(("name", "number"), [("_buffer", 1), *(("copy_layer", n) for n in range(4)), *CONFIRMATIONS])
+def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str, number: int, is_after: bool
+) -> None:
+    """Ctrl-C, of a step's saves or of those of a request's end."""
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(3, 150), 1)
+    call, numbers = getattr(ChunkSaver, name), itertools.count()
+
+    def interrupted(*args: object) -> object:
+        is_now = next(numbers) == number
+        if is_now and not is_after:
+            raise KeyboardInterrupt
+        result = call(*args)
+        if is_now:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkSaver, name, interrupted)
+        wait_for_store(engine)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        engine.fail_all("interrupted")
+    mover = engine._runner.chunks
+    assert mover is not None
+    assert mover.saver.settle(5.0)
+    mover.saver.before_reuse(np.arange(64))  # returns
+    engine.close()
+    check_closed(engine, store)
 
 
 def test_no_memory_for_a_copy_is_a_chunk_that_is_not_saved(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
