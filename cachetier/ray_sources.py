@@ -26,11 +26,12 @@ _AHEAD_BYTES = 256 << 20  # of a span's chunks, asked for before they are needed
 class ObjectLayers:
     """The layers of one chunk, for a `HostSource`. `fetch` gives the references, at the first read."""
 
-    def __init__(self, header: ChunkHeader, fetch: Callable[[], Refs | Miss]) -> None:
-        self._header, self._fetch = header, fetch
+    def __init__(self, header: ChunkHeader, fetch: Callable[[], Refs | Miss], *, is_here: bool = False) -> None:
+        """`is_here`: on this node; then one call has all objects, as each costs as much as a layer's checksum."""
+        self._header, self._fetch, self._is_here = header, fetch, is_here
         self._step = layers_per_object(header.layer_bytes)
         self._refs: Refs | None = None
-        self._run: tuple[int, tuple[U8Array, ...]] | None = None  # which object was read last, and its layers
+        self._runs: dict[int, tuple[U8Array, ...]] = {}  # the layers of what was read last, by object
         self._miss: Miss | None = None
 
     def __call__(self, layer: int) -> U8Array | Miss:
@@ -43,21 +44,22 @@ class ObjectLayers:
         return self._miss
 
     def _layers_of(self, number: int) -> tuple[U8Array, ...] | Miss:
-        run = self._run
-        if run is not None and run[0] == number:
-            return run[1]
+        if number in self._runs:
+            return self._runs[number]
         refs = self._fetch() if self._refs is None else self._refs
         if isinstance(refs, Miss):
             return refs
         self._refs = refs
         if number >= len(refs):
             return Miss.SHORT
-        runs = get_runs(refs[number : number + 1], timeout_s(self._step * self._header.layer_bytes))
+        first, wanted = (0, refs) if self._is_here else (number, refs[number : number + 1])
+        runs = get_runs(wanted, timeout_s(len(wanted) * self._step * self._header.layer_bytes))
         if isinstance(runs, Miss):
             return runs
-        begin_pull(refs[number + 1 : number + 2])
-        self._run = number, runs[0]
-        return runs[0]
+        if not self._is_here:
+            begin_pull(refs[number + 1 : number + 2])
+        self._runs = dict(enumerate(runs, first))
+        return self._runs[number]
 
 
 class PeerReads:

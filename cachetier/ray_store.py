@@ -162,7 +162,7 @@ class RayChunkStore:
             return DiskSource(header, located.num_usable, located.path, on_miss)
         held = located.held
         assert isinstance(held, HeldObjects)
-        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs), on_miss)
+        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs, is_here=True), on_miss)
 
     def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[_SourceAndHeader]:
         if not found:
