@@ -81,7 +81,7 @@ class ChainSearch:
         if not len(query.tokens_of(place)):
             return None
         tail = self._tail(query, place)
-        found = self._children(query.parent(place), may_open=tail is None)
+        found = self._children(query.parent(place))
         found = [each for each in found if each.header.key not in query.keys[place:][:1]]
         judged = [self._judged(each, usable(each.header, query, place)) for each in (*found, *filter(None, [tail]))]
         return max((each for each in judged if each is not None), key=lambda each: each.num_usable, default=None)
@@ -104,8 +104,8 @@ class ChainSearch:
                 return located
         return None
 
-    def _children(self, parent: bytes, *, may_open: bool) -> list[Located]:
-        """Some, those of the host first; on disk those whose headers are known, or all if they are few."""
+    def _children(self, parent: bytes) -> list[Located]:
+        """Some, those of the host first; on disk those whose headers are known, and the others if they are few."""
         with self._lock:
             index = self._host.index
             keys = index.some_children(parent, _MAX_CHILDREN)
@@ -115,7 +115,7 @@ class ChainSearch:
             return found
         others = [key for key in self._disk.some_children(parent, _MAX_CHILDREN) if key not in index]
         known = [key for key in others if self._disk.knows_header(key)]
-        if may_open and len(others) - len(known) <= _MAX_OPENED:
+        if len(others) - len(known) <= _MAX_OPENED:
             known = others
         return found + [located for key in known if (located := self._on_disk(key)) is not None]
 

@@ -28,10 +28,11 @@ class Saved:
     answer: list[int]
 
     def put_into(self, folder: Path) -> list[Path]:
-        """Full chunks in the order of the prompt, then the tail."""
+        """Full chunks in the order of the prompt, then the tail; nothing else is there then."""
+        for other in chunk_files(folder):
+            other.unlink()
         for path, content in self.content.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (folder / path).unlink(missing_ok=True)
             (folder / path).write_bytes(content)
         return [folder / path for path in self.content]
 
