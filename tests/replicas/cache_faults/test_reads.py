@@ -204,7 +204,7 @@ def test_a_clock_that_leaps_over_the_ttl_expires_chunks_and_no_token_changes(nex
     clock.now_s += 1000
     next_turn.saved.put_into(next_turn.folder)
     found = next_turn.ask(clock=Clock(clock.now_s), ttl_s=100.0)
-    assert found.cached["turn"] == len(next_turn.saved.turn) - 1  # of the answer before, too
+    assert found.cached["turn"] == next_turn.saved.num_history
 
 
 def test_what_is_left_after_faults_is_sound(next_turn: NextTurn) -> None:
