@@ -120,6 +120,9 @@ def cache_lines(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[st
     if not nodes and not engines:
         return []
     lines = family("mneme_cache_nodes", "Nodes of the cache tier that answered.", "gauge", {(): len(nodes)})
+    num_without = sum(bool(node.get("disk_problem")) for node in nodes)
+    text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
+    lines += family("mneme_cache_nodes_without_disk", text, "gauge", {(): num_without})
     lines += _lines(_NODES, nodes) + _lines(_ENGINES, engines)
     written = sum(_number(node, ("disk", "written_bytes")) for node in nodes)
     lasting = written - sum(_number(node, ("disk", "superseded_bytes")) for node in nodes)
