@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mneme.cachetier.chunk_store import EDGES
+from mneme.cachetier.cost_model import COST_EDGES
 from mneme.cachetier.misses import Miss
 from mneme.cluster.prometheus import Labels, family
 
 _TIERS = ("host", "disk")
-_COST_KINDS = ("prefill", "decode", "mixed", *EDGES)
+_COST_KINDS = ("prefill", "decode", "mixed", *COST_EDGES)
 
 
 class _Family(NamedTuple):

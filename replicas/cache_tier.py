@@ -58,7 +58,13 @@ def open_cache_tier(
     except BaseException:
         store.close()
         raise
-    mover = ChunkMover(runner.pool, store, fingerprint, cache)
+    mover = ChunkMover(
+        runner.pool,
+        store,
+        fingerprint,
+        cache,
+        lambda num_bytes, seconds: costs.note_edge("save", num_bytes, 1, seconds),
+    )
     runner.use_chunks(mover)
     return ChunkCache(
         store,

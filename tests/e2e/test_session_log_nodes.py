@@ -155,6 +155,7 @@ def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
         os.kill(pid, signal.SIGCONT)
     found = eventually(lambda: nodes.read("b", key))
     assert found in (state, STEPS[2][1])
+    eventually(lambda: call(nodes.engines["a"].read, key) != "unknown")  # it asks its actor again
 
 
 def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: Nodes) -> None:
