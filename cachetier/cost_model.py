@@ -186,6 +186,10 @@ class CostModel:
             else:
                 cost.note_missed(seconds / predicted_s)
 
+    def note_save(self, num_bytes: int, seconds: float) -> None:
+        """A chunk was copied out of the pool and put into the tier."""
+        self.note_edge("save", num_bytes, 1, seconds)
+
     def accuracy(self) -> dict[str, dict[str, float]]:
         """By kind: how often it was predicted and measured, sums of |predicted - actual| / actual (each at most 10) and
         of both in seconds, and the scale. Only kinds that were measured."""
