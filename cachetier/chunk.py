@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -109,10 +109,7 @@ def make_chunk(
     if not 1 <= len(ids) <= layout.chunk_tokens or positions.shape != ids.shape:
         rule = f"must be 1 to {layout.chunk_tokens}, one position for each"
         raise ValueError(f"token_ids: {rule} (got {len(ids)}, {positions.shape})")
-    num_bytes = layout.layer_bytes(len(ids))
-    if len(layers) != layout.num_layers or any(layer.nbytes != num_bytes for layer in layers):
-        raise ValueError(f"layers: must be {layout.num_layers} of {num_bytes} bytes")
-    flat = tuple(np.ascontiguousarray(layer).view(np.uint8).reshape(-1) for layer in layers)
+    flat = _flat(layers, layout, len(ids))
     header = ChunkHeader(
         key=lineage.key(parent, ids),
         parent=parent,
@@ -125,6 +122,13 @@ def make_chunk(
         checksums=tuple(checksum(layer.data) for layer in flat),
     )
     return Chunk(header, flat)
+
+
+def _flat(layers: Sequence[U8Array], layout: ChunkLayout, num_tokens: int) -> tuple[U8Array, ...]:
+    num_bytes = layout.layer_bytes(num_tokens)
+    if len(layers) != layout.num_layers or any(layer.nbytes != num_bytes for layer in layers):
+        raise ValueError(f"layers: must be {layout.num_layers} of {num_bytes} bytes")
+    return tuple(np.ascontiguousarray(layer).view(np.uint8).reshape(-1) for layer in layers)
 
 
 def checksum(payload: bytes | memoryview) -> bytes:
@@ -219,19 +223,12 @@ def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
 
 def _header(fields: tuple[object, ...], head: bytes, start: int) -> ChunkHeader | None:
     """None if a field is out of its bounds."""
-    _, _, _, kind, dtype, num_layers, num_kv_heads, head_dim, chunk_tokens, num_tokens, *names = fields
+    _, _, _, kind, *sizes, num_tokens = fields[:10]
+    names = fields[10:]
     assert isinstance(kind, int)
-    assert isinstance(num_layers, int)
     assert isinstance(num_tokens, int)
     try:
-        layout = ChunkLayout(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,  # type: ignore[arg-type]  # struct gives integers
-            head_dim=head_dim,  # type: ignore[arg-type]
-            dtype=_DTYPES.get(dtype, ""),  # type: ignore[call-overload]
-            chunk_tokens=chunk_tokens,  # type: ignore[arg-type]
-        )
-        lineage_kind = LineageKind(kind)
+        layout, lineage_kind = _layout(*sizes), LineageKind(kind)
     except (ConfigError, ValueError):
         return None
     if not 1 <= num_tokens <= layout.chunk_tokens:
@@ -247,7 +244,19 @@ def _header(fields: tuple[object, ...], head: bytes, start: int) -> ChunkHeader 
         layout=layout,
         token_ids=np.frombuffer(head, "<u4", num_tokens, start),
         slot_position=np.frombuffer(head, "<i4", num_tokens, positions_at),
-        checksums=tuple(head[at : at + CHECKSUM_BYTES] for at in _steps(checksums_at, num_layers)),
+        checksums=tuple(head[at : at + CHECKSUM_BYTES] for at in _steps(checksums_at, layout.num_layers)),
+    )
+
+
+def _layout(dtype: object, *sizes: Any) -> ChunkLayout:
+    """Raises `ConfigError`."""
+    num_layers, num_kv_heads, head_dim, chunk_tokens = sizes  # struct gives integers
+    return ChunkLayout(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=_DTYPES.get(dtype, ""),  # type: ignore[call-overload]
+        chunk_tokens=chunk_tokens,
     )
 
 

@@ -6,6 +6,9 @@ Shapes come from a calibration, scales from what happens since (`linear_cost.py`
     decode    constant, sequences, tokens that they see
     an edge   constant, chunks, bytes
 
+An edge is a way into the tier (`save`) or out of it. Pages of an engine's own host tier always come back from there, so
+nothing is decided by what that costs.
+
 A step of both is the prefill with the decode's rows on top, without a second constant. What an edge was learned to cost
 goes back to its calibration with a half-life of a minute without a measurement, so that no edge is shunned for good.
 All calls may come from any thread.
@@ -18,15 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from mneme.cachetier.chunk_store import Edge
+from mneme.cachetier.chunk_store import EDGES, Edge
 from mneme.cachetier.linear_cost import LearnedCost, Point, Terms, fit
 from mneme.errors import ConfigError, shown
 
-CostEdge = Edge | Literal["device_host", "host_device", "save"]
-COST_EDGES: tuple[CostEdge, ...] = ("host", "disk", "peer_host", "peer_disk", "device_host", "host_device", "save")
-assert set(get_args(Edge)) < set(COST_EDGES)
+CostEdge = Edge | Literal["save"]
+COST_EDGES: tuple[CostEdge, ...] = (*EDGES, "save")
 
 # Until something is measured: a server's memory, an NVMe disk, a 10 Gbit/s network.
 _DEFAULT_EDGES: dict[CostEdge, Terms] = {
@@ -34,8 +36,6 @@ _DEFAULT_EDGES: dict[CostEdge, Terms] = {
     "disk": (2e-4, 2e-4, 1 / 1e9),
     "peer_host": (2e-3, 1e-3, 1 / 8e8),
     "peer_disk": (3e-3, 2e-3, 1 / 6e8),
-    "device_host": (5e-5, 0.0, 1 / 8e9),
-    "host_device": (5e-5, 0.0, 1 / 8e9),
     "save": (1e-4, 2e-4, 1 / 1e9),
 }
 _STEP_WEIGHT = 0.2  # steps are many
@@ -126,7 +126,7 @@ class CostModel:
         return self._seconds("prefill", (num_steps, num_new, num_new * (context + num_new / 2)))
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """One step of so many sequences, which see so many tokens together."""
+        """One step of so many sequences, which see so many tokens together: for whoever weighs a replica's load."""
         return self._seconds("decode", (1, batch, context_tokens)) if batch > 0 else 0.0
 
     def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: int = 1) -> float:
@@ -185,6 +185,10 @@ class CostModel:
                 cost.note(seconds / predicted_s)
             else:
                 cost.note_missed(seconds / predicted_s)
+
+    def note_save(self, num_bytes: int, seconds: float) -> None:
+        """A chunk was copied out of the pool and put into the tier."""
+        self.note_edge("save", num_bytes, 1, seconds)
 
     def accuracy(self) -> dict[str, dict[str, float]]:
         """By kind: how often it was predicted and measured, sums of |predicted - actual| / actual (each at most 10) and
@@ -262,15 +266,6 @@ def calibrated(
         step_rows=step_rows,
         kv_bytes_per_token=kv_bytes_per_token,
     )
-
-
-def read_buffer_bytes(costs: CostModel, edge: CostEdge, num_history: int, num_new: int) -> int:
-    """Room on the device for what is loaded before its step begins, so that computing never waits: what of the history
-    has not come over the edge by the time the new tokens are computed, `B (T_load L_hist - T_pref L_new)`
-    (AttentionStore 3.2.1)."""
-    num_bytes = num_history * costs.calibration.kv_bytes_per_token
-    load_s = costs.edge_s(edge, num_bytes)
-    return int(num_bytes * max(1 - costs.prefill_s(num_new, num_history) / load_s, 0.0))
 
 
 def _parts(sequences: Sequence[tuple[int, int]]) -> dict[str, Terms]:

@@ -29,6 +29,20 @@ class Kind(Enum):
     UNKNOWN = "unknown"  # no name that a tier gives
 
 
+def make_root(path: str) -> None:
+    """The folder that a tier was given, if there is none. Raises `ConfigError`."""
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def check_usable(path: str) -> None:
+    """Raises `ConfigError` if a tier could not use the folder now; one that can finds it as a tier makes it."""
+    make_root(path)
+    DiskFolder(path, FileOperations()).close()
+
+
 def kind_of(folder: str, text: str, status: os.stat_result) -> tuple[Kind, ChunkName | None]:
     """Of what lies under a name in one of the folders; of chunks and torn ones, the name in parts."""
     name = parse_name(text)
@@ -55,13 +69,13 @@ class DiskFolder:
         except BlockingIOError:
             raise ConfigError(f"disk tier: {path} is in use by another cluster") from None
         except OSError as error:
-            raise ConfigError(f"disk tier: {path} cannot be used ({_text(error)})") from error
+            raise _unusable(path, error) from error
         try:
             for name in folders():
                 files.make_folder(os.path.join(self._root, name))
         except OSError as error:
             self.close()
-            raise ConfigError(f"disk tier: {path} cannot be used ({_text(error)})") from error
+            raise _unusable(path, error) from error
 
     def path(self, name: ChunkName) -> str:
         return os.path.join(self._root, folder_of(name.key), str(name))
@@ -104,5 +118,5 @@ class DiskFolder:
             self._files.unlink(path)
 
 
-def _text(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+def _unusable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"disk tier: {path} cannot be used ({error.strerror or type(error).__name__})")

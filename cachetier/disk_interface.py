@@ -34,6 +34,8 @@ def check_ttl(name: str, ttl_s: float) -> None:
 class DiskTierConfig:
     """Key `cache.disk`."""
 
+    # Of each node of a cluster. `%n` becomes the node's name: that of `ray start --node-name`, by default its address,
+    # which a pod that comes back does not keep.
     folder: str
     capacity_bytes: int
     max_files: int = 1_000_000

@@ -109,7 +109,10 @@ def document_lineage(fingerprint: ModelFingerprint, salt: str, sink_ids: TokenId
 
 
 def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, nonce: bytes, epoch: int) -> Lineage:
-    """Of one session after one event; `nonce` is drawn for the event, so nobody else makes the same lineage."""
+    """Of one session after one event; `nonce` is drawn for the event, so nobody else makes the same lineage.
+
+    The format's, for KV of truncated sessions: nothing saves that yet.
+    """
     if len(nonce) < 16:
         raise ValueError(f"nonce: must be at least 16 bytes (got {len(nonce)})")
     parts = (session_id.encode("utf-8", "surrogatepass"), nonce, epoch.to_bytes(8, "little"))

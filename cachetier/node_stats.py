@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mneme.cachetier.chunk_index import BLOCK_BYTES
@@ -17,30 +18,32 @@ def node_stats(tiers: NodeTiers, writer: WriteBehind | None) -> dict[str, Any]:
     host.put_bytes, those of tails that were replaced in time are writer.cancelled_bytes.
     """
     with tiers.lock:
-        host = tiers.host
-        host_stats: dict[str, int] = {
-            "chunks": len(host.index),
-            "bytes": host.used_blocks * BLOCK_BYTES,
-            "capacity_bytes": host.max_blocks * BLOCK_BYTES,
-            **host.counters,
+        host: dict[str, int] = {
+            "chunks": len(tiers.host.index),
+            "bytes": tiers.host.used_blocks * BLOCK_BYTES,
+            "capacity_bytes": tiers.host.max_blocks * BLOCK_BYTES,
+            **tiers.host.counters,
         }
-        owners = {
-            owner.hex(): {"host": num_blocks * BLOCK_BYTES, "disk": 0}
-            for owner, num_blocks in host.index.blocks_by_owner.items()
-        }
+        blocks_by_owner = dict(tiers.host.index.blocks_by_owner)
         pins = {"keys": len(tiers.pins), "host_bytes": tiers.host_pins.num_bytes}
         if tiers.disk_pins is not None:
             pins["disk_bytes"] = tiers.disk_pins.num_bytes
-    for owner, num_bytes in ({} if tiers.disk is None else tiers.disk.bytes_by_owner()).items():
-        owners.setdefault(owner.hex(), {"host": 0, "disk": 0})["disk"] = num_bytes
     return {
-        "host": host_stats,
+        "host": host,
         "disk": _disk_stats(tiers),
         "writer": None if writer is None else writer.stats(),
-        "owners": owners,
+        "owners": _owners(tiers, blocks_by_owner),
         "waiting": len(tiers.waiting),
         "pins": pins,
     }
+
+
+def _owners(tiers: NodeTiers, blocks_by_owner: Mapping[bytes, int]) -> dict[str, dict[str, int]]:
+    """`blocks_by_owner`: of the host tier."""
+    owners = {owner.hex(): {"host": num * BLOCK_BYTES, "disk": 0} for owner, num in blocks_by_owner.items()}
+    for owner, num_bytes in ({} if tiers.disk is None else tiers.disk.bytes_by_owner()).items():
+        owners.setdefault(owner.hex(), {"host": 0, "disk": 0})["disk"] = num_bytes
+    return owners
 
 
 def _disk_stats(tiers: NodeTiers) -> dict[str, int] | None:

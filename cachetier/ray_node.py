@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import ray
@@ -26,8 +26,6 @@ from mneme.cachetier.chain_spans import Span, spans_of
 from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.disk_interface import DiskTierConfig
-from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
@@ -39,7 +37,6 @@ from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
-from mneme.cachetier.session_logs import SessionLogs
 from mneme.errors import ConfigError, MnemeError
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ class NodeIdentity:
     """Which node an actor is of, and what of it is the actor's."""
 
     node_id: str  # Ray's; another after a restart of Ray
-    name: str  # what `%n` in `cache.disk.folder` becomes: the node's name, by default its address
+    name: str  # in Ray
     namespace: str  # of the application's actors
     host_bytes: int  # of the host tier
     object_bytes: int  # that may ever be in the object store, with what is on its way
@@ -71,11 +68,21 @@ class Found(NamedTuple):
     epoch: int  # of the node's actor, see `PutAnswer`
 
 
+class Ready(NamedTuple):
+    """What a node's actor is, once it can be asked."""
+
+    settings: tuple[CacheConfig, NodeIdentity]  # that it was made with
+    problem: str  # why it goes without a disk, if it should have one
+    is_refused: bool  # whether a start has to end for that; one that was made again goes on without
+
+
 class NodeActor:
     """See the module. Methods raise for no fault of a tier."""
 
-    def __init__(self, config: CacheConfig, identity: NodeIdentity) -> None:
+    def __init__(self, config: CacheConfig, identity: NodeIdentity, *, is_first: bool) -> None:
+        """`is_first`: made by an engine that starts, not in the place of one that failed."""
         self._config, self._identity = config, identity
+        self._is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._epoch = time.time_ns()
         self._memory = RayMemory(identity.object_bytes)
         self._directory = DirectoryShards(identity.namespace, config.directory_shards)
@@ -88,11 +95,12 @@ class NodeActor:
         self._peers: dict[str, Any] = {}
         self._logs: NodeSessionLogs | None = None  # likewise
         self._opening = asyncio.ensure_future(self._open_all())
+        self._closing: asyncio.Future[None] | None = None
 
-    async def ready(self) -> str:
-        """When the node can be asked; why it goes without a disk, if it should have one."""
+    async def ready(self) -> Ready:
+        """When the node can be asked."""
         await self._opening
-        return self._problem
+        return Ready((self._config, self._identity), self._problem, self._is_first and bool(self._problem))
 
     async def locate(self, query: ChainQuery, timeout_s: float) -> Found:
         """For an engine of this node."""
@@ -215,7 +223,11 @@ class NodeActor:
         return self._cache is None or await self._in(self._puts, self._cache.flush, timeout_s)
 
     async def close(self, timeout_s: float) -> None:
-        """Before the actor is ended: write what waits, let the folder go."""
+        """Before the actor is ended: write what waits, let the folder go. All callers wait for the first one's."""
+        self._closing = self._closing or asyncio.ensure_future(self._close(timeout_s))
+        await self._closing
+
+    async def _close(self, timeout_s: float) -> None:
         cache, self._cache = self._cache, None
         logs, self._logs = self._logs, None
         if logs is not None:
@@ -226,22 +238,15 @@ class NodeActor:
 
     async def _open_all(self) -> None:
         identity = self._identity
-        logs = None if self._folder is None else await self._in(self._reads, self._open_logs, self._folder)
+        logs = await self._in(
+            self._reads, self._unless_unusable, lambda: open_node_logs(self._config, identity.session_ttl_s)
+        )
         self._logs = NodeSessionLogs(logs, identity.node_id, identity.namespace)
         await self._in(self._puts, self._open)
 
-    @property
-    def _folder(self) -> str | None:
-        """On this node's disk."""
-        disk = self._config.disk
-        return None if disk is None else disk.folder.replace("%n", self._identity.name)
-
-    def _open_logs(self, folder: str) -> SessionLogs | None:
-        return open_node_logs(self._config, folder, self._identity.session_ttl_s)
-
     def _open(self) -> None:
         config, identity = self._config, self._identity
-        disk = self._open_disk(config.disk) if config.disk is not None else None
+        disk = self._unless_unusable(lambda: make_disk_tier(config))
         self._announcer = Announcer(
             identity.node_id,
             config.directory_shards,
@@ -250,19 +255,16 @@ class NodeActor:
             epoch=self._epoch,
         )
         cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
-        self._admin = NodeAdmin(cache, identity.name)
+        self._admin = NodeAdmin(cache, identity.name, disk_problem=self._problem)
         self._announcer.start()
         self._cache = cache
 
-    def _open_disk(self, config: DiskTierConfig) -> DiskTier | None:
+    def _unless_unusable(self, opened: Callable[[], _T | None]) -> _T | None:
         """None, and a line in the log, if the folder cannot be used: the rest of the tier goes on without."""
-        folder = config.folder.replace("%n", self._identity.name)
         try:
-            if folder != config.folder:
-                os.makedirs(folder, 0o700, exist_ok=True)
-            return make_disk_tier(replace(self._config, disk=replace(config, folder=folder)))
-        except (ConfigError, OSError) as error:
-            self._problem = str(error)
+            return opened()
+        except ConfigError as error:
+            self._problem = self._problem or str(error)
             _logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)
             return None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -22,13 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 from ray.exceptions import RayError
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.disk_folder import make_root
 from mneme.cachetier.ray_log_peers import LogPeers
 from mneme.cachetier.ray_peers import Peers
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
 from mneme.cachetier.session_logs import SessionLogs
 from mneme.cachetier.session_record import taken_over
-from mneme.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -253,15 +252,13 @@ class RaySessionLogs:
             self._reconnecting.release()
 
 
-def open_node_logs(config: CacheConfig, folder: str, ttl_s: float) -> SessionLogs | None:
-    """None, and a line in the log, if the folder cannot be used."""
-    try:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        capacity_bytes, sync = config.session_log_bytes, config.session_log_sync
-        return SessionLogs(SessionLogConfig(folder=folder, capacity_bytes=capacity_bytes, ttl_s=ttl_s, sync=sync))
-    except (ConfigError, OSError) as error:
-        _logger.error("session logs: %s", error)
+def open_node_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
+    """None without a disk; its folder is made if there is none. Raises `ConfigError` if it cannot be used."""
+    if config.disk is None:
         return None
+    folder, capacity_bytes, sync = config.disk.folder, config.session_log_bytes, config.session_log_sync
+    make_root(folder)
+    return SessionLogs(SessionLogConfig(folder=folder, capacity_bytes=capacity_bytes, ttl_s=ttl_s, sync=sync))
 
 
 def _version(content: bytes, key: LogKey) -> int:

@@ -107,12 +107,6 @@ class RayChunkStore:
         """See `ChunkStore.stats`."""
         return {**self._counters, **self._peers.counters, **self._puts.stats()}
 
-    def node_stats(self, timeout_s: float) -> dict[str, Any] | None:
-        """Of this node's tiers, see `NodeActor.stats`; None if it does not answer."""
-        call = self._peers.call(self._node_id, "stats", self._node.stats)
-        found: dict[str, Any] | None = self._peers.answers([call], time.monotonic() + timeout_s)[0]
-        return found
-
     def settle(self, timeout_s: float) -> bool:
         """See `ChunkStore.settle`."""
         return self._puts.settle(timeout_s)

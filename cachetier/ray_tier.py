@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.ray_admin import RayCacheAdmin
-from mneme.cachetier.ray_node import NodeActor, NodeIdentity, node_actor_name
+from mneme.cachetier.ray_node import NodeActor, NodeIdentity, Ready, node_actor_name
 from mneme.cachetier.ray_session_logs import RaySessionLogs
 from mneme.cachetier.ray_store import RayChunkStore
+from mneme.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ _HOST_SHARE = 2 / 5  # chunks, if `cache.host_bytes` does not say how many
 _TOTAL_SHARE = 9 / 20  # chunks, and those on their way in
 _PUT_SHARE = 1 / 20  # of one engine's process, on its way to the node's actor
 _READY_TIMEOUT_S = 60.0  # a million files are listed in half of it
+_CLOSE_TIMEOUT_S = 10.0
+_MAX_TRIES, _PAUSE_S = 20, 0.1  # to reach an actor that is of this configuration
 
 
 def start_cache_tier(
@@ -33,23 +37,17 @@ def start_cache_tier(
     """The store of this process, an engine's: its node's actor and the directory are made if there are none.
 
     Waits until the node has listed its files, so that a restart is warm; after `timeout_s` it goes on without.
-    `session_ttl_s`: of session logs, which the node's actor keeps too (`start_session_logs`).
+    `config` is `of_this_node`; `session_ttl_s`: of session logs, which the node's actor keeps too
+    (`start_session_logs`). Raises `ConfigError` if the disk cannot be used; one that fails later is gone without.
     """
     identity = own_identity(config, application, session_ttl_s)
-    store = RayChunkStore(
+    _await_node(config, identity, timeout_s)
+    return RayChunkStore(
         identity.node_id,
         lambda: node_actor(config, identity),
         put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
         admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
     )
-    try:
-        problem = ray.get(node_actor(config, identity).ready.remote(), timeout=timeout_s)
-    except RayError:
-        _logger.exception("cache tier: the actor of node=%s is not ready", identity.name)
-    else:
-        if problem:
-            _logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, problem)
-    return store
 
 
 def start_session_logs(config: CacheConfig, application: str, session_ttl_s: float) -> RaySessionLogs | None:
@@ -72,17 +70,24 @@ def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
     return len(actors)
 
 
+def of_this_node(config: CacheConfig) -> CacheConfig:
+    """With the name of the node that this process runs on in the folder's."""
+    if config.disk is None:
+        return config
+    folder = config.disk.folder.replace("%n", _own_node()["NodeName"])
+    return replace(config, disk=replace(config.disk, folder=folder))
+
+
 def own_identity(config: CacheConfig, application: str, session_ttl_s: float) -> NodeIdentity:
     """Of the node that this process runs on."""
-    node_id = ray.get_runtime_context().get_node_id()
-    node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
+    node = _own_node()
     store_bytes = int(node["Resources"].get("object_store_memory", 0))
     host_bytes = int(_HOST_SHARE * store_bytes) if config.host_bytes is None else config.host_bytes
     object_bytes = int(_TOTAL_SHARE * store_bytes)
     if host_bytes > object_bytes:
         _logger.warning("cache.host_bytes=%s is cut to %s: under half the object store", host_bytes, object_bytes)
     return NodeIdentity(
-        node_id=node_id,
+        node_id=node["NodeID"],
         name=node["NodeName"],
         namespace=_namespace(application),
         host_bytes=min(host_bytes, object_bytes),
@@ -91,8 +96,8 @@ def own_identity(config: CacheConfig, application: str, session_ttl_s: float) ->
     )
 
 
-def node_actor(config: CacheConfig, identity: NodeIdentity) -> Any:
-    """The actor of a node, made if there is none; this returns before it is up."""
+def node_actor(config: CacheConfig, identity: NodeIdentity, *, is_first: bool = False) -> Any:
+    """The actor of a node, made if there is none; this returns before it is up. `is_first`: see `NodeActor`."""
     options = {
         "name": node_actor_name(identity.node_id),
         "namespace": identity.namespace,
@@ -101,7 +106,42 @@ def node_actor(config: CacheConfig, identity: NodeIdentity) -> Any:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(identity.node_id, soft=False),
     }
     actor = ray.remote(NodeActor).options(num_cpus=0, max_restarts=-1, **options)
-    return actor.remote(config, identity)
+    return actor.remote(config, identity, is_first=is_first)
+
+
+def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -> None:
+    """Until the node's actor is up and of this configuration.
+
+    An actor outlives the engines that it was made for: one of another configuration is ended, and made again over its
+    files. Engines that start at once may end the same one, but none that was made since: it has another handle.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    for _ in range(_MAX_TRIES):
+        actor = node_actor(config, identity, is_first=True)
+        try:
+            ready: Ready = ray.get(actor.ready.remote(), timeout=max(0.0, deadline_s - time.monotonic()))
+        except RayActorError:  # another engine has ended it, or it failed
+            time.sleep(_PAUSE_S)
+            continue
+        except RayError:  # a timeout too
+            _logger.exception("cache tier: the actor of node=%s is not ready", identity.name)
+            return
+        is_ours = ready.settings == (config, identity)
+        if is_ours and not ready.is_refused:
+            if ready.problem:
+                _logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, ready.problem)
+            return
+        _wait([actor.close.remote(_CLOSE_TIMEOUT_S)], _CLOSE_TIMEOUT_S)
+        ray.kill(actor, no_restart=True)
+        if is_ours:
+            raise ConfigError(ready.problem)
+        _logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
+    _logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
+
+
+def _own_node() -> dict[str, Any]:
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(each for each in ray.nodes() if each["NodeID"] == node_id)
 
 
 def _namespace(application: str) -> str:

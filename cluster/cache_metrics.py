@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mneme.cachetier.chunk_store import EDGES
+from mneme.cachetier.cost_model import COST_EDGES
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.saving import HostPut
 from mneme.cluster.metric_families import Family, Sample, alone, by, number_at, summed_lines
@@ -21,7 +22,7 @@ _LOG_FAULTS = (
     *("damaged", "torn", "lost", "evicted", "expired"),
 )
 _LOG_COPIES = ("copied", "copied_whole", "copy_failed", "copy_dropped", "copy_alone", "copy_gone", "peer_failed")
-_COST_KINDS = ("prefill", "decode", "mixed", *EDGES)
+_COST_KINDS = ("prefill", "decode", "mixed", *COST_EDGES)
 
 
 def _by_tier(key: str) -> list[Sample]:
@@ -193,6 +194,9 @@ def cache_lines(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[st
     if not nodes and not engines:
         return []
     lines = family("mneme_cache_nodes", "Nodes of the cache tier that answered.", "gauge", {(): len(nodes)})
+    num_without = sum(bool(node.get("disk_problem")) for node in nodes)
+    text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
+    lines += family("mneme_cache_nodes_without_disk", text, "gauge", {(): num_without})
     lines += summed_lines(_NODES, nodes) + summed_lines(_ENGINES, engines)
     written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
     lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)

@@ -1,10 +1,11 @@
-"""What can be found wrong before anything is started: the port, the model's files."""
+"""What can be found wrong before anything is started: the port, the model's files, the cache's folder."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from mneme.cachetier.disk_folder import check_usable
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.environment import check_port
 from mneme.errors import CheckpointError
@@ -19,6 +20,9 @@ def check(config: ClusterConfig) -> None:
     _check_tokenizer_files(directory)
     _check_weight_files(directory)
     check_port(config)
+    disk = config.cache.disk if config.cache.enabled else None
+    if disk is not None and "%n" not in disk.folder:  # else a replica finds it, which knows its node's name
+        check_usable(disk.folder)
 
 
 def _check_tokenizer_files(directory: Path) -> None:

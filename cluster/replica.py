@@ -25,6 +25,13 @@ from mneme.config import parse
 LoadEngine = Callable[..., Engine]  # called like `mneme.replicas.load.load_engine_loop`
 
 
+def _own_cache(config: CacheConfig) -> CacheConfig:
+    """Of the node that the replica runs on."""
+    from mneme.cachetier.ray_tier import of_this_node
+
+    return of_this_node(config)
+
+
 def _open_store(session_ttl_s: float, config: CacheConfig, fingerprint: ModelFingerprint) -> ChunkStore:
     """The cache tier that this application's replicas share."""
     from mneme.cachetier.ray_tier import start_cache_tier
@@ -52,7 +59,7 @@ class EngineReplica(ReplicaServer):
             cluster.engine,
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
             tenants=tenants(cluster.http.api_keys),
-            cache=cluster.cache,
+            cache=_own_cache(cluster.cache),
             open_store=partial(_open_store, cluster.engine.session_ttl_s),
             open_session_logs=_open_session_logs,
         )

@@ -58,7 +58,18 @@ def open_cache_tier(
     except BaseException:
         store.close()
         raise
-    mover = ChunkMover(runner.pool, store, fingerprint, cache)
+    return _chunk_cache(runner, store, fingerprint, costs, cache, on_close=lambda: file.write(costs))
+
+
+def _chunk_cache(
+    runner: Runner,
+    store: ChunkStore,
+    fingerprint: ModelFingerprint,
+    costs: CostModel,
+    cache: CacheConfig,
+    on_close: Callable[[], None],
+) -> ChunkCache:
+    mover = ChunkMover(runner.pool, store, fingerprint, cache, costs.note_save)
     runner.use_chunks(mover)
     return ChunkCache(
         store,
@@ -66,7 +77,7 @@ def open_cache_tier(
         costs,
         cache,
         page_size=runner.page_size,
-        on_close=lambda: file.write(costs),
+        on_close=on_close,
         settle_saves=mover.saver.settle,
     )
 

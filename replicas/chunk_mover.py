@@ -10,7 +10,7 @@ from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.host_memory import DevicePool
 from mneme.replicas.chunk_loads import ChunkLoad, ChunkLoads
 from mneme.replicas.chunk_pages import make_chunk_pages
-from mneme.replicas.chunk_saver import ChunkSaver, StepSaves
+from mneme.replicas.chunk_saver import ChunkSaver, NoteSave, StepSaves
 from mneme.replicas.chunk_saves import SaveJob
 from mneme.replicas.forest_moves import Graft
 from mneme.replicas.forest_nodes import Node
@@ -19,9 +19,18 @@ from mneme.replicas.forest_nodes import Node
 class ChunkMover:
     """Between one device pool and a store; the engine's thread calls it."""
 
-    def __init__(self, pool: DevicePool, store: ChunkStore, fingerprint: ModelFingerprint, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        pool: DevicePool,
+        store: ChunkStore,
+        fingerprint: ModelFingerprint,
+        config: CacheConfig,
+        note_save: NoteSave = lambda _num_bytes, _seconds: None,
+    ) -> None:
         pages = make_chunk_pages(pool)
-        self.saver = ChunkSaver(store, fingerprint, pages, write_buffer_bytes=config.write_buffer_bytes)
+        self.saver = ChunkSaver(
+            store, fingerprint, pages, write_buffer_bytes=config.write_buffer_bytes, note_save=note_save
+        )
         self.num_lost = 0  # chunks that were to be loaded and did not come
         self.num_loaded = 0
         self._loads = ChunkLoads(fingerprint.layout.num_layers, pages)

@@ -27,6 +27,8 @@ from mneme.replicas.chunk_saves import SaveJob
 
 log = logging.getLogger(__name__)
 
+NoteSave = Callable[[int, float], object]  # bytes of a chunk that was put, and the seconds that it took
+
 _CLOSE_S = 5.0  # how long a close waits for what is being saved
 
 
@@ -40,6 +42,7 @@ class _Copy:
     page_ids: frozenset[int]
     num_left: int  # layers that are still to be copied, and one more until it is confirmed; less if it is void
     is_void: bool = False
+    seconds: float = 0.0  # that threads were at it
 
 
 class StepSaves:
@@ -103,6 +106,7 @@ class _Shared:
     store: ChunkStore
     fingerprint: ModelFingerprint
     pages: ChunkPages
+    note_save: NoteSave
     condition: threading.Condition = field(default_factory=threading.Condition)
     counts: SaveCounts = field(default_factory=SaveCounts)
     under_way: set[_Copy] = field(default_factory=set)  # the write buffer
@@ -115,12 +119,18 @@ class ChunkSaver:
     """The engine's thread calls it."""
 
     def __init__(
-        self, store: ChunkStore, fingerprint: ModelFingerprint, pages: ChunkPages, *, write_buffer_bytes: int
+        self,
+        store: ChunkStore,
+        fingerprint: ModelFingerprint,
+        pages: ChunkPages,
+        *,
+        write_buffer_bytes: int,
+        note_save: NoteSave,
     ) -> None:
         self.num_layers = fingerprint.layout.num_layers
         self._layout = fingerprint.layout
         self._max_bytes = write_buffer_bytes
-        self._shared = _Shared(store, fingerprint, pages)
+        self._shared = _Shared(store, fingerprint, pages, note_save)
         self._threads = [
             threading.Thread(target=work, args=(self._shared,), name=name, daemon=True)
             for work, name in ((_copy_chunks, "kv-chunk-copies"), (_put_chunks, "kv-chunk-puts"))
@@ -209,8 +219,7 @@ def _copy_chunks(shared: _Shared) -> None:
         for copy in task.copies:
             try:
                 if not copy.is_void:
-                    num_tokens = len(copy.job.token_ids)
-                    shared.pages.gather(task.layer, copy.layers[task.layer], num_tokens, copy.runs, task.after)
+                    _copy_layer(shared, copy, task)
             except Exception:  # the edge of a thread: this chunk is not saved, and its pages are free again
                 log.exception("a chunk could not be copied")
                 copy.is_void = True
@@ -219,6 +228,12 @@ def _copy_chunks(shared: _Shared) -> None:
             _layer_done(shared, copy)
         del task
     shared.to_put.put(None)
+
+
+def _copy_layer(shared: _Shared, copy: _Copy, task: _Task) -> None:
+    started_s, num_tokens = time.monotonic(), len(copy.job.token_ids)
+    shared.pages.gather(task.layer, copy.layers[task.layer], num_tokens, copy.runs, task.after)
+    copy.seconds += time.monotonic() - started_s
 
 
 def _release_pages(shared: _Shared, copy: _Copy) -> None:
@@ -255,7 +270,10 @@ def _put(shared: _Shared, copy: _Copy) -> str:
     """Which count it belongs to."""
     if copy.is_void:
         return "void"
-    job = copy.job
+    job, started_s = copy.job, time.monotonic()
     positions = np.arange(job.start, job.start + len(job.token_ids), dtype=np.int32)
     chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, positions, list(copy.layers))
-    return "chunks" if shared.store.put(chunk, job.lineage) else "refused"
+    if not shared.store.put(chunk, job.lineage):
+        return "refused"
+    shared.note_save(copy.layers.nbytes, copy.seconds + time.monotonic() - started_s)
+    return "chunks"

@@ -167,3 +167,20 @@ def test_bench_tier_io_without_a_store(tmp_path: Path) -> None:
     assert {check["value"] for check in found["checks"]} == {"not measured"}
     assert json.loads((tmp_path / "out" / "tier_io.json").read_text()) == found
     assert (tmp_path / "out" / "tier_io_rate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_directory_without_ray(tmp_path: Path) -> None:
+    options = ["--chunks", "3000", "--lookups", "20", "--no-ray", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    found = closing_line(["benchmarks/bench_directory.py", "--quick", *options])
+    assert [row["keys"] for row in found["results"]["lookups"]] == [1, 16, 256]
+    assert all(0 < row["p50 ms"] <= row["p99 ms"] for row in found["results"]["lookups"])
+    assert [(row["what"], row["chunks"]) for row in found["results"]["rebuilt"]] == [
+        ("directory, in process", 3000),
+        ("disk, files", 3000),
+    ]
+    assert [check["name"] for check in found["checks"]] == [
+        "directory_bytes_per_chunk",
+        "disk_index_s_per_million_files",
+    ]
+    assert json.loads((tmp_path / "directory.json").read_text()) == found
+    assert not list(tmp_path.glob("mneme-*"))  # the files are gone

@@ -15,7 +15,6 @@ from mneme.cachetier.cost_model import (
     Calibration,
     CostModel,
     calibrated,
-    read_buffer_bytes,
 )
 from mneme.cachetier.linear_cost import Point
 from mneme.errors import ConfigError
@@ -178,10 +177,3 @@ def test_a_calibration_is_positive() -> None:
         Calibration(prefill=(-1, 0, 0), decode=DECODE, step_rows=1, kv_bytes_per_token=1)
     with pytest.raises(ConfigError, match="positive"):
         Calibration(prefill=PREFILL, decode=DECODE, step_rows=1, kv_bytes_per_token=0)
-
-
-def test_a_read_buffer_holds_what_computing_does_not_cover() -> None:
-    costs = make_costs(prefill=(0.0, 1e-4, 0.0), host_device=(0.0, 0.0, 1 / 1e8))
-    # 4,096 bytes of 1,000 tokens at 100 MB/s: 41 ms; 100 rows: 10 ms.
-    assert read_buffer_bytes(costs, "host_device", 1000, 100) == pytest.approx(4_096_000 - 1e8 * 0.01, rel=1e-6)
-    assert read_buffer_bytes(costs, "host_device", 1000, 1000) == 0

@@ -160,6 +160,11 @@ def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() 
     run(scenario)
 
 
+def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
+    nodes = [{"disk_problem": ""}, {"disk_problem": "disk tier: /kv cannot be used (Permission denied)"}]
+    assert "mneme_cache_nodes_without_disk 1" in cache_lines(nodes, [])
+
+
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
     nodes = [{"host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]

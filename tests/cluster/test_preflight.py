@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mneme.cachetier.disk_folder import DiskFolder
+from mneme.cachetier.file_operations import FileOperations
 from mneme.cluster import preflight
 from mneme.cluster.config import ClusterConfig
-from mneme.errors import CheckpointError
+from mneme.config import parse
+from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.model_directory import EMBEDDED_MODEL, model_directory
 
 
@@ -48,3 +51,19 @@ def test_what_is_missing_or_damaged_is_named(directory: Path, damage: Callable[[
     with pytest.raises(CheckpointError, match=message) as raised:
         check(directory)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_folder_that_the_cache_cannot_use_is_refused(directory: Path, tmp_path: Path) -> None:
+    def check_folder(folder: Path, *, enabled: bool = True) -> None:
+        cache = {"enabled": enabled, "disk": {"folder": str(folder), "capacity_bytes": 1 << 20}}
+        preflight.check(parse(ClusterConfig, {"model": str(directory), "cache": cache}))
+
+    check_folder(tmp_path / "new" / "kv")
+    held = DiskFolder(str(tmp_path / "new" / "kv"), FileOperations())
+    (tmp_path / "file").touch()
+    check_folder(tmp_path / "file", enabled=False)
+    check_folder(tmp_path / "file" / "%n")
+    for folder, reason in ((tmp_path / "file", "cannot be used"), (tmp_path / "new" / "kv", "in use by another")):
+        with pytest.raises(ConfigError, match=f"disk tier: {folder} .*{reason}"):
+            check_folder(folder)
+    held.close()

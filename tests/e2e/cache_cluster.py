@@ -28,7 +28,7 @@ from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.keys import prefix_lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.ray_node import node_actor_name
-from mneme.cachetier.ray_tier import start_cache_tier
+from mneme.cachetier.ray_tier import of_this_node, start_cache_tier
 from mneme.cluster.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
 
@@ -70,7 +70,7 @@ class EngineProcess:
     """What an engine's process does with its store."""
 
     def __init__(self, config: CacheConfig, application: str) -> None:
-        self.store = start_cache_tier(config, application)
+        self.store = start_cache_tier(of_this_node(config), application)
         self.sources: list[ChunkSource] = []
         self.expected: dict[bytes, Chunk] = {}
 

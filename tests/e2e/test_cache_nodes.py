@@ -216,21 +216,6 @@ def test_a_host_tier_that_is_full_makes_room_or_refuses_within_its_budget(cluste
     shutdown_cache_tier("full")
 
 
-def test_a_second_cluster_on_a_folder_is_refused_and_goes_on_in_memory(cluster: CacheCluster, tmp_path: Path) -> None:
-    config = disk_config(tmp_path, host_bytes=2 * LARGE_BYTES, chunk_tokens=CHUNK_TOKENS)
-    engines = {application: EngineProcess(config, application) for application in ("first", "second")}
-    stats = {application: call(cluster.node_actor("head", application).stats) for application in engines}
-    assert stats["first"]["disk_problem"] == ""
-    assert "in use by another cluster" in stats["second"]["disk_problem"]
-    ids = tokens(30, num_chunks=1)
-    assert all(engines["second"].put(ids))
-    eventually(lambda: sum(n for _, n in engines["second"].locate(ids)) == len(ids))
-    assert_all_read(engines["second"].read(), ids)
-    assert [shutdown_cache_tier(application) for application in engines] == [2, 2]
-    engines["first"].close()
-    engines["second"].close()
-
-
 def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluster: CacheCluster) -> None:
     """Somebody ended it for good."""
     engine = EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "ended")

@@ -96,6 +96,19 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
         assert "CheckpointError" in process.lines[0]
 
 
+def test_a_cache_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    """`%n`: only a replica knows the name of its node."""
+    (tmp_path / "file").touch()
+    disk = ("--set", "cache.disk.capacity_bytes=1000000", "--set")
+    assert f"disk tier: {tmp_path}/file cannot be used" in refusal(*disk, f"cache.disk.folder={tmp_path}/file")
+    command = (*SERVE, "mneme-tiny", "--port", str(free_port()), *disk, f"cache.disk.folder={tmp_path}/file/%n")
+    with running(*command) as process:
+        assert process.process.wait(180) == 2
+        process.await_nothing_left(STOP_LIMIT_S)
+        assert len(process.lines) == 1, process.lines
+        assert f"disk tier: {tmp_path}/file/127.0.0.1 cannot be used" in process.lines[0]
+
+
 def test_two_servers_at_once_and_ctrl_c() -> None:
     with running(*fake_server()) as first, running(*fake_server()) as second:
         urls = [process.await_ready() for process in (first, second)]

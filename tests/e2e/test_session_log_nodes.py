@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_interface import DiskTierConfig
-from mneme.cachetier.ray_tier import start_cache_tier, start_session_logs
+from mneme.cachetier.ray_tier import of_this_node, start_cache_tier, start_session_logs
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
 from mneme.cachetier.session_record import SessionState, whole
 from tests.cachetier.session_records import conversation, ids_of, key_number
@@ -35,6 +35,7 @@ class LogProcess:
     """What an engine's process does with its sessions' logs."""
 
     def __init__(self, config: CacheConfig) -> None:
+        config = of_this_node(config)
         self.chunks = start_cache_tier(config, APPLICATION)
         logs = start_session_logs(config, APPLICATION, 3600.0)
         assert logs is not None
@@ -154,6 +155,7 @@ def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
         os.kill(pid, signal.SIGCONT)
     found = eventually(lambda: nodes.read("b", key))
     assert found in (state, STEPS[2][1])
+    eventually(lambda: call(nodes.engines["a"].read, key) != "unknown")  # it asks its actor again
 
 
 def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: Nodes) -> None:

@@ -84,3 +84,17 @@ def test_two_engines_may_not_have_one_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use"):
         load(tmp_path)
     llm.close()
+
+
+def test_what_saves_take_is_learned(tmp_path: Path) -> None:
+    """Predicted against actual, for each chunk that was put."""
+    llm = load(tmp_path)
+    converse(llm, "", TURNS[:2])
+    runner, cache = llm._engine._runner, llm._engine.chunks
+    assert cache is not None
+    assert runner.chunks is not None
+    assert cache.settle_saves(30.0)
+    learned, counts = cache.stats()["accuracy"]["save"], runner.chunks.saver.counts
+    assert learned["count"] == counts.chunks > 0
+    assert learned["actual_s"] > 0
+    llm.close()

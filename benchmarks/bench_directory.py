@@ -1,0 +1,238 @@
+"""The directory and the index of a disk at a million chunks: bytes, lookups, and how soon they are whole again.
+
+    python benchmarks/bench_directory.py [--quick] [--chunks 1000000] [--lookups 5000]
+           [--folder DIR] [--no-ray] [--seed 0] [--out DIR]
+
+*Directory*: one shard that a node has told of all its chunks, in announcements of 1,000. Bytes of a chunk are the
+growth of the process. A lookup asks for 1, 16 or 256 keys at once, neighbours in a sequence: in this process, and as a
+node's actor asks a shard's, in another process. Rebuilt: an empty shard is told everything by the node's announcer.
+
+*Disk*: a tier that starts over a folder of so many files with valid names and sizes and no content, which is not read;
+made by this run, so the system may have their names in memory. All of them must be found.
+
+What bounds it, one thread: Python dictionaries and integers; for a lookup through Ray a call between processes; for the
+disk one `stat` for each file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from attention.report import PartResult, at_most, print_part, rounded, write_closing
+from bench_tier_io import two_nodes
+from workloads import cpu_name, load_average
+
+from mneme.cachetier.announcer import BATCH_CHANGES, Announcer
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.directory import Announcement, Directory, Reply
+from mneme.cachetier.disk_folder import OWN_FOLDER
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.disk_names import ChunkName, folder_of, folders
+from mneme.cachetier.keys import LineageKind
+from mneme.cachetier.process_store import make_disk_tier
+
+NUM_CHUNKS, QUICK_CHUNKS = 1_000_000, 100_000
+BATCHES = (1, 16, 256)  # keys of a lookup
+CHAIN = 16  # chunks of one sequence
+CHUNK_BYTES = 1 << 20
+NODE = "n" * 56  # as long as Ray's names of nodes
+MAX_BYTES, MAX_REBUILD_S = 200, 30.0
+_LOOKUP_S = 5.0
+
+Lookup = Callable[[Sequence[bytes]], Awaitable[list[Any]]]
+
+
+def key(number: int) -> bytes:
+    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def changes(num_chunks: int) -> Iterator[Change]:
+    return (Change(key(number), "disk", CHUNK_BYTES, True) for number in range(num_chunks))
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def measured_bytes(num_chunks: int) -> float:
+    """Of this process, for each chunk that a shard knows."""
+    before, directory = rss_bytes(), Directory()
+    told = changes(num_chunks)
+    for seq, start in enumerate(range(0, num_chunks, BATCH_CHANGES)):
+        part = [next(told) for _ in range(min(BATCH_CHANGES, num_chunks - start))]
+        is_last = start + BATCH_CHANGES >= num_chunks
+        directory.announce(Announcement(node=NODE, epoch=1, seq=seq, changes=part, is_first=not seq, is_last=is_last))
+    assert directory.stats()["num_keys"] == num_chunks
+    return (rss_bytes() - before) / num_chunks
+
+
+def rebuilt_s(num_chunks: int, send: Callable[[int, Announcement], Reply | None]) -> float:
+    """Until a shard that knew nothing was told everything."""
+    announcer = Announcer(NODE, 1, lambda: changes(num_chunks), send, epoch=1)
+    started_s = time.perf_counter()
+    announcer.step()
+    return time.perf_counter() - started_s
+
+
+async def lookup_rows(where: str, lookup: Lookup, num_chunks: int, num_lookups: int, seed: int) -> list[dict[str, Any]]:
+    """Batches of all sizes take turns."""
+    draw = random.Random(seed)
+    times: dict[int, list[float]] = {batch: [] for batch in BATCHES}
+    for _ in range(num_lookups):
+        for batch, taken in times.items():
+            first = draw.randrange(num_chunks - batch)
+            keys = [key(number) for number in range(first, first + batch)]
+            started_s = time.perf_counter()
+            found = await lookup(keys)
+            taken.append((time.perf_counter() - started_s) * 1e3)
+            assert sum(map(bool, found)) == batch, f"{where}: a key was not found"
+    return [
+        {
+            "where": where,
+            "keys": batch,
+            "lookups": num_lookups,
+            "p50 ms": statistics.median(taken),
+            "p99 ms": statistics.quantiles(taken, n=100)[98],
+        }
+        for batch, taken in times.items()
+    ]
+
+
+def in_process(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
+    directory = Directory(clock=lambda: 0.0)
+
+    async def lookup(keys: Sequence[bytes]) -> list[Any]:
+        return directory.lookup(keys)
+
+    seconds = rebuilt_s(num_chunks, lambda _number, said: directory.announce(said))
+    return asyncio.run(lookup_rows("in process", lookup, num_chunks, num_lookups, seed)), seconds
+
+
+def through_ray(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
+    """A shard's actor, asked by this process; somebody speaks for the node once a second, as its announcer does."""
+    from mneme.cachetier.ray_directory import DirectoryShards
+
+    shards = DirectoryShards("bench-directory", 1)
+    seqs: list[int] = []
+
+    def send(number: int, said: Announcement) -> Reply | None:
+        seqs.append(said.seq)
+        return shards.send(number, said)
+
+    async def rows() -> list[dict[str, Any]]:
+        living = asyncio.ensure_future(live())
+        try:
+            return await lookup_rows("through Ray", lambda keys: shards.lookup(keys, _LOOKUP_S), *sizes)
+        finally:
+            living.cancel()
+
+    async def live() -> None:
+        while True:
+            said = Announcement(node=NODE, epoch=1, seq=seqs[-1] + 1)
+            await asyncio.to_thread(send, 0, said)
+            await asyncio.sleep(1.0)
+
+    sizes = num_chunks, num_lookups, seed
+    seconds = rebuilt_s(num_chunks, send)
+    return asyncio.run(rows()), seconds
+
+
+def make_files(folder: Path, num_chunks: int) -> None:
+    """Chunks' names on files without blocks."""
+    root = folder / OWN_FOLDER
+    for name in ("", *folders()):
+        (root / name).mkdir(mode=0o700)
+    for number in range(num_chunks):
+        parent = key(number - 1) if number % CHAIN else bytes(16)
+        name = ChunkName(key(number), parent, bytes(8), bytes(8), LineageKind.PREFIX, 256, CHUNK_BYTES)
+        with (root / folder_of(name.key) / str(name)).open("wb") as file:
+            file.truncate(CHUNK_BYTES)
+
+
+def disk_row(folder: Path, num_chunks: int) -> dict[str, Any]:
+    """A tier's start over these files."""
+    made_s = time.perf_counter()
+    make_files(folder, num_chunks)
+    disk = DiskTierConfig(folder=str(folder), capacity_bytes=2 * num_chunks * CHUNK_BYTES, max_files=2 * num_chunks)
+    before, started_s, cpu_started_s = rss_bytes(), time.perf_counter(), time.process_time()
+    tier = make_disk_tier(CacheConfig(disk=disk))
+    seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s
+    assert tier is not None
+    found = tier.stats()
+    assert (found.num_chunks, found.counters.get("scan_removed", 0)) == (num_chunks, 0)
+    used = (rss_bytes() - before) / num_chunks
+    tier.close()
+    return {
+        "what": "disk, files",
+        "chunks": num_chunks,
+        "s": seconds,
+        "cpu s": cpu_s,  # of other processes nothing
+        "bytes": used,
+        "made in s": started_s - made_s,
+    }
+
+
+def main() -> None:
+    args = _arguments()
+    load_before, started_s = load_average(), time.perf_counter()
+    num_chunks, num_lookups = args.chunks, args.lookups
+    if args.quick:
+        num_chunks, num_lookups = min(num_chunks, QUICK_CHUNKS), min(num_lookups, 500)
+    num_bytes = measured_bytes(num_chunks)
+    rows, own_s = in_process(num_chunks, num_lookups, args.seed)
+    rebuilds = [{"what": "directory, in process", "chunks": num_chunks, "s": own_s, "bytes": num_bytes}]
+    with ExitStack() as stack:
+        if not args.no_ray and two_nodes(stack) is not None:
+            ray_rows, ray_s = through_ray(num_chunks, num_lookups, args.seed)
+            rows += ray_rows
+            rebuilds.append({"what": "directory, through Ray", "chunks": num_chunks, "s": ray_s})
+    with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as folder:
+        rebuilds.append(disk_row(Path(folder), num_chunks))
+    per_million = 1_000_000 / num_chunks
+    lookups = PartResult(name="lookups", title=f"one shard, {num_chunks:,} keys", rows=rows)
+    whole = PartResult(name="rebuilt", title="whole again, and bytes of memory for each chunk", rows=rebuilds)
+    whole.checks = [
+        at_most("directory_bytes_per_chunk", num_bytes, MAX_BYTES, "bytes"),
+        at_most("disk_index_s_per_million_files", rebuilds[-1]["s"] * per_million, MAX_REBUILD_S, "s"),
+    ]
+    for part in (lookups, whole):
+        print_part(part)
+    line = {
+        "benchmark": "directory", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started_s, 1),
+        "chunks": num_chunks, "results": rounded({part.name: part.rows for part in (lookups, whole)}),
+        "checks": [check.as_json() for check in whole.checks],
+    }  # fmt: skip
+    if args.out is not None:
+        write_closing(args.out, line)
+    print(json.dumps(line))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_CHUNKS:,} chunks; at most 90 s on 2 cores")
+    parser.add_argument("--chunks", type=int, default=NUM_CHUNKS)
+    parser.add_argument("--lookups", type=int, default=5000, help="of each size")
+    parser.add_argument("--folder", type=Path, help="where the files are made, one inode each; default: temporary")
+    parser.add_argument("--no-ray", action="store_true", help="lookups in this process alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

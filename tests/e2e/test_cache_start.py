@@ -1,0 +1,137 @@
+"""Starts of the cache tier: over an actor of another configuration, and on a disk that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util import list_named_actors
+
+from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.ray_tier import of_this_node, shutdown_cache_tier, start_session_logs
+from mneme.cachetier.session_log_store import Appended
+from mneme.cachetier.session_record import SessionState, whole
+from mneme.errors import ConfigError
+from tests.cachetier.session_records import ids_of, key_number
+from tests.e2e.cache_cluster import (
+    CALL_LIMIT_S,
+    CHUNK_TOKENS,
+    START_LIMIT_S,
+    CacheCluster,
+    EngineProcess,
+    cache_cluster,
+    call,
+    eventually,
+    kill,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+IDS = list(range(1, 2 * CHUNK_TOKENS + 1))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[CacheCluster]:
+    with cache_cluster() as started:
+        yield started
+
+
+def disk_config(folder: Path, capacity_bytes: int = 100 << 20) -> CacheConfig:
+    return CacheConfig(
+        chunk_tokens=CHUNK_TOKENS, disk=DiskTierConfig(folder=str(folder), capacity_bytes=capacity_bytes)
+    )
+
+
+def node_figures(cluster: CacheCluster, application: str) -> Any:
+    """As `/v1/kv/stats` and `/metrics` have them."""
+    (figures,) = call(cluster.node_actor("head", application).manage, "stats")
+    return figures
+
+
+def is_whole(engine: EngineProcess) -> bool:
+    return sum(num for _, num in engine.locate(IDS)) == len(IDS)
+
+
+def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
+    cluster: CacheCluster, tmp_path: Path
+) -> None:
+    first = EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "edited")
+    assert node_figures(cluster, "edited")["disk"] is None
+    config = disk_config(tmp_path)
+    second = EngineProcess(config, "edited")
+    logs = start_session_logs(config, "edited", 3600.0)
+    assert logs is not None
+    assert logs.append(key_number(1), [whole(SessionState(version=1, ids=ids_of(1, 1)))]) is Appended.WRITTEN
+    assert all(second.put(IDS))
+    eventually(lambda: is_whole(second))
+    third = EngineProcess(disk_config(tmp_path, 50 << 20), "edited")
+    figures = node_figures(cluster, "edited")
+    assert figures["disk"]["capacity_bytes"] == 50 << 20
+    assert figures["disk"]["chunks"] == 2  # what waited was written before the actor ended
+    for engine in (third, second, first):  # the older ones find the new actor
+        eventually(lambda engine=engine: is_whole(engine))
+    for engine in (first, second, third):
+        engine.close()
+    shutdown_cache_tier("edited")
+
+
+def test_starts_at_once_with_one_new_configuration_end_at_one_actor(cluster: CacheCluster, tmp_path: Path) -> None:
+    EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "at-once").close()
+    old = cluster.node_actor("head", "at-once")
+    config = disk_config(tmp_path)
+    made = [ray.remote(EngineProcess).options(num_cpus=0).remote(config, "at-once") for _ in range(3)]
+    ray.get([each.stats.remote() for each in made], timeout=START_LIMIT_S)
+    actor = cluster.node_actor("head", "at-once")
+    assert call(actor.ready).settings[0] == config
+    ray.kill(old, no_restart=True)  # as one would that was late
+    assert all(call(made[0].put, IDS))
+    for each in made:
+        eventually(lambda each=each: sum(num for _, num in call(each.locate, IDS)) == len(IDS))
+        assert "node_restarted" not in call(each.stats)
+        ray.kill(each)
+    assert shutdown_cache_tier("at-once") == 2
+
+
+def test_a_start_on_a_disk_that_cannot_be_used_is_refused_until_it_can(cluster: CacheCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.touch()
+    for path in (folder, folder / "below"):
+        with pytest.raises(ConfigError, match=f"disk tier: {path} cannot be used"):
+            EngineProcess(disk_config(path), "refused")
+        assert not [each for each in list_named_actors(all_namespaces=True) if each["name"].startswith("node-")]
+    folder.unlink()
+    EngineProcess(disk_config(folder / "below"), "refused").close()
+    with pytest.raises(ConfigError, match="in use by another cluster"):
+        EngineProcess(disk_config(folder / "below"), "another")
+    assert node_figures(cluster, "refused")["disk_problem"] == ""
+    for application in ("refused", "another"):
+        shutdown_cache_tier(application)
+
+
+def test_a_disk_that_fails_later_is_gone_without_and_said(cluster: CacheCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    engine = EngineProcess(disk_config(folder), "later")
+    folder.rename(tmp_path / "gone")
+    folder.touch()
+    kill(cluster.node_actor("head", "later"))
+    eventually(lambda: "cannot be used" in (node_figures(cluster, "later") or {}).get("disk_problem", ""), CALL_LIMIT_S)
+    other = EngineProcess(disk_config(folder), "later")  # a replica that is replaced meanwhile
+    assert all(other.put(IDS))
+    for each in (engine, other):
+        eventually(lambda each=each: is_whole(each))
+        each.close()
+    shutdown_cache_tier("later")
+
+
+def test_the_name_of_a_node_is_in_its_folders(cluster: CacheCluster, tmp_path: Path) -> None:
+    config = disk_config(tmp_path / "kv-%n" / "%n")
+    assert of_this_node(config) == disk_config(tmp_path / "kv-head" / "head")
+    assert of_this_node(CacheConfig()) == CacheConfig()
