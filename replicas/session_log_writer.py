@@ -27,8 +27,9 @@ from mneme.cachetier.session_record import (
     taken_over,
     whole,
 )
-from mneme.replicas.sessions import SessionKey
-from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog
+from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sessions import Ids, SessionKey
+from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog, root_turn
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,12 @@ class SessionLogWriter:
         self._thread = threading.Thread(target=self._run, name="session-logs", daemon=True)
         self._thread.start()
 
-    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, turn: int, ids: list[int]) -> None:
-        """See `SessionJournal`."""
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
+        """See `SessionJournal`. What brings all that was said stands also where the log could not be read."""
         before = log.state()
-        log.version = running.prompt_version = next_version(log.version, self._wall_clock())
-        state = before._replace(version=log.version, num_base=running.num_base, last_turn=turn)
+        following = next_version if request.append else taken_over
+        log.version = running.prompt_version = following(log.version, self._wall_clock())
+        state = before._replace(version=log.version, num_base=running.num_base, last_turn=root_turn(request))
         self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
@@ -81,7 +83,7 @@ class SessionLogWriter:
 
     def forked(self, key: SessionKey, log: TokenLog) -> None:
         """See `SessionJournal`."""
-        log.version = next_version(log.version, self._wall_clock())
+        log.version = taken_over(log.version, self._wall_clock())
         state = log.state()
         self._leave(_Change(RecordKind.WHOLE, key, state, state))
 
