@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import ray
@@ -31,14 +32,13 @@ from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.node_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
 from mneme.cachetier.ray_puts import PutAnswer
-from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
-from mneme.cachetier.session_logs import SessionLogs
 from mneme.errors import ConfigError, MnemeError
 
 _logger = logging.getLogger(__name__)
@@ -183,8 +183,8 @@ class NodeActor:
     async def delete_owned_logs_here(self, owner: bytes) -> int | None:
         return None if self._logs is None else await self._logs.delete_owned_here(owner)
 
-    async def install_log(self, key: LogKey, content: bytes) -> bool:
-        return self._logs is not None and await self._logs.install(key, content)
+    async def install_log(self, key: LogKey, content: bytes) -> Appended:
+        return Appended.FAILED if self._logs is None else await self._logs.install(key, content)
 
     async def log_node_joined(self) -> bool:
         if self._logs is not None:
@@ -192,7 +192,7 @@ class NodeActor:
         return True
 
     async def stats(self) -> dict[str, Any]:
-        logs = {} if self._logs is None else self._logs.stats()
+        logs = {} if self._logs is None else await self._logs.stats()
         tiers = {} if self._cache is None else await self._in(self._lookups, self._cache.stats)
         objects = {"used_bytes": self._memory.used_bytes, "capacity_bytes": self._memory.max_bytes}
         about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
@@ -224,8 +224,10 @@ class NodeActor:
 
     async def _open_all(self) -> None:
         identity = self._identity
-        logs = None if self._folder is None else await self._in(self._reads, self._open_logs, self._folder)
-        self._logs = NodeSessionLogs(logs, identity.node_id, identity.namespace)
+        if (folder := self._folder) is not None:
+            open_logs = partial(open_node_logs, self._config, folder, identity.session_ttl_s)
+            self._logs = NodeSessionLogs(open_logs, identity.node_id, identity.namespace)
+            await self._logs.open()
         await self._in(self._puts, self._open)
 
     @property
@@ -233,9 +235,6 @@ class NodeActor:
         """On this node's disk."""
         disk = self._config.disk
         return None if disk is None else disk.folder.replace("%n", self._identity.name)
-
-    def _open_logs(self, folder: str) -> SessionLogs | None:
-        return open_node_logs(self._config, folder, self._identity.session_ttl_s)
 
     def _open(self) -> None:
         config, identity = self._config, self._identity

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from mneme.cachetier.file_operations import FileOperations
@@ -107,25 +108,32 @@ class SessionLogs:
             self._counters["deleted"] += was_there
             return was_there
 
-    def install(self, key: LogKey, content: bytes) -> bool:
-        """Keep a log as another node has it, if it is sound and newer than what is here."""
+    def install(self, key: LogKey, content: bytes) -> Appended:
+        """Keep a log as another node has it, if it is sound and newer than what is here (else `STALE`)."""
         parsed = parse_log(content, key)
         if parsed is None or parsed.num_bytes != len(content):
-            return False
+            return Appended.FAILED
         with self._lock:
             self._tidy()
             try:
                 log = self._find(key)
             except OSError:
-                return False
-            is_newer = log is None or parsed.replay.version > log.version
-            return is_newer and self._replace(key, content, parsed) is Appended.WRITTEN
+                return Appended.FAILED
+            if log is not None and parsed.replay.version <= log.version:
+                return Appended.STALE
+            return self._replace(key, content, parsed)
 
     def delete_owned(self, owner: bytes) -> int:
         """See `SessionLogStore`; looks at every session."""
         with self._lock:
             keys = [log.key for log in self._index.sessions.values() if log.key.owner == owner]
         return sum(self.delete(key) for key in keys)
+
+    def written_since(self, age_s: float, max_keys: int) -> list[LogKey]:
+        """The last sessions that were written within so many seconds, oldest first."""
+        with self._lock:
+            latest = islice(reversed(self._index.sessions.values()), max_keys)
+            return [log.key for log in latest if self._clock() - log.written_s <= age_s][::-1]
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
