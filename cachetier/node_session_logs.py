@@ -3,8 +3,8 @@
 A node's actor has its own logs and asks others. A record is with the operating system of the own node when `append`
 returns; the copy follows (`session_log_copies.py`). Whoever reads asks the own node and its peers at once, and the
 newest version counts, so a session goes on wherever its next turn runs, also when the node is gone where it ran. It is
-sure to be the newest once all nodes that live have answered: a copy may lack what was written last. A deletion is told to all nodes that live; one that was away then
-has a copy that is older than the tombstone, and expires before that does.
+sure to be the newest once all nodes that live have answered: a copy may lack what was written last. A deletion is told
+to all nodes that live; one that was away has a copy that is older than the tombstone, and expires before that does.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.keys import owner_of
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import SessionLogStore, log_key, parse_log
 from mneme.cachetier.session_logs import SessionLogs
@@ -113,13 +114,13 @@ class DurableSessions:
 
         Raises OSError if that is not sure.
         """
-        if not self.writer.flush(DELETE_S):
+        if not self.writer.settle(lambda each: each == key, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
     def delete_owned(self, owner: bytes) -> int:
         """Likewise all that a tenant has, see `SessionLogStore.delete_owned`; raises likewise."""
-        if not self.writer.flush(DELETE_S):
+        if not self.writer.settle(lambda each: owner_of(each[0]) == owner, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete_owned(owner)
 

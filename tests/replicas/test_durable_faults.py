@@ -102,5 +102,5 @@ def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatc
     store.go.set()
     assert writer.flush(10)
     assert store.deleted == [log_key(MODEL, *key) for key in keys(10)]
-    assert writer.stats() == {"waiting": 0, "appended": 1, "dropped": 1, "deleted": 10}
+    assert writer.stats() == {"waiting": 0, "later": 1, "appended": 1, "dropped": 1, "deleted": 10}
     writer.close()
