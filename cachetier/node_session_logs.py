@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_NUM_THREADS = 16  # some of them may wait for the disk
 _JOIN_S = 2.0
 _LAST_S = 60.0  # copies of what was written so shortly before the actor began may not have been made
 _OPEN_AGAIN_S, _MAX_OPEN_AGAIN_S = 0.5, 30.0  # pauses before a folder that could not be used is tried again
@@ -52,7 +53,7 @@ class NodeSessionLogs:
         self._logs: SessionLogs | None = None
         self._unknown_until_s = time.monotonic() + _UNKNOWN_S
         self._peers = LogPeers(node_id, namespace)
-        self._threads = ThreadPoolExecutor(4, "session-logs")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "session-logs")
         self._copies = LogCopies(self._peers, self._read_own)
         self._tasks = [asyncio.ensure_future(self._join()), asyncio.ensure_future(self._copies.run())]
 
