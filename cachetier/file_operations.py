@@ -47,6 +47,14 @@ class FileOperations:
         """Wait until the file's bytes are on the disk."""
         os.fdatasync(fd)
 
+    def sync_folder(self, path: str) -> None:
+        """Wait until the names in it are on the disk."""
+        fd = os.open(path, _FOLDER_FLAGS)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import ray
@@ -30,11 +29,12 @@ from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.node_identity import NodeIdentity, Ready, node_actor_name
+from mneme.cachetier.node_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
 from mneme.cachetier.ray_puts import PutAnswer
-from mneme.cachetier.ray_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
 from mneme.errors import ConfigError, MnemeError
@@ -47,18 +47,6 @@ _PUT_WAIT_S = 0.1  # at most, for reads that are under way
 _OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.3  # of the time that a question may take; the rest is for other nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeIdentity:
-    """Which node an actor is of, and what of it is the actor's."""
-
-    node_id: str  # Ray's; another after a restart of Ray
-    name: str  # in Ray
-    namespace: str  # of the application's actors
-    host_bytes: int  # of the host tier
-    object_bytes: int  # that may ever be in the object store, with what is on its way
-    session_ttl_s: float = 3600.0  # of session logs
-
-
 class Found(NamedTuple):
     """What a node knows of a chain."""
 
@@ -66,14 +54,6 @@ class Found(NamedTuple):
     spans: tuple[Span, ...]  # what follows, at this node and others; nothing if the chain ends here
     peers: dict[str, Any]  # actors of the nodes in `spans`
     epoch: int  # of the node's actor, see `PutAnswer`
-
-
-class Ready(NamedTuple):
-    """What a node's actor is, once it can be asked."""
-
-    settings: tuple[CacheConfig, NodeIdentity]  # that it was made with
-    problem: str  # why it goes without a disk, if it should have one
-    is_refused: bool  # whether a start has to end for that; one that was made again goes on without
 
 
 class NodeActor:
@@ -192,8 +172,8 @@ class NodeActor:
     async def delete_owned_logs_here(self, owner: bytes) -> int | None:
         return None if self._logs is None else await self._logs.delete_owned_here(owner)
 
-    async def install_log(self, key: LogKey, content: bytes) -> bool:
-        return self._logs is not None and await self._logs.install(key, content)
+    async def install_log(self, key: LogKey, content: bytes) -> Appended:
+        return Appended.FAILED if self._logs is None else await self._logs.install(key, content)
 
     async def log_node_joined(self) -> bool:
         if self._logs is not None:
@@ -201,7 +181,7 @@ class NodeActor:
         return True
 
     async def stats(self) -> dict[str, Any]:
-        logs = {} if self._logs is None else self._logs.stats()
+        logs = {} if self._logs is None else await self._logs.stats()
         tiers = {} if self._cache is None else await self._in(self._lookups, self._cache.stats)
         objects = {"used_bytes": self._memory.used_bytes, "capacity_bytes": self._memory.max_bytes}
         about = {"node": self._identity.name, "pid": os.getpid(), "disk_problem": self._problem}
@@ -238,10 +218,13 @@ class NodeActor:
 
     async def _open_all(self) -> None:
         identity = self._identity
-        logs = await self._in(
-            self._reads, self._unless_unusable, lambda: open_node_logs(self._config, identity.session_ttl_s)
-        )
-        self._logs = NodeSessionLogs(logs, identity.node_id, identity.namespace)
+        if self._config.disk is not None:
+            self._logs = NodeSessionLogs(
+                lambda: self._unless_unusable(lambda: open_node_logs(self._config, identity.session_ttl_s)),
+                identity.node_id,
+                identity.namespace,
+            )
+            await self._logs.open()
         await self._in(self._puts, self._open)
 
     def _open(self) -> None:
@@ -284,10 +267,6 @@ class NodeActor:
 
 
 _POOLS = ((4, "lookups"), (4, "reads"), (1, "puts"))  # threads of each kind of call
-
-
-def node_actor_name(node_id: str) -> str:
-    return f"node-{node_id}"
 
 
 def _num_whole(found: Sequence[Located], query: ChainQuery) -> int:

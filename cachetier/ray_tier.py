@@ -14,8 +14,9 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.node_identity import NodeIdentity, Ready, node_actor_name
 from mneme.cachetier.ray_admin import RayCacheAdmin
-from mneme.cachetier.ray_node import NodeActor, NodeIdentity, Ready, node_actor_name
+from mneme.cachetier.ray_node import NodeActor
 from mneme.cachetier.ray_session_logs import RaySessionLogs
 from mneme.cachetier.ray_store import RayChunkStore
 from mneme.errors import ConfigError

@@ -7,6 +7,7 @@ touched, nor is a link or another user's file that carries one.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 from collections import Counter
@@ -35,7 +36,7 @@ class SessionLogFolder:
     def __init__(self, path: str, files: FileOperations, *, sync: bool) -> None:
         self._files, self._sync = files, sync
         self._root = os.path.join(path, _OWN_FOLDER)
-        self._number = 0
+        self._numbers = itertools.count()
         try:
             files.make_folder(self._root)
             self._lock = files.lock(os.path.join(self._root, _LOCK))
@@ -101,21 +102,36 @@ class SessionLogFolder:
         finally:
             self._files.close(fd)
 
-    def replace(self, key: LogKey, content: bytes) -> None:
-        """All of a log; raises OSError, and it is as before then."""
-        self._number += 1
-        temporary = os.path.join(self._root, f"{key.name.hex()}.{self._number}.part")
+    def write_new(self, key: LogKey, content: bytes) -> str:
+        """All of a log, to be renamed to it or discarded; its path. Raises OSError, and there is nothing then."""
+        temporary = os.path.join(self._root, f"{key.name.hex()}.{next(self._numbers)}.part")
         try:
             fd = self._files.create(temporary)
             try:
                 self._write(fd, content, 0)
             finally:
                 self._files.close(fd)
+        except OSError:
+            self.discard(temporary)
+            raise
+        return temporary
+
+    def rename(self, temporary: str, key: LogKey) -> None:
+        """Raises OSError, and the log is as before then."""
+        try:
             self._files.rename(temporary, self._path(key))
         except OSError:
-            with suppress(OSError):
-                self._files.unlink(temporary)
+            self.discard(temporary)
             raise
+
+    def discard(self, temporary: str) -> None:
+        with suppress(OSError):
+            self._files.unlink(temporary)
+
+    def sync_names(self) -> None:
+        """Without this a log that is new or replaced may be as before when the power fails. Raises OSError."""
+        if self._sync:
+            self._files.sync_folder(self._root)
 
     def remove(self, key: LogKey) -> None:
         """Raises OSError, but not if there is none."""

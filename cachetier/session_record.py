@@ -6,8 +6,10 @@
     DELETED  nothing is left
 
 A record says from which version of the log it goes on, so that it is never applied to another. Versions are ordered
-over all replicas: the first half counts how often the session was taken over from its log, the second is a time. So
-what a replica still writes of a session that went on elsewhere is older than that, whatever its clock says.
+over all replicas: the first half, the epoch, is the time at which a replica took the session over from its log, but
+later than the epoch before whatever the clock says, and the second is the record's time. So what a replica still writes
+of a session that went on elsewhere is older than that. Who has not read the log begins an epoch too: it is behind
+whatever was written before, as far as clocks agree.
 
 Records come from disks and from other nodes: every field is bounded before it is used, and decides neither how much is
 allocated nor what is executed. Token ids are little-endian, 4 bytes each.
@@ -144,13 +146,13 @@ class Delta(NamedTuple):
 
 
 def next_version(version: int, now_s: float) -> int:
-    """Of the next record of a log; `now_s` is a wall clock's time."""
+    """Of the next record of a log, by whoever wrote or took over version `version`; `now_s` is a wall clock's time."""
     return max(version + 1, (version >> _HALF << _HALF) + _micros(now_s))
 
 
 def taken_over(version: int, now_s: float) -> int:
     """Of a log that goes on somewhere else: newer than all that is still written where it was."""
-    return ((version >> _HALF) + 1 << _HALF) + _micros(now_s)
+    return (max((version >> _HALF) + 1, _micros(now_s)) << _HALF) + _micros(now_s)
 
 
 def began(state: SessionState, base: int, start: int, prompt: array[int]) -> bytes:

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.keys import owner_of
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import SessionLogStore, log_key, parse_log
 from mneme.cachetier.session_logs import SessionLogs
@@ -62,15 +63,16 @@ class Recalled(NamedTuple):
     """What the durable log of a session says."""
 
     key: SessionKey
-    state: SessionState | None  # None: it could not be read in time
+    state: SessionState | None  # as it was written; None: it could not be read in time
+    version: int = 0  # with which the session goes on here
 
 
 def take_over(sessions: Sessions, recalled: Iterable[Recalled]) -> frozenset[SessionKey]:
     """Called on the engine's thread; returns sessions of which nothing is known, and whose logs could not be read."""
     unread: list[SessionKey] = []
-    for key, state in recalled:
+    for key, state, version in recalled:
         if state is not None:
-            sessions.restore(key, state)
+            sessions.restore(key, state, version)
         elif sessions.get(key) is None:
             unread.append(key)
     return frozenset(unread)
@@ -112,13 +114,13 @@ class DurableSessions:
 
         Raises OSError if that is not sure.
         """
-        if not self.writer.flush(DELETE_S):
+        if not self.writer.settle(lambda each: each == key, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
     def delete_owned(self, owner: bytes) -> int:
         """Likewise all that a tenant has, see `SessionLogStore.delete_owned`; raises likewise."""
-        if not self.writer.flush(DELETE_S):
+        if not self.writer.settle(lambda each: owner_of(each[0]) == owner, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete_owned(owner)
 
@@ -160,7 +162,7 @@ class DurableSessions:
         except Exception:  # the store's edge: whatever it is, the turn goes on without
             log.exception("a session's log could not be read")
             return self._failed(key)
-        return None if state is None else Recalled(key, state)
+        return None if state is None else Recalled(key, state, taken_over(state.version, self._wall_clock()))
 
     def _failed(self, key: SessionKey) -> Recalled:
         with self._lock:
@@ -177,5 +179,4 @@ class DurableSessions:
         is_sound = is_usable(state, self._vocab_size)
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1
-        sound = state if is_sound else SessionState(version=state.version)  # as if it were deleted
-        return sound._replace(version=taken_over(state.version, self._wall_clock()))
+        return state if is_sound else SessionState(version=state.version)  # as if it were deleted

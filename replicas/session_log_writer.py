@@ -2,8 +2,8 @@
 
 The engine's thread leaves references and goes on: ids are compared, packed and written by the writer's. A turn's prompt
 is written when it begins and the rest when it ends; whoever tells a client that it has ended asks `after` first. What
-cannot be written is counted and forgotten: the next record of that session does not fit the log then, and the log is
-written anew as a whole.
+cannot be written now is tried again while nothing else is to be written, until something newer of its session is: what
+does not fit the log then is written anew as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,12 +27,15 @@ from mneme.cachetier.session_record import (
     taken_over,
     whole,
 )
-from mneme.replicas.sessions import SessionKey
-from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog
+from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sessions import Ids, SessionKey
+from mneme.replicas.token_log import FinishedTurn, RunningTurn, TokenLog, root_turn
 
 log = logging.getLogger(__name__)
 
 MAX_CHANGES = 4096  # that wait to be written; of more the oldest are dropped, but no deletions
+MAX_LATER = 1024  # sessions whose last change could not be written; of more the oldest are lost, but no deletions
+RETRY_S, _MAX_RETRY_S = 1.0, 16.0  # pause after what failed, doubled while everything does
 _STOP_S = 5.0
 
 
@@ -54,16 +57,19 @@ class SessionLogWriter:
         self._changes: deque[_Change] = deque()
         self._num_made, self._num_done = 0, 0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once so many are done
+        self._later: OrderedDict[SessionKey, _Change] = OrderedDict()  # what failed, the last of each session
+        self._retry_at_s, self._pause_s = 0.0, RETRY_S
         self._counters: Counter[str] = Counter()
         self._is_stopping, self._is_idle = False, False
         self._thread = threading.Thread(target=self._run, name="session-logs", daemon=True)
         self._thread.start()
 
-    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, turn: int, ids: list[int]) -> None:
-        """See `SessionJournal`."""
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
+        """See `SessionJournal`. What brings all that was said stands also where the log could not be read."""
         before = log.state()
-        log.version = running.prompt_version = next_version(log.version, self._wall_clock())
-        state = before._replace(version=log.version, num_base=running.num_base, last_turn=turn)
+        following = next_version if request.append else taken_over
+        log.version = running.prompt_version = following(log.version, self._wall_clock())
+        state = before._replace(version=log.version, num_base=running.num_base, last_turn=root_turn(request))
         self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
@@ -81,12 +87,12 @@ class SessionLogWriter:
 
     def forked(self, key: SessionKey, log: TokenLog) -> None:
         """See `SessionJournal`."""
-        log.version = next_version(log.version, self._wall_clock())
+        log.version = taken_over(log.version, self._wall_clock())
         state = log.state()
         self._leave(_Change(RecordKind.WHOLE, key, state, state))
 
     def after(self, call: Callable[[], None]) -> bool:
-        """Whether all that happened until now is written, or lost; if not, `call` is called on another thread then."""
+        """Whether all that happened until now is written, or failed; if not, another thread calls `call` then."""
         with self._condition:
             if self._num_done == self._num_made or self._is_stopping:
                 return True
@@ -94,16 +100,29 @@ class SessionLogWriter:
             return False
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that happened until now is written; False if that takes longer."""
+        """Wait until all that happened until now is written, or has failed; False if that takes longer."""
         done = threading.Event()
         return self.after(done.set) or done.wait(timeout_s)
 
+    def settle(self, is_meant: Callable[[SessionKey], bool], timeout_s: float) -> bool:
+        """`flush`, and what failed of these sessions is not tried again, but for deletions."""
+        self._forget(is_meant)
+        if not self.flush(timeout_s):
+            return False
+        self._forget(is_meant)  # what failed meanwhile
+        return True
+
     def stats(self) -> dict[str, Any]:
         with self._condition:
-            return {"waiting": self._num_made - self._num_done, **self._counters}
+            return {"waiting": self._num_made - self._num_done, "later": len(self._later), **self._counters}
 
     def close(self) -> None:
-        """Write what is left, within a bounded time."""
+        """Write what is left, and what failed, within a bounded time."""
+        with self._condition:
+            self._num_made += len(self._later)
+            self._changes.extendleft(reversed(self._later.values()))
+            self._later.clear()
+            self._condition.notify()
         self.flush(_STOP_S)
         with self._condition:
             self._is_stopping = True
@@ -125,28 +144,51 @@ class SessionLogWriter:
         index = next((i for i, change in enumerate(self._changes) if change.kind is not RecordKind.DELETED), None)
         if index is None:
             return
+        self._try_later(self._changes[index])
         del self._changes[index]
         self._num_done += 1
         self._counters["dropped"] += 1
 
+    def _try_later(self, change: _Change) -> None:
+        self._later.pop(change.key, None)
+        self._later[change.key] = change
+        self._retry_at_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_RETRY_S)
+        if len(self._later) > MAX_LATER:
+            lost = next((key for key, each in self._later.items() if each.kind is not RecordKind.DELETED), None)
+            if lost is not None:
+                del self._later[lost]
+                self._counters["lost"] += 1
+
+    def _forget(self, is_meant: Callable[[SessionKey], bool]) -> None:
+        with self._condition:
+            for key in [key for key, change in self._later.items() if is_meant(key)]:
+                if self._later[key].kind is not RecordKind.DELETED:
+                    del self._later[key]
+
     def _run(self) -> None:
         while (change := self._next()) is not None:
-            try:
-                outcome = self._write(change)
-            except Exception:  # the thread must outlive any record
-                log.exception("a session's log could not be written")
-                outcome = Appended.FAILED.value
+            outcome = self._outcome(change)
             with self._condition:
                 self._counters[outcome] += 1
                 self._num_done += 1
+                if outcome == Appended.FAILED.value:
+                    self._try_later(change)
+                else:
+                    self._later.pop(change.key, None)
+                    self._pause_s = RETRY_S
             self._call_waiting()
 
     def _next(self) -> _Change | None:
         with self._condition:
             while not self._changes and not self._is_stopping:
+                pause_s = self._retry_at_s - time.monotonic() if self._later else None
+                if pause_s is not None and pause_s <= 0:
+                    self._num_made += 1
+                    return self._later.popitem(last=False)[1]
                 self._is_idle = True
-                self._condition.wait()
-            self._is_idle = False
+                self._condition.wait(pause_s)
+                self._is_idle = False
             return self._changes.popleft() if self._changes else None
 
     def _call_waiting(self, *, everything: bool = False) -> None:
@@ -159,6 +201,16 @@ class SessionLogWriter:
                 call()
             except Exception:  # who waits must not harm those who wait behind
                 log.exception("who waited for a session's log failed")
+
+    def _outcome(self, change: _Change) -> str:
+        try:
+            return self._write(change)
+        except OSError as error:
+            log.warning("a session's log could not be written: %s", type(error).__name__)
+        except Exception:  # the thread must outlive any record; it would raise again
+            log.exception("a session's log could not be written")
+            return "raised"
+        return Appended.FAILED.value
 
     def _write(self, change: _Change) -> str:
         """What became of it, as a counter's name."""

@@ -24,6 +24,7 @@ from mneme.replicas.session_queue import TurnQueue
 from mneme.replicas.token_log import FinishedTurn, RunningTurn, Seen, TokenLog, TurnPrompt, root_turn, turn_name
 
 SessionKey = tuple[str, str]  # (tenant salt, session id)
+Ids = list[int]
 
 
 class SessionJournal(Protocol):
@@ -32,8 +33,8 @@ class SessionJournal(Protocol):
     It sets `TokenLog.version`, and must neither block nor raise.
     """
 
-    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, turn: int, ids: list[int]) -> None:
-        """The turn of this name runs these ids; the list may grow from now on."""
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
+        """The request's turn runs these ids; the list may grow from now on."""
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
         """The turn is part of the log, which was `before` until now."""
@@ -115,7 +116,7 @@ class Sessions:
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
         if self._journal is not None and request.choice_index == 0:
-            self._journal.began(key, log, running, root_turn(request), ids)
+            self._journal.began(key, log, running, request, ids)
         return log.prompt(ids)
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
@@ -190,11 +191,10 @@ class Sessions:
 
     def version_of(self, key: SessionKey) -> int:
         """Of a session's durable log, as far as it is known here; 0: not at all. Any thread may ask."""
-        log = self._log_by_key.get(key)
-        return 0 if log is None else log.version
+        return 0 if (log := self._log_by_key.get(key)) is None else log.version
 
-    def restore(self, key: SessionKey, state: SessionState) -> None:
-        """A session as its durable log has it, unless this one is newer or busy.
+    def restore(self, key: SessionKey, state: SessionState, version: int) -> None:
+        """A session as its durable log has it, unless this one is newer or busy; it goes on as `version`.
 
         One that was deleted is restored as nothing, so that what is written of the next of its name is newer.
         """
@@ -203,7 +203,7 @@ class Sessions:
             return
         if log is not None:
             self._drop(key, log)
-        self._add(key, TokenLog.restored(state))
+        self._add(key, TokenLog.restored(state._replace(version=version)))
 
     def expire(self) -> None:
         """Drop idle sessions that are too old, and the least recently used while there is too much of them."""

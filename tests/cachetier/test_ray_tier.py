@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mneme.cachetier import ray_tier
-from mneme.cachetier.ray_node import node_actor_name
+from mneme.cachetier.node_identity import node_actor_name
 
 
 def test_every_node_that_lives_is_closed_before_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

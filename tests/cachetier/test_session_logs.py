@@ -217,7 +217,7 @@ def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
         gone = state_in(logs)
         assert gone is not None
         assert (len(gone.ids), gone.version > STEPS[-1][1].version) == (0, True)
-        assert not logs.install(KEY, copy)  # another node's
+        assert logs.install(KEY, copy) is Appended.STALE  # another node's
         assert logs.append(KEY, [STEPS[-1][0]]) is Appended.STALE
         assert write(logs, STEPS[-1][1]) is Appended.STALE
         assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES]
@@ -255,16 +255,16 @@ def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path:
         one.append(KEY, [record])
     content = one.read(KEY)
     assert content is not None
-    assert two.install(KEY, content)
-    assert not two.install(KEY, content)
-    assert not two.install(key_number(1), content)
-    assert not two.install(KEY, content[:-1])
+    assert two.install(KEY, content) is Appended.WRITTEN
+    assert two.install(KEY, content) is Appended.STALE
+    assert two.install(key_number(1), content) is Appended.FAILED
+    assert two.install(KEY, content[:-1]) is Appended.FAILED
     assert state_in(two) == STEPS[-1][1]
     one.delete(KEY)
     tombstone = one.read(KEY)
     assert tombstone is not None
-    assert two.install(KEY, tombstone)
-    assert not one.install(KEY, content)
+    assert two.install(KEY, tombstone) is Appended.WRITTEN
+    assert one.install(KEY, content) is Appended.STALE
     one.close()
     two.close()
 

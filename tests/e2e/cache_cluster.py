@@ -27,7 +27,7 @@ from mneme.cachetier.chunk_store import ChainQuery, ChunkSource
 from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.keys import prefix_lineage
 from mneme.cachetier.misses import Miss
-from mneme.cachetier.ray_node import node_actor_name
+from mneme.cachetier.node_identity import node_actor_name
 from mneme.cachetier.ray_tier import of_this_node, start_cache_tier
 from mneme.cluster.ray_private import single_node
 from tests.cachetier.chunks import chunk_of

@@ -13,8 +13,8 @@ from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import owner_of, prefix_lineage
+from mneme.cachetier.node_identity import node_actor_name
 from mneme.cachetier.ray_admin import RayCacheAdmin
-from mneme.cachetier.ray_node import node_actor_name
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.e2e.cache_cluster import CHUNK_TOKENS, LARGE, SMALL, CacheCluster, cache_cluster, call, eventually, kill
 

@@ -10,7 +10,7 @@ import pytest
 
 from mneme.cachetier.session_log_store import Appended, LogKey, log_key
 from mneme.replicas import session_log_writer
-from mneme.replicas.durable_sessions import DurableSessions
+from mneme.replicas.durable_sessions import DurableSessions, Recalled
 from mneme.replicas.session_log_writer import SessionLogWriter
 from mneme.replicas.token_log import TokenLog
 
@@ -58,7 +58,7 @@ def test_whatever_a_read_raises_the_turn_goes_on(caplog: pytest.LogCaptureFixtur
     durable = DurableSessions(store, MODEL, 5, read_s=10)
     (key,) = keys(1)
     with caplog.at_level(logging.ERROR):
-        assert durable.recall([key], lambda _key: 0) == [(key, None)]
+        assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
     assert durable.stats()["read"] == {"failed": 1}
     assert "could not be read" in caplog.text
     durable.close()
@@ -86,7 +86,7 @@ def test_a_read_that_cannot_begin_is_not_under_way() -> None:
     durable = DurableSessions(HeldStore(), MODEL, 5)
     durable.close()
     (key,) = keys(1)
-    assert durable.recall([key], lambda _key: 0) == [(key, None)]
+    assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
     assert durable._num_reads == 0
 
 
@@ -102,5 +102,5 @@ def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatc
     store.go.set()
     assert writer.flush(10)
     assert store.deleted == [log_key(MODEL, *key) for key in keys(10)]
-    assert writer.stats() == {"waiting": 0, "appended": 1, "dropped": 1, "deleted": 10}
+    assert writer.stats() == {"waiting": 0, "later": 1, "appended": 1, "dropped": 1, "deleted": 10}
     writer.close()
