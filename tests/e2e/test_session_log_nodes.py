@@ -143,9 +143,10 @@ def test_an_actor_that_dies_has_its_logs_when_it_is_back(nodes: Nodes) -> None:
 
 def test_an_actor_that_is_ended_for_good_is_made_again_and_found_by_its_peers(nodes: Nodes) -> None:
     key = key_number(5)
-    nodes.say("a", key, 0, 2)
+    state = nodes.say("a", key, 0, 2)
     ray.kill(nodes.actor("a"), no_restart=True)
-    state = eventually(lambda: nodes.say("a", key, 2, 3))
+    eventually(lambda: nodes.has("a", key, state))
+    state = nodes.say("a", key, 2, 3)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
     assert eventually(lambda: call(nodes.engines["b"].delete, key)) is True
 
