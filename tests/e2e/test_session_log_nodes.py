@@ -73,11 +73,11 @@ class Nodes:
         return made
 
     def append(self, name: str, key: LogKey, record: bytes, state: SessionState) -> None:
-        """As a replica does it."""
+        """As a replica does it, which tries again what failed."""
         outcome = call(self.engines[name].append, key, [record])
-        if outcome is Appended.NEEDS_WHOLE:
-            outcome = call(self.engines[name].append, key, [whole(state)])
-        assert outcome is Appended.WRITTEN
+        if outcome is not Appended.WRITTEN:
+            assert outcome in (Appended.NEEDS_WHOLE, Appended.FAILED)
+            eventually(lambda: call(self.engines[name].append, key, [whole(state)]) is Appended.WRITTEN)
 
     def say(self, name: str, key: LogKey, first: int, last: int) -> SessionState:
         """Turns; the state behind them."""
@@ -98,9 +98,13 @@ class Nodes:
         return self.read(name, key) == state
 
     def copied(self) -> int:
-        """Copies that have been made, if none waits."""
-        figures = [call(self.actor(name).stats)["session_logs"] for name in self.engines]
-        assert all(each["copies_waiting"] == 0 for each in figures)
+        """Copies that have been made, once none waits."""
+
+        def settled() -> list[dict[str, Any]] | None:
+            found = [call(self.actor(name).stats)["session_logs"] for name in self.engines]
+            return found if all(each["copies_waiting"] == 0 for each in found) else None
+
+        figures = eventually(settled)
         return sum(each["copies"].get(name, 0) for each in figures for name in ("copied", "copied_whole"))
 
     def num_files(self, key: LogKey) -> int:
