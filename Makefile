@@ -50,9 +50,12 @@ FAULT_TESTS += $(wildcard tests/e2e/test_cache_nodes.py)
 faults: $(DEV_READY)
 	$(BIN)/pytest -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
-# The paths of a CPU without a compiler: torch in the place of the compiled kernels.
+# The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
+TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/test_host_memory.py
+TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*"
+
 test-torch: $(DEV_READY)
-	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" tests/kernels tests/replicas tests/cachetier $(PYTEST_ARGS)
+	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton_compile

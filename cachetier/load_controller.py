@@ -44,7 +44,6 @@ from mneme.cachetier.cost_model import CostModel
 
 TOLERANCE = 0.05  # of what computing takes
 _PROBE_AFTER_S = 10.0  # since an edge was last tried
-_MIN_LOOKUP_S = 0.005
 _SLOWER = 1.1  # than the calibration
 _LEAST_GAIN = 0.02  # of what computing takes: less is a tie, and nothing is loaded
 _TIE = 1e-9  # relative
@@ -89,9 +88,14 @@ class LoadController:
     """Of one engine. Calls may come from any thread."""
 
     def __init__(
-        self, cost_model: CostModel, clock: Callable[[], float] = time.monotonic, *, num_layers: int = 32
+        self,
+        cost_model: CostModel,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        num_layers: int = 32,
+        min_lookup_s: float = 0.005,
     ) -> None:
-        self._costs = cost_model
+        self._costs, self._min_lookup_s = cost_model, min_lookup_s
         self._clock = clock
         self._num_layers = num_layers
         self._lock = threading.Lock()
@@ -125,8 +129,8 @@ class LoadController:
         )
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
-        """How long a question to the tier may take: 5 ms, or a twentieth of what computing takes."""
-        return max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+        """How long a question to the tier may take: `min_lookup_s`, or a twentieth of what computing takes."""
+        return max(self._min_lookup_s, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
 
     def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> _Choice:
         """Of the heads over edges that are trusted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +15,8 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.keys import KEY_BYTES, OWNER_BYTES, Lineage, LineageKind
 from mneme.cachetier.node_identity import NodeIdentity, Ready, node_actor_name
 from mneme.cachetier.ray_admin import RayCacheAdmin
 from mneme.cachetier.ray_node import NodeActor
@@ -29,6 +32,7 @@ _TOTAL_SHARE = 9 / 20  # chunks, and those on their way in
 _PUT_SHARE = 1 / 20  # of one engine's process, on its way to the node's actor
 _READY_TIMEOUT_S = 60.0  # a million files are listed in half of it
 _CLOSE_TIMEOUT_S = 10.0
+_FIRST_LOOKUP_S = 2.0
 _MAX_TRIES, _PAUSE_S = 20, 0.1  # to reach an actor that is of this configuration
 
 
@@ -43,12 +47,14 @@ def start_cache_tier(
     """
     identity = own_identity(config, application, session_ttl_s)
     _await_node(config, identity, timeout_s)
-    return RayChunkStore(
+    store = RayChunkStore(
         identity.node_id,
         lambda: node_actor(config, identity),
         put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
         admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
     )
+    store.locate(_nothing(), _FIRST_LOOKUP_S)  # connections and imports are not the first request's to wait for
+    return store
 
 
 def start_session_logs(config: CacheConfig, application: str, session_ttl_s: float) -> RaySessionLogs | None:
@@ -138,6 +144,12 @@ def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -
             raise ConfigError(ready.problem)
         _logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
     _logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
+
+
+def _nothing() -> ChainQuery:
+    """A chain that nobody has."""
+    lineage = Lineage(LineageKind.PREFIX, os.urandom(KEY_BYTES), bytes(OWNER_BYTES), os.urandom(32))
+    return ChainQuery.of(lineage, bytes(32), list(range(64)), 64)
 
 
 def _own_node() -> dict[str, Any]:

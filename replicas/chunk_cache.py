@@ -55,7 +55,9 @@ class ChunkCache:
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
         self._on_close = on_close
-        self._controller = LoadController(costs, clock, num_layers=fingerprint.layout.num_layers)
+        self._controller = LoadController(
+            costs, clock, num_layers=fingerprint.layout.num_layers, min_lookup_s=config.min_lookup_s
+        )
         self._fetches = Fetches(
             store,
             self._controller,

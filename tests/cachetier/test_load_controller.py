@@ -161,6 +161,7 @@ def test_ties_and_nothing_to_load_are_computed() -> None:
 def test_a_lookup_may_take_a_twentieth() -> None:
     controller = LoadController(make_costs(), PlayedClock())
     assert controller.lookup_timeout_s(0, 10) == 0.005
+    assert LoadController(make_costs(), PlayedClock(), min_lookup_s=1.0).lookup_timeout_s(0, 10) == 1.0
     assert controller.lookup_timeout_s(100, 8292) == pytest.approx(0.05 * make_costs().prefill_s(8192, 100))
 
 
