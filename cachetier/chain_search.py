@@ -22,7 +22,8 @@ from mneme.cachetier.keys import U32Array
 from mneme.cachetier.misses import Miss
 
 _MAX_CHILDREN = 64  # in each tier, that are compared
-_MAX_OPENED = 2  # files: some tenths of a millisecond each, for what is worth less the more of them there are
+_MAX_OPENED = 8  # files, of those whose headers are not known: some tenths of a millisecond each
+_OPEN_SHARE = 0.1  # of a question's time may go into that: what they share with the sequence may be nothing
 
 
 class Located(NamedTuple):
@@ -43,8 +44,11 @@ class ChainSearch:
 
     def locate(self, query: ChainQuery, deadline_s: float) -> list[Located]:
         """From `query.first` on, without a gap; the last may be usable in part."""
+        open_until_s = self._clock() + _OPEN_SHARE * (deadline_s - self._clock())
         found = self._whole_chunks(query, deadline_s)
-        child = self._best_child(query, query.first + len(found)) if self._clock() < deadline_s else None
+        child = None
+        if self._clock() < deadline_s:
+            child = self._best_child(query, query.first + len(found), open_until_s)
         return found if child is None else [*found, child]
 
     def _whole_chunks(self, query: ChainQuery, deadline_s: float) -> list[Located]:
@@ -72,7 +76,7 @@ class ChainSearch:
             num_usable = Miss.OTHER_TOKENS
         return self._judged(located, num_usable)
 
-    def _best_child(self, query: ChainQuery, place: int) -> Located | None:
+    def _best_child(self, query: ChainQuery, place: int, open_until_s: float) -> Located | None:
         """Of the chunks behind the last whole one, one with the longest common beginning.
 
         One that the sequence goes on from is found by its key, however many others begin there; of those that share
@@ -81,7 +85,7 @@ class ChainSearch:
         if not len(query.tokens_of(place)):
             return None
         tail = self._tail(query, place)
-        found = self._children(query.parent(place))
+        found = self._children(query.parent(place), open_until_s)
         found = [each for each in found if each.header.key not in query.keys[place:][:1]]
         judged = [self._judged(each, usable(each.header, query, place)) for each in (*found, *filter(None, [tail]))]
         return max((each for each in judged if each is not None), key=lambda each: each.num_usable, default=None)
@@ -104,8 +108,8 @@ class ChainSearch:
                 return located
         return None
 
-    def _children(self, parent: bytes) -> list[Located]:
-        """Some, those of the host first; on disk those whose headers are known, and the others if they are few."""
+    def _children(self, parent: bytes, open_until_s: float) -> list[Located]:
+        """Some, those of the host first; on disk those whose headers are known, and others as far as there is time."""
         with self._lock:
             index = self._host.index
             keys = index.some_children(parent, _MAX_CHILDREN)
@@ -114,10 +118,14 @@ class ChainSearch:
         if self._disk is None:
             return found
         others = [key for key in self._disk.some_children(parent, _MAX_CHILDREN) if key not in index]
-        known = [key for key in others if self._disk.knows_header(key)]
-        if len(others) - len(known) <= _MAX_OPENED:
-            known = others
-        return found + [located for key in known if (located := self._on_disk(key)) is not None]
+        unknown = [key for key in others if not self._disk.knows_header(key)]
+        found += [located for key in others if key not in unknown and (located := self._on_disk(key)) is not None]
+        for key in unknown[:_MAX_OPENED]:
+            if self._clock() >= open_until_s:
+                break
+            if (located := self._on_disk(key)) is not None:
+                found.append(located)
+        return found
 
     def _on_disk(self, key: bytes) -> Located | None:
         if self._disk is None or key not in self._disk:

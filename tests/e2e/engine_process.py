@@ -21,7 +21,7 @@ from mneme.cachetier.keys import Lineage, prefix_lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.ray_memory import Refs, put_runs, runs_of
 from mneme.cachetier.ray_store import RayChunkStore
-from mneme.cachetier.ray_tier import start_cache_tier
+from mneme.cachetier.ray_tier import of_this_node, start_cache_tier
 from mneme.replicas.engine import Engine
 from tests.e2e.cache_cluster import CALL_LIMIT_S
 from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, make_cached_engine
@@ -115,7 +115,7 @@ class ModelProcess:
 
     def __init__(self, model: str, config: CacheConfig, application: str) -> None:
         self._decoder, self._config = load(Path(model)), config
-        self._store = start_cache_tier(config, application)
+        self._store = start_cache_tier(of_this_node(config), application)
         self._pinned: list[Any] = []
 
     def answer(self, ids: list[int], kill: Kill | None = None) -> Told:
