@@ -30,10 +30,10 @@ from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.node_identity import NodeIdentity, Ready, node_actor_name
-from mneme.cachetier.node_session_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
+from mneme.cachetier.ray_node_logs import LogRead, NodeSessionLogs, open_node_logs
 from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mneme.cachetier.node_session_logs import LogRead
+from mneme.cachetier.ray_node_logs import LogRead
 from mneme.cachetier.ray_peers import Peers
 from mneme.cachetier.session_log_store import Appended, LogKey
 

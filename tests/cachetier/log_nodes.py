@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from mneme.cachetier import ray_log_peers
-from mneme.cachetier.node_session_logs import NodeSessionLogs
+from mneme.cachetier.ray_node_logs import NodeSessionLogs
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_logs import SessionLogs
 

@@ -13,7 +13,7 @@ from mneme.cachetier import ray_puts
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.ray_puts import PutAnswer, PutsUnderWay
 from mneme.cachetier.saving import HostPut
-from tests.cachetier.chunks import chunk_of
+from tests.cachetier.chunks import LINEAGE, chunk_of
 
 CHUNK = chunk_of(list(range(8)))
 ANSWER = PutAnswer(HostPut.TAKEN, True, 1)
@@ -68,10 +68,10 @@ def test_a_put_that_raises_is_not_under_way(puts: PutsUnderWay) -> None:
     node = Node()
     node.error = TypeError("a bug")
     with pytest.raises(TypeError):
-        puts.put(node, CHUNK)
+        puts.put(node, CHUNK, LINEAGE)
     assert puts.stats() == {"put_bytes_under_way": 0, "put_failed": 1}
     node.error = None
-    assert puts.put(node, CHUNK)  # there is room
+    assert puts.put(node, CHUNK, LINEAGE)  # there is room
     assert puts.settle(WAIT_S)
 
 
@@ -83,7 +83,7 @@ def test_an_answer_that_cannot_be_taken_in_is_over(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(puts, "_done", fails)
-    assert puts.put(Node(), CHUNK)
+    assert puts.put(Node(), CHUNK, LINEAGE)
     assert puts.settle(WAIT_S)
     assert puts.close(WAIT_S)
     assert (puts.stats()["put_bytes_under_way"], heard) == (0, [CHUNK.header])
@@ -110,7 +110,7 @@ def test_answers_that_cannot_be_waited_for_are_looked_at_now_and_then(
         return waits(predicate, timeout)
 
     monkeypatch.setattr(puts._changed, "wait_for", wait_for)
-    assert puts.put(Node(), CHUNK)
+    assert puts.put(Node(), CHUNK, LINEAGE)
     assert puts.settle(WAIT_S)
     assert len(pauses) == 3
     assert heard == [CHUNK.header]

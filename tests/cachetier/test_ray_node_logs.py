@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier import node_session_logs, ray_log_peers, session_log_copies
-from mneme.cachetier.node_session_logs import LogRead
+from mneme.cachetier import ray_log_copies, ray_log_peers, ray_node_logs
 from mneme.cachetier.ray_log_peers import rendezvous
+from mneme.cachetier.ray_node_logs import LogRead
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
 from mneme.cachetier.session_record import whole
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
@@ -27,7 +27,7 @@ def play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, Callable[[LogCluster], Awaitable[None]]], None]:
     """Nodes of these names, and what happens to them."""
-    monkeypatch.setattr(session_log_copies, "_COPY_S", 0.2)
+    monkeypatch.setattr(ray_log_copies, "_COPY_S", 0.2)
     monkeypatch.setattr(ray_log_peers, "_MEMBERS_S", 0.05)
 
     def play(names: str, scene: Callable[[LogCluster], Awaitable[None]]) -> None:
@@ -151,7 +151,7 @@ def test_a_copy_that_nobody_can_take_is_made_later(play, monkeypatch: pytest.Mon
         peer.hangs = False
         await eventually(lambda: _is_at(peer, 2))
 
-    monkeypatch.setattr(session_log_copies, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(ray_log_copies, "_AGAIN_S", 0.05)
     play("ab", scene)
 
 
@@ -200,5 +200,5 @@ def test_a_folder_that_cannot_be_used_is_tried_again(play, monkeypatch: pytest.M
         await eventually(lambda: _is_at(two, 1))
         await say(two, KEY, 1, 2)
 
-    monkeypatch.setattr(node_session_logs, "_OPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(ray_node_logs, "_OPEN_AGAIN_S", 0.05)
     play("ab", scene)

@@ -1,7 +1,7 @@
 """Session logs of a Ray cluster: on the disk of the node that wrote them, with a copy on one peer.
 
 A node's actor has its own logs and asks others. A record is with the operating system of the own node when `append`
-returns; the copy follows (`session_log_copies.py`). Whoever reads asks the own node and its peers at once, and the
+returns; the copy follows (`ray_log_copies.py`). Whoever reads asks the own node and its peers at once, and the
 newest version counts, so a session goes on wherever its next turn runs, also when the node is gone where it ran. It is
 sure to be the newest once all nodes that live have answered: a copy may lack what was written last. A deletion is told
 to all nodes that live; one that was away has a copy that is older than the tombstone, and expires before that does.
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_folder import make_root
+from mneme.cachetier.ray_log_copies import MAX_COPIES, LogCopies
 from mneme.cachetier.ray_log_peers import LogPeers
-from mneme.cachetier.session_log_copies import MAX_COPIES, LogCopies
 from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
 from mneme.cachetier.session_logs import SessionLogs
