@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -126,6 +127,9 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     assert gate.has_come.wait(WAIT_S)
     engine.abort("a")
     gate.open()
+    until_s = time.monotonic() + WAIT_S
+    while filled.waiting and time.monotonic() < until_s:  # a close would not wait for that
+        time.sleep(0.001)
     engine.close()
     check_closed(engine, filled)
 
