@@ -128,7 +128,8 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     engine.abort("a")
     gate.open()
     until_s = time.monotonic() + WAIT_S
-    while filled.waiting and time.monotonic() < until_s:  # a close would not wait for that
+    assert engine.chunks is not None
+    while engine.chunks._fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
         time.sleep(0.001)
     engine.close()
     check_closed(engine, filled)
