@@ -1,7 +1,8 @@
 """A Llama-layout transformer that trains fast on one CPU thread and exports to the Hugging Face layout.
 
 Parameter names are those of `transformers.LlamaForCausalLM`, so `state_dict()` is the checkpoint.
-Matrix products run in bfloat16 under autocast; weights, norms and the loss stay in float32.
+Where the CPU has instructions for it, matrix products run in bfloat16 under autocast; weights, norms and the loss
+stay in float32.
 """
 
 from dataclasses import asdict, dataclass

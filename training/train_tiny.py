@@ -29,13 +29,15 @@ from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from mneme.replicas.load import cpu_multiplies_bfloat16
+
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = ROOT / "replicas" / "mneme_tiny"
 RECORD = "unfinished_run.json"
 """In the folder of the model files between two phases; a run that finds it goes on after that phase."""
-QUICK_SCALE = 0.008
-"""Of every phase's steps, with `--quick`."""
+QUICK_SCALE = 0.001
+"""Of every phase's steps, with `--quick`: one or two. `Muon` multiplies in bfloat16 on any CPU; some take 7 s."""
 WARM_STEPS = 40
 """Over which the learning rate rises, at the start and after an interruption."""
 LOG_EVERY = 20
@@ -121,7 +123,7 @@ Check = Callable[[TinyLlama], dict[str, float]]
 def loss_of(model: TinyLlama, batch: Batch) -> Tensor:
     """Weighted mean cross entropy; only positions that count reach the vocabulary."""
     chosen = batch.weights[:, 1:] > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cpu_multiplies_bfloat16()):
         logits = model.logits(model.hidden(batch.ids[:, :-1])[chosen])
     losses = F.cross_entropy(logits.float(), batch.ids[:, 1:][chosen], reduction="none")
     weights = batch.weights[:, 1:][chosen]

@@ -69,7 +69,7 @@ def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multiplies", [False, True])
 def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "_cpu_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(load_module, "cpu_multiplies_bfloat16", lambda: multiplies)
     cpu, half = torch.device("cpu"), torch.bfloat16 if multiplies else torch.float32
     assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
     assert choose_dtype("auto", cpu, "float32") == torch.float32
