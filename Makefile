@@ -3,6 +3,7 @@
 #   PYTHON    the interpreter that .venv is made from
 #   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (README, "CPU or CUDA")
 #   PORT      where `make serve` listens on 127.0.0.1
+#   WORKERS   test processes at a time; one of them runs all that starts a Ray cluster
 #
 # `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6, transformers, pytest and hypothesis
 # (matplotlib for plots); it installs nothing, needs no network and takes at most 9 minutes.
@@ -12,10 +13,12 @@ PIP_ARGS ?=
 PORT ?= 8000
 MODEL ?= mneme-tiny
 REPLICAS ?= 2
+WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
 DEV_READY := .venv/.dev-ready
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: setup setup-dev serve test test-all test-torch faults kernels-compile lint format train gpu clean
 
@@ -38,24 +41,24 @@ serve: $(READY)
 	exec $(BIN)/mneme serve $(MODEL) --replicas $(REPLICAS) --host 127.0.0.1 --port $(PORT)
 
 test: $(DEV_READY)
-	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: test
-	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/test_cached_traffic.py
 FAULT_TESTS += $(wildcard tests/e2e/test_cache_nodes.py)
 
 faults: $(DEV_READY)
-	$(BIN)/pytest -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
 TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/test_host_memory.py
 TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*"
 
 test-torch: $(DEV_READY)
-	MNEME_NATIVE=0 $(BIN)/pytest -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
+	MNEME_NATIVE=0 $(PYTEST) -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton_compile

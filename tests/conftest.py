@@ -13,7 +13,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle."""
+    if config.getoption("dist", "no") != "loadgroup":
+        return
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("e2e") else item.path.stem))
