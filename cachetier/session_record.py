@@ -8,8 +8,9 @@
 A record says from which version of the log it goes on, so that it is never applied to another. Versions are ordered
 over all replicas: the first half, the epoch, is the time at which a replica took the session over from its log, but
 later than the epoch before whatever the clock says, and the second is the record's time. So what a replica still writes
-of a session that went on elsewhere is older than that. Who has not read the log begins an epoch too: it is behind
-whatever was written before, as far as clocks agree.
+of a session that went on elsewhere is older than that. A turn that brought all of its text begins an epoch when it has
+ended, named by when it began: it stands also where the log could not be read, behind whatever was written before, as
+far as clocks agree. Until then it is written behind what is known of the log, and does not replace what is not.
 
 Records come from disks and from other nodes: every field is bounded before it is used, and decides neither how much is
 allocated nor what is executed. Token ids are little-endian, 4 bytes each.

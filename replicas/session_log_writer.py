@@ -65,18 +65,19 @@ class SessionLogWriter:
         self._thread.start()
 
     def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
-        """See `SessionJournal`. What brings all that was said stands also where the log could not be read."""
-        before = log.state()
-        following = next_version if request.append else taken_over
-        log.version = running.prompt_version = following(log.version, self._wall_clock())
+        """See `SessionJournal`. Stands behind what is known of the log only: what others wrote since then stays."""
+        before, now_s = log.state(), self._wall_clock()
+        running.least_version = 0 if request.append else taken_over(log.version, now_s)
+        log.version = running.prompt_version = next_version(log.version, now_s)
         state = before._replace(version=log.version, num_base=running.num_base, last_turn=root_turn(request))
         self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
-        """See `SessionJournal`."""
-        follows_prompt = log.running is not None and log.running.prompt_version == log.version
-        log.version = next_version(log.version, self._wall_clock())
-        num_prompt = turn.num_prompt if follows_prompt else None
+        """See `SessionJournal`. What brought all that was said stands also where the log could not be read."""
+        running = log.running
+        assert running is not None, "a turn ends while it runs"
+        num_prompt = turn.num_prompt if running.prompt_version == log.version else None
+        log.version = next_version(max(log.version, running.least_version), self._wall_clock())
         self._leave(_Change(RecordKind.ENDED, key, log.state(), before, None, num_prompt))
 
     def deleted(self, key: SessionKey, log: TokenLog) -> None:

@@ -76,6 +76,7 @@ class RunningTurn:
     queue: deque[GenerationRequest] = field(default_factory=deque)  # later turns
     is_deleted: bool = False  # nobody may see it, and nothing of it is kept
     prompt_version: int | None = None  # of the session's log when the prompt of its first choice was written there
+    least_version: int = 0  # the log is newer once the turn has ended
 
 
 @dataclass(slots=True, eq=False)

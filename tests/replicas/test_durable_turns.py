@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from mneme.cachetier.keys import owner_of
 from mneme.cachetier.session_log_store import Appended
-from mneme.errors import ReplicaUnavailable
+from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas import session_log_writer
 from mneme.replicas.durable_sessions import take_over
 from mneme.replicas.engine import Engine
 from mneme.replicas.queries import LeaveSession, answer
 from mneme.replicas.request import SamplingParams
 from tests.replicas.fake_runner import continuation
-from tests.replicas.test_durable_sessions import KEY, Cluster, delete, flush, say, state_of, state_of_stored
+from tests.replicas.test_durable_sessions import KEY, Cluster, delete, flush, recall, say, state_of, state_of_stored
 from tests.replicas.test_engine_policy import make_request, run
 
 
@@ -80,6 +81,30 @@ def test_who_hangs_with_a_log_that_it_could_not_read_does_not_write_over_who_goe
     run(three)
     flush(three)
     assert state_of_stored(cluster) == said
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("ending", ["refused", "lost"])
+def test_a_turn_that_leaves_nothing_costs_nothing_of_a_log_that_could_not_be_read(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_known: bool, ending: str
+) -> None:
+    """It is too long, or its replica dies while it answers; nor does who had the session in memory lose it."""
+    one, two = cluster.engine(), cluster.engine()
+    said = turns(one, "a", said=[1, 2])
+    if is_known:
+        said = turns(two, "b", said=said)
+    said = turns(one, "c", "d", said=said)
+    with monkeypatch.context() as patched:
+        fail_reads(patched, cluster)
+        recall(two, KEY[1])
+        more = 4 if ending == "lost" else 100_000
+        request = make_request("e.0", [*said, *[3] * more], salt=KEY[0], session_id=KEY[1])
+        with nullcontext() if ending == "lost" else pytest.raises(InvalidRequest):
+            two.submit(request)
+        two.step()
+        flush(two)
+    assert state_of_stored(cluster) == said
+    assert say(one, "f", [3], append=True) == continuation([*said, 3], 4, 5)
 
 
 def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cluster: Cluster) -> None:
