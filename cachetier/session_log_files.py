@@ -163,21 +163,27 @@ class SessionLogFiles:
         log.is_deleted, log.version, log.num_ids, log.written_s = True, version, 0, self._clock()
         self.index.put(log)
         self._unburied[key.name] = log
-        self.write_tombstones()
+        self._write_tombstone(log)
 
-    def write_tombstones(self) -> None:
-        for log in list(self._unburied.values())[:_MAX_TRIES]:
-            content = tombstone_of(log.key, log.version)
-            parsed = parse_log(content, log.key)
-            assert parsed is not None, "it was made here"
-            if self.replace(log.key, content, parsed) is Appended.WRITTEN:
-                continue
-            self.counters["tombstone_failed"] += 1
-            if not self._is_here(log):
-                continue
-            with suppress(OSError):  # a full disk has no room for a tombstone; nothing is read where there is no file
-                self._folder.remove(log.key)
-                self.index.resize(log, 0)
+    def write_tombstones(self, max_tries: int | None = _MAX_TRIES) -> None:
+        """Those that are not on the disk yet, of which the ones that were tried last come last; None: all."""
+        for log in list(self._unburied.values())[:max_tries]:
+            self._write_tombstone(log)
+
+    def _write_tombstone(self, log: Log) -> None:
+        content = tombstone_of(log.key, log.version)
+        parsed = parse_log(content, log.key)
+        assert parsed is not None, "it was made here"
+        if self.replace(log.key, content, parsed) is Appended.WRITTEN:
+            return
+        self.counters["tombstone_failed"] += 1
+        if not self._is_here(log):
+            return
+        self._unburied.pop(log.key.name, None)
+        self._unburied[log.key.name] = log
+        with suppress(OSError):  # a full disk has no room for a tombstone; nothing is read where there is no file
+            self._folder.remove(log.key)
+            self.index.resize(log, 0)
 
     def _is_here(self, log: Log) -> bool:
         """It is not evicted, expired or replaced."""

@@ -131,7 +131,7 @@ class SessionLogs:
     def close(self) -> None:
         """Let the folder go; nothing may be called any more."""
         with self._lock:
-            self._files.write_tombstones()
+            self._files.write_tombstones(None)
             self._folder.close()
 
     @contextmanager

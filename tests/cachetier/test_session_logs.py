@@ -419,6 +419,45 @@ def test_a_deletion_on_a_disk_that_is_read_only_for_a_while_is_one(tmp_path: Pat
     logs.close()
 
 
+def test_deletions_on_a_disk_that_takes_nothing_for_a_while_are_ones_also_after_a_crash(tmp_path: Path) -> None:
+    """However many: each removes its own file at least."""
+    files = FailingFiles(lambda _operation, _number: None)
+    logs = make_logs(tmp_path, files=files)
+    keys = [key_number(number) for number in range(9)]
+    for key in keys:
+        write(logs, some_state(1), key)
+    files.fails = lambda name, _number: errno.EIO if name == "create" else None
+    assert all(logs.delete(key) for key in keys)
+    logs._folder.close()  # a crash: nothing is written any more
+    logs = make_logs(tmp_path)
+    assert [state_in(logs, key) for key in keys] == [None] * len(keys)
+    logs.close()
+
+
+def test_tombstones_that_could_not_be_written_are_tried_in_turns_and_all_at_the_end(tmp_path: Path) -> None:
+    """The first ones keep failing."""
+    files = FailingFiles(lambda _operation, _number: None)
+    logs = make_logs(tmp_path, files=files)
+    keys = [key_number(number) for number in range(12)]
+    for key in keys:
+        write(logs, some_state(1), key)
+    files.fails = lambda name, _number: errno.EIO if name in ("create", "unlink") else None
+    assert all(logs.delete(key) for key in keys)
+    num_tries = 0
+
+    def fails(name: str, _number: int) -> int | None:
+        nonlocal num_tries
+        num_tries += name == "create"
+        return errno.EIO if name == "create" and num_tries <= 4 else None
+
+    files.fails = fails
+    for _ in range(2):
+        logs.read(key_number(99))
+    assert sum(path.stat().st_size == TOMBSTONE_BYTES for path in files_of(tmp_path)) == 4
+    logs.close()
+    assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES] * len(keys)
+
+
 def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> None:
     make = FailingFiles(lambda _operation, _number: None)
     logs = make_logs(tmp_path, files=make)
