@@ -85,7 +85,7 @@ class SessionLogFiles:
         content, checksum = frames(records, log.checksum)
         if log.must_replace or log.is_too_long(len(content)) or head.is_from_prompt > log.has_prompt:
             return Appended.NEEDS_WHOLE
-        if not self._make_room(1 + len(content) // BLOCK_BYTES, log.key):
+        if not self._make_room(1 + len(content) // BLOCK_BYTES, log):
             return Appended.FAILED
         at = log.num_bytes
         self.index.resize(log, at + len(content))
@@ -110,12 +110,12 @@ class SessionLogFiles:
     def replace(self, key: LogKey, content: bytes, parsed: ParsedLog) -> Appended:
         log, before = Log(key, len(content), self._clock()), self.index.get(key)
         log.note(parsed)
-        if not self._make_room(log.num_blocks, key):
+        if not self._make_room(log.num_blocks, log):
             return Appended.FAILED
         try:
             with self._unlocked():
                 temporary = self._folder.write_new(key, content)
-            if self.index.get(key) is not before or not self._make_room(log.num_blocks, key):
+            if self.index.get(key) is not before or not self._make_room(log.num_blocks, log):
                 self._folder.discard(temporary)
                 return Appended.FAILED
             self._folder.rename(temporary, key)
@@ -197,13 +197,13 @@ class SessionLogFiles:
         finally:
             self._lock.acquire()
 
-    def _make_room(self, num_blocks: int, key: LogKey) -> bool:
+    def _make_room(self, num_blocks: int, log: Log) -> bool:
         """For so many blocks more of a session; False if there cannot be any."""
         for _ in range(_MAX_TRIES):
-            while not self.index.has_room(num_blocks) and (victim := self.index.victim(key)) is not None:
+            while not self.index.has_room(num_blocks, log) and (victim := self.index.victim(log.key)) is not None:
                 if not self._remove(victim, "evicted"):
                     break
-            if self.index.has_room(num_blocks):
+            if self.index.has_room(num_blocks, log):
                 return True
         return False
 

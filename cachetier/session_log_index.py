@@ -22,7 +22,7 @@ class SessionLogConfig:
 
     folder: str
     capacity_bytes: int = 1 << 30
-    max_sessions: int = 200_000  # tombstones are as many at most
+    max_sessions: int = 200_000  # tombstones are as many at most, and have half of the bytes
     ttl_s: float = 3600.0  # since the last turn; a session's own may be shorter
     sync: bool = False  # wait for the disk at each record
 
@@ -71,6 +71,7 @@ class SessionLogIndex:
         self.tombstones: OrderedDict[bytes, Log] = OrderedDict()
         self.num_blocks = 0
         self._max_blocks, self._max_sessions, self._ttl_s = capacity_bytes // BLOCK_BYTES, max_sessions, ttl_s
+        self._max_tombstones = min(max_sessions, max(self._max_blocks // 2, 1))  # of a block each
 
     def __iter__(self) -> Iterator[Log]:
         yield from self.sessions.values()
@@ -95,14 +96,15 @@ class SessionLogIndex:
         log.num_bytes = num_bytes
         self.num_blocks += log.num_blocks
 
-    def has_room(self, num_more: int) -> bool:
-        """For so many blocks more, and a session more."""
-        num_logs = max(len(self.sessions) + 1, len(self.tombstones))
-        return self.num_blocks + num_more <= self._max_blocks and num_logs <= self._max_sessions
+    def has_room(self, num_more: int, log: Log) -> bool:
+        """For so many blocks more of a log, which may be a new one."""
+        num_sessions = len(self.sessions) + (not log.is_deleted and log.key.name not in self.sessions)
+        is_few = num_sessions <= self._max_sessions and len(self.tombstones) <= self._max_tombstones
+        return is_few and self.num_blocks + num_more <= self._max_blocks
 
     def victim(self, but: LogKey) -> Log | None:
         """The session to go first, or a tombstone where there are too many."""
-        if len(self.tombstones) > self._max_sessions:
+        if len(self.tombstones) > self._max_tombstones:
             return next(iter(self.tombstones.values()))
         return next((log for log in islice(self.sessions.values(), 2) if log.key != but), None)
 

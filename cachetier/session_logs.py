@@ -5,8 +5,9 @@ log of which more than half is obsolete, or that a fault has hit, asks to be wri
 (`Appended.NEEDS_WHOLE`). Faults are counters; only a folder that cannot be used at all is refused, at the start.
 
 A session that was deleted leaves a *tombstone*: a log without ids, newer than all that was written of it anywhere. It
-is kept until every copy of the session has expired. So that none comes back from a node that was down, ages count on
-over a halt, unlike those of chunks: by the wall clock at a start, by one that does not jump afterwards.
+is kept until every copy of the session has expired, unless tombstones fill half of the bound. So that none comes back
+from a node that was down, ages count on over a halt, unlike those of chunks: by the wall clock at a start, by one that
+does not jump afterwards.
 
 Calls for one session are one after the other; for others, they do not wait while bytes are read, written or synced.
 """

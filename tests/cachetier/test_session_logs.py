@@ -171,6 +171,33 @@ def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Pa
         logs.close()
 
 
+def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: Path) -> None:
+    logs = make_logs(tmp_path, max_sessions=3)
+    for number in range(3):
+        assert logs.append(key_number(number), [STEPS[0][0]]) is Appended.WRITTEN
+    assert logs.append(key_number(2), [STEPS[1][0]]) is Appended.WRITTEN
+    assert write(logs, STEPS[3][1], key_number(2)) is Appended.WRITTEN
+    assert logs.stats()["sessions"] == 3
+    assert logs.delete(key_number(2))
+    assert (logs.stats()["sessions"], logs.stats()["tombstones"]) == (2, 1)
+    logs.close()
+
+
+def test_tombstones_leave_room_for_sessions(tmp_path: Path) -> None:
+    """The latest are kept; there are no fewer than fit."""
+    logs = make_logs(tmp_path, capacity_bytes=10 * BLOCK)
+    for number in range(30):
+        assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
+        assert logs.delete(key_number(number))
+        assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] <= 10 * BLOCK
+    assert logs.stats()["tombstones"] == 5
+    for number in range(30, 40):
+        assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
+    known = [number for number in range(40) if state_in(logs, key_number(number)) is not None]
+    assert known == [*range(25, 30), *range(35, 40)]
+    logs.close()
+
+
 def test_sessions_expire_by_the_time_that_passes_also_while_nothing_runs(tmp_path: Path) -> None:
     clocks = Clocks()
     logs = make_logs(tmp_path, clocks, ttl_s=100.0)
