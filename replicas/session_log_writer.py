@@ -54,9 +54,10 @@ class SessionLogWriter:
     def __init__(self, store: SessionLogStore, model: bytes, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._store, self._model, self._wall_clock = store, model, wall_clock
         self._condition = threading.Condition()
-        self._changes: deque[_Change] = deque()
-        self._num_made, self._num_done = 0, 0
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once so many are done
+        self._num_left = 0
+        self._changes: deque[tuple[int, _Change]] = deque()  # numbered as they were left; 0: tried before
+        self._writing: int | None = None  # the number of what the thread writes
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once all up to this number are done
         self._later: OrderedDict[SessionKey, _Change] = OrderedDict()  # what failed, the last of each session
         self._retry_at_s, self._pause_s = 0.0, RETRY_S
         self._counters: Counter[str] = Counter()
@@ -95,9 +96,9 @@ class SessionLogWriter:
     def after(self, call: Callable[[], None]) -> bool:
         """Whether all that happened until now is written, or failed; if not, another thread calls `call` then."""
         with self._condition:
-            if self._num_done == self._num_made or self._is_stopping:
+            if self._is_done(self._num_left) or self._is_stopping:
                 return True
-            self._waiting.append((self._num_made, call))
+            self._waiting.append((self._num_left, call))
             return False
 
     def flush(self, timeout_s: float) -> bool:
@@ -115,13 +116,13 @@ class SessionLogWriter:
 
     def stats(self) -> dict[str, Any]:
         with self._condition:
-            return {"waiting": self._num_made - self._num_done, "later": len(self._later), **self._counters}
+            num_waiting = len(self._changes) + (self._writing is not None)
+            return {"waiting": num_waiting, "later": len(self._later), **self._counters}
 
     def close(self) -> None:
         """Write what is left, and what failed, within a bounded time."""
         with self._condition:
-            self._num_made += len(self._later)
-            self._changes.extendleft(reversed(self._later.values()))
+            self._changes.extendleft((0, change) for change in reversed(self._later.values()))
             self._later.clear()
             self._condition.notify()
         self.flush(_STOP_S)
@@ -133,8 +134,8 @@ class SessionLogWriter:
 
     def _leave(self, change: _Change) -> None:
         with self._condition:
-            self._num_made += 1
-            self._changes.append(change)
+            self._num_left += 1
+            self._changes.append((self._num_left, change))
             if len(self._changes) > MAX_CHANGES:
                 self._drop_one()
             if self._is_idle:
@@ -142,17 +143,16 @@ class SessionLogWriter:
 
     def _drop_one(self) -> None:
         """The oldest that is no deletion: without those, sessions would come back. They are small, so all may wait."""
-        index = next((i for i, change in enumerate(self._changes) if change.kind is not RecordKind.DELETED), None)
+        index = next((i for i, (_, each) in enumerate(self._changes) if each.kind is not RecordKind.DELETED), None)
         if index is None:
             return
-        self._try_later(self._changes[index])
+        self._try_later(self._changes[index][1])
         del self._changes[index]
-        self._num_done += 1
         self._counters["dropped"] += 1
 
     def _try_later(self, change: _Change) -> None:
-        self._later.pop(change.key, None)
-        self._later[change.key] = change
+        if self._forget_older(change):
+            self._later[change.key] = change
         self._retry_at_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_RETRY_S)
         if len(self._later) > MAX_LATER:
@@ -160,6 +160,14 @@ class SessionLogWriter:
             if lost is not None:
                 del self._later[lost]
                 self._counters["lost"] += 1
+
+    def _forget_older(self, change: _Change) -> bool:
+        """False: what is to be tried again of its session is newer."""
+        later = self._later.get(change.key)
+        if later is not None and later.state.version > change.state.version:
+            return False
+        self._later.pop(change.key, None)
+        return True
 
     def _forget(self, is_meant: Callable[[SessionKey], bool]) -> None:
         with self._condition:
@@ -172,11 +180,11 @@ class SessionLogWriter:
             outcome = self._outcome(change)
             with self._condition:
                 self._counters[outcome] += 1
-                self._num_done += 1
+                self._writing = None
                 if outcome == Appended.FAILED.value:
                     self._try_later(change)
                 else:
-                    self._later.pop(change.key, None)
+                    self._forget_older(change)
                     self._pause_s = RETRY_S
             self._call_waiting()
 
@@ -185,17 +193,25 @@ class SessionLogWriter:
             while not self._changes and not self._is_stopping:
                 pause_s = self._retry_at_s - time.monotonic() if self._later else None
                 if pause_s is not None and pause_s <= 0:
-                    self._num_made += 1
+                    self._writing = 0
                     return self._later.popitem(last=False)[1]
                 self._is_idle = True
                 self._condition.wait(pause_s)
                 self._is_idle = False
-            return self._changes.popleft() if self._changes else None
+            if not self._changes:
+                return None
+            self._writing, change = self._changes.popleft()
+            return change
+
+    def _is_done(self, number: int) -> bool:
+        """Nothing that was left until then is still to be written; called with the lock held."""
+        is_written = self._writing is None or self._writing > number
+        return is_written and (not self._changes or self._changes[0][0] > number)
 
     def _call_waiting(self, *, everything: bool = False) -> None:
         with self._condition:
             due = []
-            while self._waiting and (everything or self._waiting[0][0] <= self._num_done):
+            while self._waiting and (everything or self._is_done(self._waiting[0][0])):
                 due.append(self._waiting.popleft()[1])
         for call in due:
             try:

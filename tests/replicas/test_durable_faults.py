@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from mneme.cachetier.session_log_store import Appended, LogKey, log_key
+from mneme.cachetier.session_record import head_of
 from mneme.replicas import session_log_writer
 from mneme.replicas.durable_sessions import DurableSessions, Recalled
 from mneme.replicas.session_log_writer import SessionLogWriter
 from mneme.replicas.token_log import TokenLog
+from tests.replicas.test_durable_turns import until
 
 MODEL = b"letters"
 
@@ -24,11 +26,16 @@ class HeldStore:
         self.on_read = on_read
         self.entered, self.go = threading.Event(), threading.Event()
         self.deleted: list[LogKey] = []
+        self.outcomes: list[Appended] = []  # of the next appends; then all are written
+        self.versions: dict[LogKey, list[int]] = {}  # as they were written
 
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
         self.entered.set()
         assert self.go.wait(30)
-        return Appended.WRITTEN
+        outcome = self.outcomes.pop(0) if self.outcomes else Appended.WRITTEN
+        if outcome is Appended.WRITTEN and (head := head_of(records[-1])) is not None:
+            self.versions.setdefault(key, []).append(head.version)
+        return outcome
 
     def read(self, key: LogKey, newer_than: int = 0) -> bytes | None:
         self.entered.set()
@@ -103,4 +110,46 @@ def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatc
     assert writer.flush(10)
     assert store.deleted == [log_key(MODEL, *key) for key in keys(10)]
     assert writer.stats() == {"waiting": 0, "later": 1, "appended": 1, "dropped": 1, "deleted": 10}
+    writer.close()
+
+
+@pytest.mark.parametrize("outcome", [Appended.WRITTEN, Appended.FAILED])
+def test_a_newer_record_that_was_dropped_outlives_an_older_one_that_was_being_written(
+    monkeypatch: pytest.MonkeyPatch, outcome: Appended
+) -> None:
+    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
+    monkeypatch.setattr(session_log_writer, "RETRY_S", 0.01)
+    store, log = HeldStore(), TokenLog()
+    store.outcomes = [outcome]
+    writer = SessionLogWriter(store, MODEL)
+    first, *others = keys(6)
+    writer.forked(first, log)
+    assert store.entered.wait(10)  # the writer hangs in it
+    writer.forked(first, log)
+    for key in others:
+        writer.forked(key, TokenLog())
+    assert writer.stats()["later"] > 0
+    store.go.set()
+    until(lambda: writer.stats()["later"] + writer.stats()["waiting"] == 0)
+    assert store.versions[log_key(MODEL, *first)][-1] == log.version
+    writer.close()
+
+
+def test_who_waits_for_a_record_hears_of_it_only_once_it_is_done_whatever_is_dropped_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many are dropped as are not done yet."""
+    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
+    store, heard = HeldStore(), threading.Event()
+    writer = SessionLogWriter(store, MODEL)
+    first, second, *others = keys(9)
+    writer.forked(first, TokenLog())
+    assert store.entered.wait(10)
+    writer.deleted(second, TokenLog())  # is never dropped
+    assert not writer.after(lambda: heard.set() if store.deleted else None)
+    for key in others:
+        writer.forked(key, TokenLog())
+    store.go.set()
+    assert writer.flush(10)
+    assert heard.is_set()
     writer.close()
