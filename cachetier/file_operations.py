@@ -43,6 +43,13 @@ class FileOperations:
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers), offset)
 
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        os.ftruncate(fd, num_bytes)
+
+    def set_time(self, fd: int, mtime_ns: int) -> None:
+        """Of the last change."""
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+
     def sync(self, fd: int) -> None:
         """Wait until the file's bytes are on the disk."""
         os.fdatasync(fd)

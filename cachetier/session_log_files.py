@@ -141,6 +141,8 @@ class SessionLogFiles:
             with self._unlocked():
                 content = self._folder.read(log.key)
                 parsed = None if content is None else parse_log(content, log.key)
+                if content is not None and parsed is not None and parsed.num_bytes < len(content):
+                    self._folder.cut(log.key, parsed.num_bytes)  # it counts no more
         except OSError:
             self.counters["read_failed"] += 1
             raise

@@ -98,9 +98,26 @@ class SessionLogFolder:
             status = self._files.status(fd)
             if not is_ours(status) or status.st_size < at:
                 raise FileNotFoundError(0, "is not the log that it was")
-            self._write(fd, content, at)
+            try:
+                self._write(fd, content, at)
+            except OSError:
+                with suppress(OSError):
+                    self._files.truncate(fd, at)
+                raise
         finally:
             self._files.close(fd)
+
+    def cut(self, key: LogKey, num_bytes: int) -> None:
+        """What lies behind the first bytes of a log goes, if it can; the log is as old as before."""
+        with suppress(OSError):
+            fd = self._files.open_to_write(self._path(key))
+            try:
+                status = self._files.status(fd)
+                if is_ours(status) and status.st_size > num_bytes:
+                    self._files.truncate(fd, num_bytes)
+                    self._files.set_time(fd, status.st_mtime_ns)
+            finally:
+                self._files.close(fd)
 
     def write_new(self, key: LogKey, content: bytes) -> str:
         """All of a log, to be renamed to it or discarded; its path. Raises OSError, and there is nothing then."""

@@ -21,7 +21,7 @@ from mneme.cachetier.misses import Miss
 CHUNK_TOKENS = 8
 OPERATIONS = ("make_folder", "lock", "list_folder", "open_to_read", "create", "close", "status", "read", "write")
 OPERATIONS += ("rename", "unlink")
-LOG_OPERATIONS = (*OPERATIONS, "open_to_write", "sync", "sync_folder")  # of session logs too
+LOG_OPERATIONS = (*OPERATIONS, "open_to_write", "sync", "sync_folder", "truncate", "set_time")  # of session logs too
 
 
 def make_fingerprint(weights: str = "w", **layout: Any) -> ModelFingerprint:

@@ -350,6 +350,34 @@ def test_a_file_that_changes_under_us_is_a_log_that_is_lost_or_shorter(tmp_path:
     logs.close()
 
 
+def test_a_torn_tail_does_not_stay_on_the_disk_once_it_does_not_count(tmp_path: Path) -> None:
+    logs = make_logs(tmp_path)
+    logs.append(KEY, [record for record, _ in STEPS[:2]])
+    logs.close()
+    (path,) = files_of(tmp_path)
+    with path.open("ab") as file:
+        file.write(bytes(1 << 19))
+    written_s = int(time.time()) - 30
+    os.utime(path, (written_s, written_s))
+    logs = make_logs(tmp_path)
+    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] > 1 << 19
+    assert state_in(logs) == STEPS[1][1]
+    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] == BLOCK
+    assert path.stat().st_mtime == written_s  # reading it makes it no younger
+    logs.close()
+
+
+def test_what_was_written_in_part_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    files = FailingFiles(lambda _operation, _number: None)
+    logs = make_logs(tmp_path, files=files, sync=True)
+    logs.append(KEY, [STEPS[0][0]])
+    record, _ = begin_turn(STEPS[0][1], 1, 10_000)
+    files.fails = lambda name, _number: errno.EIO if name == "sync" else None
+    assert logs.append(KEY, [record]) is Appended.FAILED
+    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] == BLOCK
+    logs.close()
+
+
 def play(logs: SessionLogs) -> dict[int, SessionState]:
     """What a replica does with it; the last states of which it was told that they are written."""
     written: dict[int, SessionState] = {}
