@@ -83,7 +83,7 @@ class SessionLogFiles:
 
     def extend(self, log: Log, records: Sequence[bytes], head: RecordHead) -> Appended:
         content, checksum = frames(records, log.checksum)
-        if log.must_replace or log.is_too_long(len(content)) or head.is_from_prompt > log.has_prompt:
+        if log.must_replace or log.is_too_long(len(content), head) or head.is_from_prompt > log.has_prompt:
             return Appended.NEEDS_WHOLE
         if not self._make_room(1 + len(content) // BLOCK_BYTES, log):
             return Appended.FAILED

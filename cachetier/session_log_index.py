@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mneme.cachetier.session_log_store import TOMBSTONE_BYTES, LogKey, ParsedLog
+from mneme.cachetier.session_record import RecordHead
 from mneme.config import check_range
 
 BLOCK_BYTES = 4096
@@ -51,9 +52,10 @@ class Log:
     def num_blocks(self) -> int:
         return -(-self.num_bytes // BLOCK_BYTES)
 
-    def is_too_long(self, num_more: int) -> bool:
-        """More than half of it would be obsolete."""
-        return self.num_bytes + num_more > max(_SMALL_BYTES, 2 * (4 * self.num_ids + BLOCK_BYTES))
+    def is_too_long(self, num_more: int, head: RecordHead) -> bool:
+        """More than half of it would be obsolete behind records that end so."""
+        num_ids = head.num_ids + head.num_prompt
+        return self.num_bytes + num_more > max(_SMALL_BYTES, 2 * (4 * num_ids + BLOCK_BYTES))
 
     def note(self, parsed: ParsedLog) -> None:
         """What its file holds."""

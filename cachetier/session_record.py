@@ -77,6 +77,7 @@ class RecordHead(NamedTuple):
     version: int
     base: int  # the version it goes on from
     num_ids: int  # of the state it leads to, what is seen of a truncated one too
+    num_prompt: int  # ids beside these, of the turn that it begins
     ttl_s: float | None
     is_from_prompt: bool  # it goes on from the prompt of a BEGAN right before it
 
@@ -110,7 +111,8 @@ class RecordFields(NamedTuple):
     def head(self) -> RecordHead:
         base = (self.base_epoch << _HALF) + self.base_time
         num_ids = self.num_ids + self.num_seen
-        return RecordHead(RecordKind(self.kind), self.version, base, num_ids, self.own_ttl_s, self.is_from_prompt)
+        kind, num_prompt = RecordKind(self.kind), self.ids_count if self.kind == RecordKind.BEGAN else 0
+        return RecordHead(kind, self.version, base, num_ids, num_prompt, self.own_ttl_s, self.is_from_prompt)
 
     @property
     def own_ttl_s(self) -> float | None:

@@ -171,6 +171,20 @@ def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Pa
         logs.close()
 
 
+def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
+    """Of a session that is new, and of one that is not: its prompt is no more obsolete than its past."""
+    logs, state, num_ids = make_logs(tmp_path), SessionState(), 0
+    for number, num_prompt in enumerate((40_000, 10, 60_000)):
+        record, running = begin_turn(state, number, num_prompt)
+        assert logs.append(KEY, [record]) is Appended.WRITTEN
+        record, state = end_turn(running, number, num_prompt, 50)
+        assert logs.append(KEY, [record]) is Appended.WRITTEN
+        num_ids += num_prompt + 50
+    assert logs.stats()["counters"]["written_bytes"] < 4 * num_ids + BLOCK
+    assert state_in(logs) == state
+    logs.close()
+
+
 def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: Path) -> None:
     logs = make_logs(tmp_path, max_sessions=3)
     for number in range(3):
