@@ -47,6 +47,7 @@ KNOWN_PATHS = frozenset(
 )
 
 
+_NOT_APPENDED = ("deleted", "dropped", "raised", "lost")  # of session logs' records
 _STATES = ("free", "cached", "in_use", "total")
 _SUMS = (
     Family(
@@ -89,13 +90,19 @@ _SUMS = (
         "mneme_session_log_records_total",
         "counter",
         "What engines wrote to sessions' logs, by what became of it.",
-        by("outcome", ("session_logs", "write"), (*(each.value for each in Appended), "deleted", "dropped")),
+        by("outcome", ("session_logs", "write"), (*(each.value for each in Appended), *_NOT_APPENDED)),
     ),
     Family(
         "mneme_session_log_waiting_records",
         "gauge",
         "What is still to be written to sessions' logs.",
         alone("session_logs", "write", "waiting"),
+    ),
+    Family(
+        "mneme_session_log_failing_sessions",
+        "gauge",
+        "Sessions whose last record could not be written and is tried again.",
+        alone("session_logs", "write", "later"),
     ),
     Family(
         "mneme_session_log_reads_total",

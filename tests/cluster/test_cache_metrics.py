@@ -141,7 +141,8 @@ def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
 
 def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
     async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        logs = {"write": {"appended": 4, "append_failed": 1, "waiting": 2}, "read": {"restored": 3, "failed": 1}}
+        write = {"appended": 4, "append_failed": 1, "raised": 2, "lost": 1, "waiting": 2, "later": 5}
+        logs = {"write": write, "read": {"restored": 3, "failed": 1}}
 
         async def stats() -> list[ReplicaStats]:
             return [ReplicaStats(replica_id=name, model="", metrics={"session_logs": logs}) for name in "ab"]
@@ -151,7 +152,10 @@ def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() 
         for line in (
             'mneme_session_log_records_total{outcome="append_failed"} 2',
             'mneme_session_log_records_total{outcome="appended"} 8',
+            'mneme_session_log_records_total{outcome="raised"} 4',
+            'mneme_session_log_records_total{outcome="lost"} 2',
             "mneme_session_log_waiting_records 4",
+            "mneme_session_log_failing_sessions 10",
             'mneme_session_log_reads_total{outcome="restored"} 6',
             'mneme_session_log_reads_total{outcome="failed"} 2',
         ):
