@@ -26,6 +26,7 @@ class LogCopies:
     def __init__(self, peers: LogPeers, read_own: Callable[[LogKey], Awaitable[bytes | None]]) -> None:
         self._peers, self._read_own = peers, read_own
         self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
+        self._alone: OrderedDict[LogKey, None] = OrderedDict()  # sessions that wait for a peer to be there
         self._is_some = asyncio.Event()
         self.counters: Counter[str] = Counter()
 
@@ -46,12 +47,19 @@ class LogCopies:
             self.counters["copy_dropped"] += 1
         self._is_some.set()
 
+    def note_alone(self) -> None:
+        """There may be a peer now."""
+        alone, self._alone = self._alone, OrderedDict()
+        for key in alone:
+            self.note(key)
+
     def forget(self, keys: Iterable[LogKey]) -> None:
         for key in keys:
             self._waiting.pop(key, None)
+            self._alone.pop(key, None)
 
     def forget_owned(self, owner: bytes) -> None:
-        self.forget([key for key in self._waiting if key.owner == owner])
+        self.forget([key for key in (*self._waiting, *self._alone) if key.owner == owner])
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -76,7 +84,9 @@ class LogCopies:
         """How that ended, as a counter's name."""
         peers = (await self._peers.of(key))[:_MAX_PEERS]
         if not peers:
+            self._leave_alone(key)
             return "copy_alone"
+        self.note_alone()
         if records and await self._is_taken(peers[0], "append_log", key, records, True):
             return "copied"
         content = await self._read_own(key)
@@ -86,6 +96,12 @@ class LogCopies:
             if await self._is_taken(peer, "install_log", key, content):
                 return "copied_whole"
         return "copy_failed"
+
+    def _leave_alone(self, key: LogKey) -> None:
+        self._alone[key] = None
+        self._alone.move_to_end(key)
+        if len(self._alone) > MAX_COPIES:
+            self._alone.popitem(last=False)
 
     async def _is_taken(self, peer: Any, method: str, *args: Any) -> bool:
         """Whether the peer has this now, or what is newer."""

@@ -130,6 +130,7 @@ class NodeSessionLogs:
     def node_joined(self) -> None:
         """There is a node that others may not know of yet."""
         self._peers.look_again(is_new=True)
+        self._copies.note_alone()
 
     async def stats(self) -> dict[str, Any]:
         figures = {} if self._logs is None else await self._in(self._logs.stats)

@@ -61,6 +61,7 @@ class LogCluster:
     """Answers in the place of Ray: which nodes live, and their actors by name."""
 
     def __init__(self, folder: Path, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
         self.handles: dict[str, Handle] = {}  # of actors that are there, by node
         self.nodes = {name: LogNode(self, name, folder / name) for name in names}
         monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": name, "Alive": True} for name in self.nodes])
@@ -73,6 +74,15 @@ class LogCluster:
             await node.start()
         for node in self.nodes.values():
             node.logs.node_joined()
+
+    async def add(self, name: str) -> LogNode:
+        """A node that joins."""
+        node = self.nodes[name] = LogNode(self, name, self.folder / name)
+        node.folder.mkdir()
+        await node.start()
+        for each in self.nodes.values():
+            each.logs.node_joined()
+        return node
 
     async def close(self) -> None:
         for node in self.nodes.values():

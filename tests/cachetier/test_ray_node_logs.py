@@ -155,6 +155,22 @@ def test_a_copy_that_nobody_can_take_is_made_later(play, monkeypatch: pytest.Mon
     play("ab", scene)
 
 
+def test_a_copy_for_which_there_is_no_peer_yet_is_made_once_there_is_one(play) -> None:
+    """Not of what was deleted meanwhile."""
+
+    async def scene(cluster: LogCluster) -> None:
+        writer, gone = cluster.nodes["a"], key_number(2)
+        for key in (KEY, gone):
+            await say(writer, key, 0, 2)
+        await eventually(lambda: _copies(writer, "copy_alone") >= 2)
+        assert await writer.logs.delete(gone, 0, READ_S)
+        peer = await cluster.add("b")
+        await eventually(lambda: _is_at(peer, 2))
+        assert await turns_at(peer, gone) is None
+
+    play("a", scene)
+
+
 def _copies(node: LogNode, outcome: str) -> int:
     return node.logs._copies.counters[outcome]
 
