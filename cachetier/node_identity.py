@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
 
+NODE_PREFIX = "node-"  # of the names of nodes' actors
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
@@ -29,4 +31,4 @@ class Ready(NamedTuple):
 
 
 def node_actor_name(node_id: str) -> str:
-    return f"node-{node_id}"
+    return NODE_PREFIX + node_id

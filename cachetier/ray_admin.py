@@ -22,12 +22,12 @@ from mneme.cachetier.cache_admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.node_identity import NODE_PREFIX
 from mneme.errors import MnemeError, ReplicaUnavailable
 
 _logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0  # of one question to all nodes
-NODE_PREFIX = "node-"  # of the names of nodes' actors
 
 
 class _Answer(NamedTuple):

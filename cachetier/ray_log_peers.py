@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util import list_named_actors
 
+from mneme.cachetier.node_identity import NODE_PREFIX
 from mneme.cachetier.session_log_store import LogKey
 
 _logger = logging.getLogger(__name__)
@@ -21,7 +22,6 @@ _logger = logging.getLogger(__name__)
 _FIRST_LOOK_S = 0.15  # how long who asks first waits for the list of nodes
 _MEMBERS_S = 2.0  # how old the list may be
 _BACK_S = 30.0  # how long a node that lives counts though its actor is gone: engines there make another
-_NODE_PREFIX = "node-"
 
 
 class LogPeers:
@@ -75,7 +75,7 @@ class LogPeers:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         now_s, actors = time.monotonic(), {}
         for each in list_named_actors(all_namespaces=True):
-            node = each["name"].removeprefix(_NODE_PREFIX)
+            node = each["name"].removeprefix(NODE_PREFIX)
             if each["namespace"] == self._namespace and node in alive and node != self._own:
                 known = None if node in self._dead else self._actors.get(node)
                 try:

@@ -20,9 +20,8 @@ from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_folder import make_root
 from mneme.cachetier.ray_log_copies import MAX_COPIES, LogCopies
 from mneme.cachetier.ray_log_peers import LogPeers
-from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
-from mneme.cachetier.session_logs import SessionLogs
+from mneme.cachetier.session_logs import SessionLogs, open_session_logs
 from mneme.cachetier.session_record import taken_over
 
 _logger = logging.getLogger(__name__)
@@ -175,11 +174,9 @@ class NodeSessionLogs:
 
 def open_node_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
     """None without a disk; its folder is made if there is none. Raises `ConfigError` if it cannot be used."""
-    if config.disk is None:
-        return None
-    folder, capacity_bytes, sync = config.disk.folder, config.session_log_bytes, config.session_log_sync
-    make_root(folder)
-    return SessionLogs(SessionLogConfig(folder=folder, capacity_bytes=capacity_bytes, ttl_s=ttl_s, sync=sync))
+    if config.disk is not None:
+        make_root(config.disk.folder)
+    return open_session_logs(config, ttl_s)
 
 
 def _version(content: bytes, key: LogKey) -> int:

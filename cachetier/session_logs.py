@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.session_log_files import Clock, SessionLogFiles
 from mneme.cachetier.session_log_folder import SessionLogFolder
@@ -162,3 +163,17 @@ class SessionLogs:
         if parsed is None or parsed.num_bytes != len(content):  # they go on from ids that are not here
             return Appended.NEEDS_WHOLE
         return self._files.replace(key, content, parsed)
+
+
+def open_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
+    """Beside the disk tier, whose folder is there; None: there is none. Raises `ConfigError`."""
+    if config.disk is None:
+        return None
+    return SessionLogs(
+        SessionLogConfig(
+            folder=config.disk.folder,
+            capacity_bytes=config.session_log_bytes,
+            ttl_s=ttl_s,
+            sync=config.session_log_sync,
+        )
+    )

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.keys import owner_of
-from mneme.cachetier.session_log_index import SessionLogConfig
 from mneme.cachetier.session_log_store import SessionLogStore, log_key, parse_log
-from mneme.cachetier.session_logs import SessionLogs
 from mneme.cachetier.session_record import SessionState, taken_over
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest
@@ -35,20 +33,6 @@ _MAX_READS = 64  # at a time: more are not begun, as the disk or the network han
 
 
 OpenSessionLogs = Callable[[CacheConfig, float], SessionLogStore | None]  # the second: sessions' time to live, seconds
-
-
-def process_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogStore | None:
-    """Logs of this process alone, beside its disk tier; None: there is none. Raises `ConfigError`."""
-    if config.disk is None:
-        return None
-    return SessionLogs(
-        SessionLogConfig(
-            folder=config.disk.folder,
-            capacity_bytes=config.session_log_bytes,
-            ttl_s=ttl_s,
-            sync=config.session_log_sync,
-        )
-    )
 
 
 def open_durable_sessions(

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.session_logs import open_session_logs
 from mneme.errors import ConfigError, InvalidRequest
 from mneme.kernels import native_library
 from mneme.replicas.cache_tier import OpenStore, open_cache_tier, process_store
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import decode_graphs_for
-from mneme.replicas.durable_sessions import OpenSessionLogs, open_durable_sessions, process_session_logs
+from mneme.replicas.durable_sessions import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.model import Decoder
@@ -51,7 +52,7 @@ def load_engine(
     tenants: Sequence[Tenant] = (PUBLIC,),
     cache: CacheConfig | None = None,
     open_store: OpenStore = process_store,
-    open_session_logs: OpenSessionLogs = process_session_logs,
+    open_session_logs: OpenSessionLogs = open_session_logs,
 ) -> Engine:
     """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
 
