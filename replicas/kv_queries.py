@@ -25,8 +25,9 @@ from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
 from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.kv_shown import shown_amount, shown_lookup, shown_pin
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_pages import delete_pages
-from mneme.replicas.sessions import SessionKey
+from mneme.replicas.sessions import SessionKey, session_key
 
 if TYPE_CHECKING:
     from mneme.replicas.chunk_cache import ChunkCache
@@ -182,6 +183,7 @@ def _drop(engine: Engine, query: DropKv) -> None:
     if query.session is None:
         engine.forest.drop_prefix(query.salt, query.token_ids)
         return
+    _save_no_more(engine, lambda request: session_key(request) == query.session)
     log = engine.sessions.get(query.session)
     if log is not None:
         delete_pages(engine.forest, log)
@@ -189,8 +191,16 @@ def _drop(engine: Engine, query: DropKv) -> None:
 
 def _drop_salts(engine: Engine, is_meant: Callable[[str], bool]) -> None:
     """A session that answers is forgotten when it has."""
+    _save_no_more(engine, lambda request: is_meant(request.salt))
     engine.sessions.delete_salts(is_meant)
     engine.forest.drop_salts(is_meant)
+
+
+def _save_no_more(engine: Engine, is_meant: Callable[[GenerationRequest], bool]) -> None:
+    """What a request computes that runs meanwhile does not come into the tier behind the deletion."""
+    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
+        if is_meant(sequence.request):
+            sequence.chain = None
 
 
 def _drop_owned(tier: KvTier, owner: bytes) -> dict[str, int]:
