@@ -78,7 +78,7 @@ class CacheAdmin(Protocol):
         """All that an owner has."""
 
     def stats(self) -> list[dict[str, Any]]:
-        """Of each node that answers: "node", its name, and what its `NodeCache.stats()` says."""
+        """Of each node that answers: "node", its name, what its `NodeCache.stats()` says, and what its actor adds."""
 
 
 @runtime_checkable

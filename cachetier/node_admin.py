@@ -25,12 +25,9 @@ _MAX_CHILDREN = 10_000  # of one chunk, whose headers are read; some 50 us each 
 class NodeAdmin:
     """Thread-safe; what happens meanwhile to the cache is seen or not."""
 
-    def __init__(
-        self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic, *, disk_problem: str = ""
-    ) -> None:
-        """`name` is the node's; `clock` is the cache's; `disk_problem`: why it goes without the disk it should have."""
+    def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is the node's; `clock` is the cache's."""
         self._node, self._contents, self._name, self._clock = node, node.contents, name, clock
-        self._disk_problem = disk_problem
         self._pins = NamedPins(node, clock)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
@@ -81,7 +78,7 @@ class NodeAdmin:
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
-        return [{"node": self._name, "disk_problem": self._disk_problem, **self._node.stats()}]
+        return [{"node": self._name, **self._node.stats()}]
 
     def _found(self, query: ChainQuery) -> Iterator[tuple[int, Located]]:
         """All chunks of the sequence that are here, whatever is missing between, with their places in it."""

@@ -190,7 +190,7 @@ _ENGINES = (
 
 
 def cache_lines(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`nodes`: `NodeCache.stats()` of each; `engines`: what each engine's statistics have under "cache"."""
+    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
     if not nodes and not engines:
         return []
     lines = family("mneme_cache_nodes", "Nodes of the cache tier that answered.", "gauge", {(): len(nodes)})
