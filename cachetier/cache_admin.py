@@ -72,7 +72,10 @@ class CacheAdmin(Protocol):
         """The owner's."""
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
-        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it."""
+        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
+
+        Raises `ReplicaUnavailable` if so much begins alike that not all of it can be looked at in time.
+        """
 
     def delete_owned(self, owner: bytes) -> Amount:
         """All that an owner has."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier import node_admin
 from mneme.cachetier.cache_admin import (
     MAX_PINS,
     Amount,
@@ -28,7 +29,7 @@ from mneme.cachetier.keys import Lineage, owner_of, prefix_lineage
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
-from mneme.errors import CachePinRefused
+from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
 
 pytestmark = pytest.mark.usefixtures("few_folders")
@@ -279,6 +280,34 @@ def test_a_short_prompt_takes_what_begins_with_it(node: Node) -> None:
     assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [2, 3, 2]
     node.delete([1, 2])
     assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [1, 1, 2]
+
+
+def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(60)]
+    for ids in sessions:
+        node.put(ids)
+
+    def header(key: bytes) -> None:
+        raise AssertionError("no header needs to be read")
+
+    monkeypatch.setattr(node.cache.contents, "header", header)
+    for ids in sessions:
+        assert node.delete(ids, spares_longer=True)
+    assert node.cache.stats()["host"]["chunks"] == 0
+
+
+def test_what_begins_with_a_prompt_is_deleted_whole_or_the_deletion_fails(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        node.put([1, 2, number])
+    monkeypatch.setattr(node_admin, "_SCAN_S", -1.0)
+    with pytest.raises(ReplicaUnavailable, match="begins alike"):
+        node.delete([1, 2])
+    monkeypatch.undo()
+    assert node.delete([1, 2]) == 100
 
 
 def test_a_tenant_goes_with_all_salts_and_pins_and_no_other(disk_node: Node) -> None:
