@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk_store import ChainQuery
 
-AdminCall = Literal["lookup", "pin", "unpin", "pins", "delete", "delete_owned", "stats"]
+# `take_back_pin`: of a node alone, where another has refused the pin.
+AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_owned", "stats"]
 ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
 MAX_PINS = 64  # of one owner on one node
 
@@ -62,7 +63,7 @@ class CacheAdmin(Protocol):
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
         """Keep what there is of the sequence; a pin of that name is replaced. None: there is nothing.
 
-        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned.
+        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned; then that one stays.
         """
 
     def unpin(self, name: PinName) -> bool:

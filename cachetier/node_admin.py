@@ -52,6 +52,10 @@ class NodeAdmin:
         self._pins.set(name, pin)
         return self._described(name, pin)
 
+    def take_back_pin(self, name: PinName) -> bool:
+        """What `pin` of that name has just done; the pin that it replaced is there again."""
+        return self._pins.take_back(name)
+
     def unpin(self, name: PinName) -> bool:
         """See `CacheAdmin.unpin`."""
         return self._pins.drop(name, self._keys_of)

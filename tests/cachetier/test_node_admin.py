@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier import node_admin
+from mneme.cachetier import named_pins, node_admin
 from mneme.cachetier.cache_admin import (
     MAX_PINS,
     Amount,
@@ -228,6 +228,33 @@ def test_too_much_is_not_pinned_and_what_was_stays() -> None:
     node.cache.close()
 
 
+def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
+    node.put([1] * 16)
+    node.put([2] * 8)
+    assert not node.admin.take_back_pin(PIN)
+    for ids, num_keys in (([1] * 8, 1), ([1] * 16, 2)):
+        node.admin.pin(PIN, query(ids), 60)
+        assert node.cache.stats()["pins"]["keys"] == num_keys
+    node.admin.pin(PIN, query([2] * 8), None)
+    assert node.admin.take_back_pin(PIN)
+    assert [(pin.num_tokens, pin.expires_in_s) for pin in node.admin.pins(OWNER)] == [(16, 60)]
+    assert node.cache.stats()["pins"]["keys"] == 2
+    assert node.admin.take_back_pin(PIN)  # one before is remembered, no more
+    assert node.admin.pins(OWNER) == []
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_pins_of_all_owners_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_pins, "_MAX_ALL_PINS", 2)
+    node.put([1] * 8)
+    for owner in ("a", "b"):
+        node.admin.pin(PinName(owner_of(owner), "p"), query([1] * 8), 60)
+    with pytest.raises(CachePinRefused, match="2 pins of all API keys"):
+        node.admin.pin(PIN, query([1] * 8), 60)
+    node.admin.pin(PinName(owner_of("a"), "p"), query([1] * 8), 90)
+    assert [pin.expires_in_s for pin in node.admin.pins(owner_of("a"))] == [90]
+
+
 def test_pins_are_so_many(node: Node) -> None:
     node.put([1] * 8)
     for number in range(MAX_PINS):
@@ -282,9 +309,7 @@ def test_a_short_prompt_takes_what_begins_with_it(node: Node) -> None:
     assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [1, 1, 2]
 
 
-def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(60)]
     for ids in sessions:
         node.put(ids)

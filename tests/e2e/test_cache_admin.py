@@ -108,6 +108,14 @@ def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin:
         admin.pin(PIN, query(ids, LARGE), 60)
     assert admin.pins(OWNER) == []
     assert [figures["pins"]["keys"] for figures in admin.stats()] == [0, 0]
+    pinned = admin.pin(PIN, query(ids[:CHUNK_TOKENS], LARGE), 60)
+    with pytest.raises(CachePinRefused):  # another of that name, and the one before stays
+        admin.pin(PIN, query(ids, LARGE), 600)
+    (kept,) = admin.pins(OWNER)
+    assert pinned is not None
+    assert kept._replace(expires_in_s=60) == pinned._replace(expires_in_s=60)
+    assert kept.expires_in_s is not None
+    assert kept.expires_in_s < 60
     assert admin.delete_owned(OWNER).num_chunks == 5
 
 
