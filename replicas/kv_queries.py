@@ -132,8 +132,8 @@ def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier
         return own
     if tier is None and isinstance(query, PinKv):
         raise NoCacheTier
-    if tier is not None and isinstance(query, DropKv | DropTenantKv):
-        tier.settle_saves(_SETTLE_S)  # or what this engine is saving would come after the deletion
+    if tier is not None and isinstance(query, DropKv | DropTenantKv) and not tier.settle_saves(_SETTLE_S):
+        raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
     return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
 
 

@@ -269,6 +269,21 @@ def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
     run(scenario, **KEYS)
 
 
+def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        engines.save(IDS)
+        await engines.compute("a", IDS, session_id="public:mine")
+        engines.loops["b"].kv_tier = replace(engines.tier, settle_saves=lambda _timeout_s: False)
+        for body in ({"token_ids": IDS}, {"session_id": "mine"}, {"tenant": True}):
+            answer = await drop(client, 503, **body)
+            assert "being saved" in answer["error"]["message"]
+        assert engines.kept() == 4
+        engines.loops["b"].kv_tier = engines.tier
+        assert (await drop(client, token_ids=IDS))["tier"]["chunks"] == 4
+
+    run(scenario)
+
+
 class OwnedLogs:
     """Of a `DurableSessions` what a tenant's deletion asks."""
 
