@@ -28,6 +28,7 @@ from mneme.errors import MnemeError, ReplicaUnavailable
 _logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0  # of one question to all nodes
+_FIGURES_TIMEOUT_S = 1.0  # likewise, for figures: whoever scrapes them waits
 NODE_PREFIX = "node-"  # of the names of nodes' actors
 
 
@@ -90,9 +91,10 @@ class RayCacheAdmin:
 
     def _ask(self, call: AdminCall, *args: Any, among: Collection[str] | None = None, **options: Any) -> list[_Answer]:
         """Every node at once, or those of these actors; in the order of their names."""
-        deadline_s = time.monotonic() + self._timeout_s
+        timeout_s = min(self._timeout_s, _FIGURES_TIMEOUT_S) if call == "stats" else self._timeout_s
+        deadline_s = time.monotonic() + timeout_s
         try:
-            actors = self._naming.submit(self._actors).result(self._timeout_s)
+            actors = self._naming.submit(self._actors).result(timeout_s)
         except (TimeoutError, RayError) as error:
             raise ReplicaUnavailable("the nodes of the cache tier could not be listed") from error
         calls = [

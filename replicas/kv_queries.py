@@ -15,7 +15,7 @@ Of several replicas one is asked for the tier's (`in_tier`), as they share it. P
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,7 +78,7 @@ class DropTenantKv(NamedTuple):
 
 
 class KvStats(NamedTuple):
-    salt: str
+    salt: str | None  # None: figures of the tier alone
     in_tier: bool
 
 
@@ -174,7 +174,7 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
         case DropTenantKv(salt):
             return _drop_owned(tier, owner_of(salt))
         case KvStats(salt):
-            return _stats(tier, owner_of(salt))
+            return _stats(tier, None if salt is None else owner_of(salt))
     return None
 
 
@@ -228,19 +228,21 @@ def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
     return shown_pin(pin)
 
 
-def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
+def _stats(tier: KvTier, owner: bytes | None) -> dict[str, Any]:
     """Of all tenants sums alone; what is kept by tenant is the owner's own here."""
     nodes, own = [], Counter[str]()
     for node in tier.admin.stats():
-        own.update(node.pop("owners", {}).get(owner.hex(), {}))
+        owners = node.pop("owners", {})
+        own.update({} if owner is None else owners.get(owner.hex(), {}))
         nodes.append(node)
+    return {"nodes": nodes, "tenant": None if owner is None else _tenant(tier, owner, own)}
+
+
+def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "nodes": nodes,
-        "tenant": {
-            "owner": owner.hex(),
-            "host_bytes": own["host"],
-            "disk_bytes": own["disk"],
-            "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-            "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
-        },
+        "owner": owner.hex(),
+        "host_bytes": own["host"],
+        "disk_bytes": own["disk"],
+        "quota_bytes": tier.tenant_bytes,  # in each tier of each node
+        "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,10 +130,22 @@ def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster
     admin = RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-counted")
     eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
     lines = cache_lines(admin.stats(), [])
-    assert "mneme_session_logs 1" in lines
-    assert "mneme_session_log_bytes 4096" in lines
-    assert 'mneme_cache_directory_faults_total{fault="told_all"} 0' not in lines
+    assert 'mneme_session_logs{node="a"} 1' in lines
+    assert 'mneme_session_log_bytes{node="a"} 4096' in lines
+    assert 'mneme_cache_directory_faults_total{node="a",fault="told_all"} 0' not in lines
     assert {"counters", "copies", "copies_waiting"} <= admin.stats()[0]["session_logs"].keys()
+
+
+def test_a_node_that_hangs_is_left_out_of_the_figures_soon(cluster: CacheCluster, admin: RayCacheAdmin) -> None:
+    hung = call(cluster.node_actor("a", "managed").stats)["pid"]
+    started_s = time.monotonic()
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        assert [figures["node"] for figures in admin.stats()] == ["b"]
+        assert time.monotonic() - started_s < 4  # a question otherwise takes 5 s
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    eventually(lambda: len(admin.stats()) == 2)
 
 
 def test_a_node_that_does_not_answer_is_left_out_but_never_of_a_deletion(
