@@ -96,12 +96,12 @@ class NodeAdmin:
     def _keys_of(self, query: ChainQuery) -> set[bytes]:
         return {each.header.key for _, each in self._found(query)}
 
-    def _parts(self, query: ChainQuery, place: int) -> set[bytes]:
+    def _parts(self, query: ChainQuery, place: int) -> frozenset[bytes]:
         """Chunks at a place that hold the sequence's tokens and no others: by key, however many begin there."""
         parent = query.parent(place)
         children = self._contents.children(parent)
         if children <= {*query.keys[place : place + 1]}:
-            return set(children)
+            return children
         return children & {*query.lineage.beginnings(parent, query.tokens_of(place))}
 
     def _begin_with(self, query: ChainQuery) -> set[bytes]:
