@@ -15,7 +15,7 @@ Of several replicas one is asked for the tier's (`in_tier`), as they share it. P
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,7 +79,7 @@ class DropTenantKv(NamedTuple):
 
 
 class KvStats(NamedTuple):
-    salt: str
+    salt: str | None  # None: figures of the tier alone
     in_tier: bool
 
 
@@ -133,8 +133,8 @@ def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier
         return own
     if tier is None and isinstance(query, PinKv):
         raise NoCacheTier
-    if tier is not None and isinstance(query, DropKv | DropTenantKv):
-        tier.settle_saves(_SETTLE_S)  # or what this engine is saving would come after the deletion
+    if tier is not None and isinstance(query, DropKv | DropTenantKv) and not tier.settle_saves(_SETTLE_S):
+        raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
     return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
 
 
@@ -175,7 +175,7 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
         case DropTenantKv(salt):
             return _drop_owned(tier, owner_of(salt))
         case KvStats(salt):
-            return _stats(tier, owner_of(salt))
+            return _stats(tier, None if salt is None else owner_of(salt))
     return None
 
 
@@ -238,19 +238,21 @@ def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
     return shown_pin(pin)
 
 
-def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
+def _stats(tier: KvTier, owner: bytes | None) -> dict[str, Any]:
     """Of all tenants sums alone; what is kept by tenant is the owner's own here."""
     nodes, own = [], Counter[str]()
     for node in tier.admin.stats():
-        own.update(node.pop("owners", {}).get(owner.hex(), {}))
+        owners = node.pop("owners", {})
+        own.update({} if owner is None else owners.get(owner.hex(), {}))
         nodes.append(node)
+    return {"nodes": nodes, "tenant": None if owner is None else _tenant(tier, owner, own)}
+
+
+def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "nodes": nodes,
-        "tenant": {
-            "owner": owner.hex(),
-            "host_bytes": own["host"],
-            "disk_bytes": own["disk"],
-            "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-            "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
-        },
+        "owner": owner.hex(),
+        "host_bytes": own["host"],
+        "disk_bytes": own["disk"],
+        "quota_bytes": tier.tenant_bytes,  # in each tier of each node
+        "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
     }
