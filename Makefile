@@ -55,7 +55,7 @@ faults: $(DEV_READY)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
 TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/test_host_memory.py
-TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*"
+TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*" --ignore-glob="*/test_triton_*"
 
 test-torch: $(DEV_READY)
 	MNEME_NATIVE=0 $(PYTEST) -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)

@@ -54,7 +54,8 @@ MAX_WRITE_ROUNDS = 5
 SHAPES = {shape.name: shape for shape in (LARGE, TINY)}
 STORE_BYTES = 1 << 30  # of each node
 TARGETS = {  # shares, of the large shape
-    ("host get", "read"): ("host_read_over_copy_and_checksum", 0.7),
+    ("host get", "read"): ("host_read_in_place_over_copy_and_checksum", 0.7),
+    ("host get", "read+copy"): ("host_read_into_a_buffer_over_copy_and_checksum", 0.7),
     ("host->device", "scatter"): ("scatter_over_copy", 0.5),
     ("disk read, cold", "chunk by layer"): ("cold_disk_read_over_raw_read", 0.8),
 }

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk_store import ChainQuery
 
-AdminCall = Literal["lookup", "pin", "unpin", "pins", "delete", "delete_owned", "stats"]
+# `take_back_pin`: of a node alone, where another has refused the pin.
+AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_owned", "stats"]
 ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
 MAX_PINS = 64  # of one owner on one node
 
@@ -62,7 +63,7 @@ class CacheAdmin(Protocol):
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
         """Keep what there is of the sequence; a pin of that name is replaced. None: there is nothing.
 
-        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned.
+        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned; then that one stays.
         """
 
     def unpin(self, name: PinName) -> bool:
@@ -72,13 +73,16 @@ class CacheAdmin(Protocol):
         """The owner's."""
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
-        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it."""
+        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
+
+        Raises `ReplicaUnavailable` if so much begins alike that not all of it can be looked at in time.
+        """
 
     def delete_owned(self, owner: bytes) -> Amount:
         """All that an owner has."""
 
     def stats(self) -> list[dict[str, Any]]:
-        """Of each node that answers: "node", its name, and what its `NodeCache.stats()` says."""
+        """Of each node that answers: "node", its name, what its `NodeCache.stats()` says, and what its actor adds."""
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mneme.cachetier.cache_admin import MAX_PINS, PinName
@@ -33,6 +33,7 @@ class NamedPin:
     keys: frozenset[bytes]  # a tail that has grown since has another
     num_tokens: int
     expires_at_s: float  # infinite: never
+    replaced: NamedPin | None = None  # what had its name before
 
 
 class NamedPins:
@@ -47,18 +48,27 @@ class NamedPins:
         """In the place of one of that name; raises `CachePinRefused`, and then that one stays."""
         with self._lock:
             self._forget_expired()
-            num_own = sum(other.owner == name.owner and other != name for other in self._pins)
-            if num_own >= MAX_PINS or len(self._pins) >= _MAX_ALL_PINS:
-                raise CachePinRefused("pin", num_own, f"an API key may have {MAX_PINS} pins at once in the cache tier")
+            self._check_room(name)
             before = self._pins.pop(name, None)
             num_pinned = self._cache.pin(pin.keys, pin.expires_at_s - self._clock())
             is_whole = num_pinned == len(pin.keys)
-            kept = pin if is_whole else before
+            kept = _in_place_of(before, pin) if is_whole else before
             if kept is not None:
                 self._pins[name] = kept
-            self._renew(pin.keys | (frozenset() if before is None else before.keys))
+            self._renew(pin.keys | _keys(before))
             if not is_whole:
                 raise CachePinRefused("pin", len(pin.keys), "so many chunks cannot be pinned in the cache tier")
+
+    def take_back(self, name: PinName) -> bool:
+        """The last pin of that name, for the one that it replaced; whether there was one."""
+        with self._lock:
+            pin = self._pins.pop(name, None)
+            if pin is None:
+                return False
+            if pin.replaced is not None:
+                self._pins[name] = pin.replaced
+            self._renew(pin.keys | _keys(pin.replaced))
+            return True
 
     def drop(self, name: PinName, more_keys: Callable[[ChainQuery], Collection[bytes]]) -> bool:
         """Whether there was one. `more_keys`: what the cache has of its sequence by now."""
@@ -86,6 +96,17 @@ class NamedPins:
         """None: for ever."""
         return None if math.isinf(pin.expires_at_s) else max(0.0, pin.expires_at_s - self._clock())
 
+    def _check_room(self, name: PinName) -> None:
+        """Raises `CachePinRefused`; one that replaces another needs none. Under the lock."""
+        if name in self._pins:
+            return
+        num_own = sum(other.owner == name.owner for other in self._pins)
+        if num_own >= MAX_PINS:
+            raise CachePinRefused("pin", num_own, f"an API key may have {MAX_PINS} pins at once in the cache tier")
+        if len(self._pins) >= _MAX_ALL_PINS:
+            rule = f"the cache tier has {_MAX_ALL_PINS} pins of all API keys, and takes no more"
+            raise CachePinRefused("pin", len(self._pins), rule)
+
     def _renew(self, keys: frozenset[bytes]) -> None:
         """Each is pinned as long as the last of the pins that have it, or not at all; under the lock."""
         until_s: dict[bytes, float] = {}
@@ -104,3 +125,11 @@ class NamedPins:
         now_s = self._clock()
         for name in [name for name, pin in self._pins.items() if pin.expires_at_s <= now_s]:
             del self._pins[name]
+
+
+def _in_place_of(before: NamedPin | None, pin: NamedPin) -> NamedPin:
+    return pin if before is None else replace(pin, replaced=replace(before, replaced=None))
+
+
+def _keys(pin: NamedPin | None) -> frozenset[bytes]:
+    return frozenset() if pin is None else pin.keys

@@ -12,25 +12,22 @@ import numpy as np
 
 from mneme.cachetier.cache_admin import Amount, FoundChunk, PinName, PinnedPrefix
 from mneme.cachetier.chain_search import Located
-from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.keys import U32Array
 from mneme.cachetier.named_pins import NamedPin, NamedPins
 from mneme.cachetier.node_cache import NodeCache
+from mneme.errors import ReplicaUnavailable
 
 _SEARCH_S = 5.0  # for one sequence
-_MAX_CHILDREN = 10_000  # of one chunk, whose headers are read; some 50 us each from a disk
+_SCAN_S = 3.0  # of a deletion, for headers of what begins alike: some 50 us each from a disk
 
 
 class NodeAdmin:
     """Thread-safe; what happens meanwhile to the cache is seen or not."""
 
-    def __init__(
-        self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic, *, disk_problem: str = ""
-    ) -> None:
-        """`name` is the node's; `clock` is the cache's; `disk_problem`: why it goes without the disk it should have."""
+    def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is the node's; `clock` is the cache's."""
         self._node, self._contents, self._name, self._clock = node, node.contents, name, clock
-        self._disk_problem = disk_problem
         self._pins = NamedPins(node, clock)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
@@ -55,6 +52,10 @@ class NodeAdmin:
         self._pins.set(name, pin)
         return self._described(name, pin)
 
+    def take_back_pin(self, name: PinName) -> bool:
+        """What `pin` of that name has just done; the pin that it replaced is there again."""
+        return self._pins.take_back(name)
+
     def unpin(self, name: PinName) -> bool:
         """See `CacheAdmin.unpin`."""
         return self._pins.drop(name, self._keys_of)
@@ -67,10 +68,9 @@ class NodeAdmin:
         """See `CacheAdmin.delete`."""
         removed = Amount() if spares_longer else self._remove(self._begin_with(query))
         for place in reversed(range(len(query.keys) + 1)):
-            parent, ids = query.parent(place), query.tokens_of(place)
-            parts = {key for key, header in self._children(parent) if _starts(ids, header.token_ids)}
+            parts = self._parts(query, place)
             removed = removed.plus(self._remove({key for key in parts if not self._contents.children(key)}))
-            if self._contents.children(parent):
+            if self._contents.children(query.parent(place)):
                 break  # others go on from here
         return removed
 
@@ -81,7 +81,7 @@ class NodeAdmin:
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
-        return [{"node": self._name, "disk_problem": self._disk_problem, **self._node.stats()}]
+        return [{"node": self._name, **self._node.stats()}]
 
     def _found(self, query: ChainQuery) -> Iterator[tuple[int, Located]]:
         """All chunks of the sequence that are here, whatever is missing between, with their places in it."""
@@ -96,14 +96,30 @@ class NodeAdmin:
     def _keys_of(self, query: ChainQuery) -> set[bytes]:
         return {each.header.key for _, each in self._found(query)}
 
+    def _parts(self, query: ChainQuery, place: int) -> frozenset[bytes]:
+        """Chunks at a place that hold the sequence's tokens and no others: by key, however many begin there."""
+        parent = query.parent(place)
+        children = self._contents.children(parent)
+        if children <= {*query.keys[place : place + 1]}:
+            return children
+        return children & {*query.lineage.beginnings(parent, query.tokens_of(place))}
+
     def _begin_with(self, query: ChainQuery) -> set[bytes]:
         """Behind the sequence's last full chunk what begins with the rest, and all that descends from that."""
         rest, last = query.tokens_of(len(query.keys)), query.parent(len(query.keys))
-        if len(rest):
-            first = {key for key, header in self._children(last) if _starts(header.token_ids, rest)}
-        else:
-            first = {last}
+        first = self._starting_with(rest, last) if len(rest) else {last}
         return first | self._behind(first)
+
+    def _starting_with(self, ids: U32Array, parent: bytes) -> set[bytes]:
+        """Children of a chunk whose tokens begin so; raises `ReplicaUnavailable` if looking takes too long."""
+        until_s, found = self._clock() + _SCAN_S, set()
+        for key in self._contents.children(parent):
+            header = self._contents.header(key)
+            if header is not None and _starts(header.token_ids, ids):
+                found.add(key)
+            if self._clock() > until_s:
+                raise ReplicaUnavailable("too much in the cache tier begins alike to look at all of it")
+        return found
 
     def _behind(self, keys: Collection[bytes]) -> set[bytes]:
         found: set[bytes] = set()
@@ -113,12 +129,6 @@ class NodeAdmin:
             found |= children
             unseen += children
         return found
-
-    def _children(self, parent: bytes) -> Iterator[tuple[bytes, ChunkHeader]]:
-        for key in sorted(self._contents.children(parent))[:_MAX_CHILDREN]:
-            header = self._contents.header(key)
-            if header is not None:
-                yield key, header
 
     def _remove(self, keys: set[bytes]) -> Amount:
         """From every tier."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from mneme.cachetier.cache_admin import (
+    AdminCall,
     Amount,
     FoundChunk,
     PinName,
@@ -28,6 +29,7 @@ from mneme.errors import MnemeError, ReplicaUnavailable
 _logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0  # of one question to all nodes
+_FIGURES_TIMEOUT_S = 1.0  # likewise, for figures: whoever scrapes them waits
 
 
 class _Answer(NamedTuple):
@@ -54,13 +56,14 @@ class RayCacheAdmin:
         ]
 
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
-        """See `CacheAdmin.pin`: on every node that has some of it, or on none."""
-        answers = [answer.value for answer in self._ask("pin", name, query, ttl_s)]
+        """See `CacheAdmin.pin`: on every node that has some of it, or on none, and then an older one stays."""
+        answers = self._ask("pin", name, query, ttl_s)
+        pinned = {answer.actor: answer.value for answer in answers if isinstance(answer.value, PinnedPrefix)}
         for answer in answers:
-            if isinstance(answer, MnemeError):
-                self.unpin(name)
-                raise answer
-        merged = merged_pins(answer for answer in answers if answer is not None)
+            if isinstance(answer.value, MnemeError):
+                self._ask("take_back_pin", name, among=pinned.keys())
+                raise answer.value
+        merged = merged_pins(pinned.values())
         if not merged:
             return None
         num_tokens = num_leading_tokens(leading(self.lookup(query), query.chunk_tokens))
@@ -86,14 +89,19 @@ class RayCacheAdmin:
         """See `CacheAdmin.stats`."""
         return [figures for answer in self._ask("stats") for figures in answer.value or ()]
 
-    def _ask(self, call: str, *args: Any, **options: Any) -> list[_Answer]:
-        """Every node at once; in the order of their names."""
-        deadline_s = time.monotonic() + self._timeout_s
+    def _ask(self, call: AdminCall, *args: Any, among: Collection[str] | None = None, **options: Any) -> list[_Answer]:
+        """Every node at once, or those of these actors; in the order of their names."""
+        timeout_s = min(self._timeout_s, _FIGURES_TIMEOUT_S) if call == "stats" else self._timeout_s
+        deadline_s = time.monotonic() + timeout_s
         try:
-            actors = self._naming.submit(self._actors).result(self._timeout_s)
+            actors = self._naming.submit(self._actors).result(timeout_s)
         except (TimeoutError, RayError) as error:
             raise ReplicaUnavailable("the nodes of the cache tier could not be listed") from error
-        calls = [(name, actor.manage.remote(call, *args, **options)) for name, actor in actors]
+        calls = [
+            (name, actor.manage.remote(call, *args, **options))
+            for name, actor in actors
+            if among is None or name in among
+        ]
         return [self._answer(name, call, answer, deadline_s) for name, answer in calls]
 
     def _answer(self, name: str, call: str, answer: Any, deadline_s: float) -> _Answer:
@@ -119,6 +127,8 @@ class RayCacheAdmin:
 def _sum_of(answers: Sequence[_Answer]) -> Amount:
     total = Amount()
     for answer in answers:
+        if isinstance(answer.value, MnemeError):
+            raise answer.value
         if not isinstance(answer.value, Amount):
             raise ReplicaUnavailable("a node of the cache tier did not answer; some may be left there")
         total = total.plus(answer.value)

@@ -193,6 +193,8 @@ class NodeActor:
         assert call in ADMIN_CALLS
         if self._cache is None:
             return None
+        if call == "stats":
+            return [await self.stats()]  # logs and the directory are the actor's, not the cache's
         try:
             return await self._in(self._reads, lambda: getattr(self._admin, call)(*args, **options))
         except MnemeError as error:
@@ -238,7 +240,7 @@ class NodeActor:
             epoch=self._epoch,
         )
         cache = NodeCache(config, self._memory, identity.host_bytes, disk, on_change=self._announcer.changed)
-        self._admin = NodeAdmin(cache, identity.name, disk_problem=self._problem)
+        self._admin = NodeAdmin(cache, identity.name)
         self._announcer.start()
         self._cache = cache
 

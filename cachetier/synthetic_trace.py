@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from mneme.cachetier.traces import TraceRequest
+from mneme.cachetier.traces import MAX_TOKENS, TraceRequest
 from mneme.errors import ConfigError, shown
 
 PREFIX = "synthetic"
@@ -25,7 +24,7 @@ class SyntheticShape:
     tokens_in: float = 31.26
     tokens_out: float = 180.44
     think_s: float = 60.0
-    max_tokens: int = 32_768  # of a prompt: a session ends before
+    max_tokens: int = 32_768  # of a prompt: a session ends before, and a first one is cut
     num_system_prompts: int = 4
     system_tokens: int = 1024
     seed: int = 0
@@ -34,10 +33,11 @@ class SyntheticShape:
         for field in fields(self):
             value = getattr(self, field.name)
             smallest = 0 if field.name in ("seed", "system_tokens", "think_s") else 1e-9
+            largest = MAX_TOKENS if "tokens" in field.name else _LARGEST
             if isinstance(value, float) and field.type == "int" and not value.is_integer():
                 raise ConfigError(f"{field.name}: must be a whole number (got {shown(value)})")
-            if not math.isfinite(value) or not smallest <= value <= _LARGEST:
-                raise ConfigError(f"{field.name}: must be from {smallest:g} to {_LARGEST:g} (got {shown(value)})")
+            if not smallest <= value <= largest:
+                raise ConfigError(f"{field.name}: must be from {smallest:g} to {largest:g} (got {shown(value)})")
         if self.num_turns < 1 or self.num_sessions * self.num_turns > _MAX_REQUESTS:
             raise ConfigError(
                 f"num_turns: at least 1, and {_MAX_REQUESTS} requests in all (got {shown(self.num_turns)})"
@@ -111,6 +111,7 @@ def _session(
         num_tokens += 1 + int(rng.expovariate(1 / shape.tokens_in))
         if num_tokens > shape.max_tokens and not is_first:
             return
+        num_tokens = min(num_tokens, shape.max_tokens)
         num_output = 1 + int(rng.expovariate(1 / shape.tokens_out))
         blocks = ids.of(prompt, shape.system_tokens, session, num_tokens)
         yield TraceRequest(now_s, blocks, num_tokens, num_output, ids.block_tokens)

@@ -1,4 +1,4 @@
-"""Metrics of the cache tier: what its nodes hold and count, once for each node, and what engines make of it."""
+"""Metrics of the cache tier: what each of its nodes holds and counts, and what engines make of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mneme.cachetier.chunk_store import EDGES
 from mneme.cachetier.cost_model import COST_EDGES
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.saving import HostPut
-from mneme.cluster.metric_families import Family, Sample, alone, by, number_at, summed_lines
+from mneme.cluster.metric_families import Family, Sample, alone, by, lines_by, number_at, summed_lines
 from mneme.cluster.prometheus import family
 from mneme.replicas.chunk_fetch import GIVEN_UP
 
@@ -190,14 +190,14 @@ _ENGINES = (
 
 
 def cache_lines(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`nodes`: `NodeCache.stats()` of each; `engines`: what each engine's statistics have under "cache"."""
+    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
     if not nodes and not engines:
         return []
     lines = family("mneme_cache_nodes", "Nodes of the cache tier that answered.", "gauge", {(): len(nodes)})
     num_without = sum(bool(node.get("disk_problem")) for node in nodes)
     text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
     lines += family("mneme_cache_nodes_without_disk", text, "gauge", {(): num_without})
-    lines += summed_lines(_NODES, nodes) + summed_lines(_ENGINES, engines)
+    lines += lines_by("node", _NODES, nodes) + summed_lines(_ENGINES, engines)
     written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
     lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
     if lasting > 0:

@@ -10,11 +10,10 @@ from mneme.cluster.api_state import ApiState, ServedModel
 from mneme.cluster.kv_protocol import PromptSelector, SequenceSelector
 from mneme.cluster.protocol import template_variables
 from mneme.cluster.request_values import check_prompt
-from mneme.cluster.session_homes import newest
+from mneme.cluster.session_lookup import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.kv_queries import GetTokens
-from mneme.replicas.queries import GetSession
 from mneme.replicas.sessions import SessionKey
 
 _PROMPTS = ("prompt", "prompt_token_ids", "token_ids", "messages")
@@ -54,7 +53,7 @@ async def select_sequence(
     name = session_key(request.state.tenant, body.session_id)
     assert name is not None
     key = (salt, name)
-    found = newest(await api.client.query(GetSession(key)))
+    found = await look_up_session(api.client, key)
     answer = None if found is None else (await api.client.query(GetTokens(key, seen), replica_id=found[0]))[found[0]]
     if answer is None or not answer.engine:
         raise SessionNotFound("session_id", body.session_id)

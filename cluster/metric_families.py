@@ -1,7 +1,8 @@
-"""Families of metrics that are sums over reports: of replicas, of engines, of a cache tier's nodes."""
+"""Families of metrics over reports: sums over replicas or engines, and each node's own of a cache tier."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,18 @@ def summed_lines(families: Iterable[Family], reports: Sequence[Mapping[str, Any]
     lines: list[str] = []
     for spec in families:
         sums = {labels: sum(number_at(each, path) for each in reports) for labels, path in spec.samples}
+        lines += family(spec.name, spec.description, spec.kind, sums)
+    return lines
+
+
+def lines_by(label: str, families: Iterable[Family], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each report's own samples, under its name, which it has at `label`: no counter falls where one is missing."""
+    lines: list[str] = []
+    for spec in families if reports else ():
+        sums: defaultdict[Labels, float] = defaultdict(float)
+        for each in reports:
+            for labels, path in spec.samples:
+                sums[((label, str(each[label])), *labels)] += number_at(each, path)
         lines += family(spec.name, spec.description, spec.kind, sums)
     return lines
 

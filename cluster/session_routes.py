@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse
 
 from mneme.cluster.api_state import ApiState
 from mneme.cluster.protocol import ForkRequest, validate
-from mneme.cluster.session_homes import newest
+from mneme.cluster.session_lookup import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, SessionNotFound
-from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession, GetSession
+from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession
 from mneme.replicas.sessions import SessionKey
 
 _MAX_REQUEST_ID_CHARS = 128
@@ -47,7 +47,7 @@ async def fork_session(api: ApiState, request: Request) -> JSONResponse:
         raise InvalidRequest("session_id", body.session_id, "must not be empty")
     new_key = (key[0], new_id)
     replica_id, _ = await _find(api, key)
-    if await _look_up(api, new_key) is not None:
+    if await look_up_session(api.client, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
     forked = (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
     if forked is None:  # made, and dropped at once
@@ -71,19 +71,9 @@ async def explain(api: ApiState, request: Request) -> JSONResponse:
 
 
 async def _find(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]]:
-    found = await _look_up(api, key)
+    found = await look_up_session(api.client, key)
     if found is None:
         raise SessionNotFound("session_id", _name(key))
-    return found
-
-
-async def _look_up(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]] | None:
-    """Where no replica knows it, one that is asked to takes it from its durable log."""
-    answers = await api.client.query(GetSession(key))
-    found = newest(answers)
-    if found is None and answers:
-        replica_id = next(iter(answers))
-        found = newest(await api.client.query(GetSession(key, restores=True), replica_id=replica_id))
     return found
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,36 +12,14 @@ from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.load_controller import Loadable, LoadController
 from mneme.replicas.chunk_fetch import Fetch, GivenUp
 from mneme.replicas.read_room import ReadRoom
+from mneme.replicas.workers import Workers
 
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
 
-Task = Callable[[], None]
-MakeWorkers = Callable[[str, int], "Workers"]  # name, number of threads
-
-
-class Workers:
-    """Threads that run tasks in order. They hold up no exit of the process, and end with whoever made them."""
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True) for _ in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._stop = weakref.finalize(self, _stop, self._queue, num_threads)
-
-    def run(self, task: Task) -> None:
-        self._queue.put(task)
-
-    def close(self, timeout_s: float) -> None:
-        """Run what waits, if that takes no longer, and end."""
-        self._stop()
-        for thread in self._threads:
-            thread.join(timeout_s)
+MakeWorkers = Callable[[str, int], Workers]  # name, number of threads
 
 
 class Fetches:
@@ -144,20 +120,6 @@ class Fetches:
         finally:
             fetch.rest()
             self.on_answer()
-
-
-def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        try:
-            task()
-        except Exception:  # the edge of a thread
-            log.exception("a task failed")
-        del task
-
-
-def _stop(tasks: queue.SimpleQueue[Task | None], num_threads: int) -> None:
-    for _ in range(num_threads):
-        tasks.put(None)
 
 
 def _loadable(fetch: Fetch, sources: list[ChunkSource]) -> list[Loadable]:

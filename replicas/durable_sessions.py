@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -19,6 +19,7 @@ from mneme.cachetier.keys import owner_of
 from mneme.cachetier.session_log_store import SessionLogStore, log_key, parse_log
 from mneme.cachetier.session_record import SessionState, taken_over
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.log_readers import LogReaders
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_log_writer import SessionLogWriter
 from mneme.replicas.sessions import SessionKey, Sessions, session_key
@@ -28,8 +29,7 @@ log = logging.getLogger(__name__)
 
 READ_S = 0.2  # how long a turn waits for its session's log, at most
 DELETE_S = 5.0
-_NUM_READERS = 4
-_MAX_READS = 64  # at a time: more are not begun, as the disk or the network hangs
+_BURST_S = 0.005  # of several turns at once: so much longer for each
 
 
 OpenSessionLogs = Callable[[CacheConfig, float], SessionLogStore | None]  # the second: sessions' time to live, seconds
@@ -77,16 +77,16 @@ class DurableSessions:
         self._store, self._model, self._vocab_size = store, model, vocab_size
         self._read_s, self._wall_clock = read_s, wall_clock
         self.writer = SessionLogWriter(store, model, wall_clock=wall_clock)
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="session-log-reader")
+        self._readers = LogReaders()
         self._counters: Counter[str] = Counter()
-        self._num_reads = 0  # that have not come back
         self._lock = threading.Lock()
 
     def recall(self, keys: Iterable[SessionKey], version_of: Callable[[SessionKey], int]) -> list[Recalled]:
         """The sessions whose logs are newer than the versions that are known, and those whose logs cannot be read."""
-        ends_s = time.monotonic() + self._read_s
-        reads = {key: self._begin_read(key, version_of(key)) for key in dict.fromkeys(keys)}
-        return [recalled for key, read in reads.items() if (recalled := self._finish_read(key, read, ends_s))]
+        versions = {key: version_of(key) for key in keys}
+        ends_s = time.monotonic() + self._read_s + _BURST_S * (len(versions) - 1)
+        reads = [(key, self._begin_read(key, version)) for key, version in versions.items()]
+        return [recalled for key, read in reads if (recalled := self._finish_read(key, read, ends_s))]
 
     def restore(self, sessions: Sessions, requests: Iterable[GenerationRequest]) -> None:
         """For who calls an engine from one thread: its requests' sessions, before it takes the requests."""
@@ -116,31 +116,17 @@ class DurableSessions:
     def close(self) -> None:
         """Write what is left, within a bounded time, and close the store."""
         self.writer.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
         self._store.close()
 
     def _begin_read(self, key: SessionKey, version: int) -> Future[SessionState | None] | None:
-        with self._lock:
-            if self._num_reads >= _MAX_READS:
-                return None
-            self._num_reads += 1
-        try:
-            read = self._readers.submit(self._read, key, version)
-        except RuntimeError:  # closed meanwhile
-            self._came_back()
-            return None
-        read.add_done_callback(lambda _read: self._came_back())  # also where it was cancelled
-        return read
-
-    def _came_back(self) -> None:
-        with self._lock:
-            self._num_reads -= 1
+        return self._readers.begin(lambda: self._read(key, version))
 
     def _finish_read(self, key: SessionKey, read: Future[SessionState | None] | None, ends_s: float) -> Recalled | None:
         try:
             if read is None:
                 raise TimeoutError
-            state = read.result(max(ends_s - time.monotonic(), 0.0))
+            state = self._readers.result(read, ends_s)
         except (OSError, CancelledError):  # a timeout too
             return self._failed(key)
         except Exception:  # the store's edge: whatever it is, the turn goes on without

@@ -191,10 +191,10 @@ class Engine:
     def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
         owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
         sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
-        self._sequence_by_id[request.request_id] = sequence
         if self.chunks is not None:
             self.chunks.want(sequence, self.forest)
         self.scheduler.add(sequence)
+        self._sequence_by_id[request.request_id] = sequence
 
     def _begin_step(self) -> None:
         self.limits.note_step()

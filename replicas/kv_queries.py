@@ -15,7 +15,7 @@ Of several replicas one is asked for the tier's (`in_tier`), as they share it. P
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +25,9 @@ from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
 from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.kv_shown import shown_amount, shown_lookup, shown_pin
+from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_pages import delete_pages
-from mneme.replicas.sessions import SessionKey
+from mneme.replicas.sessions import SessionKey, session_key
 
 if TYPE_CHECKING:
     from mneme.replicas.chunk_cache import ChunkCache
@@ -78,7 +79,7 @@ class DropTenantKv(NamedTuple):
 
 
 class KvStats(NamedTuple):
-    salt: str
+    salt: str | None  # None: figures of the tier alone
     in_tier: bool
 
 
@@ -132,8 +133,8 @@ def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier
         return own
     if tier is None and isinstance(query, PinKv):
         raise NoCacheTier
-    if tier is not None and isinstance(query, DropKv | DropTenantKv):
-        tier.settle_saves(_SETTLE_S)  # or what this engine is saving would come after the deletion
+    if tier is not None and isinstance(query, DropKv | DropTenantKv) and not tier.settle_saves(_SETTLE_S):
+        raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
     return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
 
 
@@ -174,7 +175,7 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
         case DropTenantKv(salt):
             return _drop_owned(tier, owner_of(salt))
         case KvStats(salt):
-            return _stats(tier, owner_of(salt))
+            return _stats(tier, None if salt is None else owner_of(salt))
     return None
 
 
@@ -182,6 +183,7 @@ def _drop(engine: Engine, query: DropKv) -> None:
     if query.session is None:
         engine.forest.drop_prefix(query.salt, query.token_ids)
         return
+    _save_no_more(engine, lambda request: session_key(request) == query.session)
     log = engine.sessions.get(query.session)
     if log is not None:
         delete_pages(engine.forest, log)
@@ -189,8 +191,16 @@ def _drop(engine: Engine, query: DropKv) -> None:
 
 def _drop_salts(engine: Engine, is_meant: Callable[[str], bool]) -> None:
     """A session that answers is forgotten when it has."""
+    _save_no_more(engine, lambda request: is_meant(request.salt))
     engine.sessions.delete_salts(is_meant)
     engine.forest.drop_salts(is_meant)
+
+
+def _save_no_more(engine: Engine, is_meant: Callable[[GenerationRequest], bool]) -> None:
+    """What a request computes that runs meanwhile does not come into the tier behind the deletion."""
+    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
+        if is_meant(sequence.request):
+            sequence.chain = None
 
 
 def _drop_owned(tier: KvTier, owner: bytes) -> dict[str, int]:
@@ -228,19 +238,21 @@ def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
     return shown_pin(pin)
 
 
-def _stats(tier: KvTier, owner: bytes) -> dict[str, Any]:
+def _stats(tier: KvTier, owner: bytes | None) -> dict[str, Any]:
     """Of all tenants sums alone; what is kept by tenant is the owner's own here."""
     nodes, own = [], Counter[str]()
     for node in tier.admin.stats():
-        own.update(node.pop("owners", {}).get(owner.hex(), {}))
+        owners = node.pop("owners", {})
+        own.update({} if owner is None else owners.get(owner.hex(), {}))
         nodes.append(node)
+    return {"nodes": nodes, "tenant": None if owner is None else _tenant(tier, owner, own)}
+
+
+def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "nodes": nodes,
-        "tenant": {
-            "owner": owner.hex(),
-            "host_bytes": own["host"],
-            "disk_bytes": own["disk"],
-            "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-            "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
-        },
+        "owner": owner.hex(),
+        "host_bytes": own["host"],
+        "disk_bytes": own["disk"],
+        "quota_bytes": tier.tenant_bytes,  # in each tier of each node
+        "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
     }

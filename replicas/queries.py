@@ -144,14 +144,14 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
         "queued": 0 if log.running is None else len(log.running.queue),
         "idle_s": sessions.idle_s(log),
         "expires_in_s": sessions.expires_in_s(log),
-        "kv": _tiers(resident_of(engine.forest, key[0], ids, seen), num_seen),
+        "kv": _in_memory(resident_of(engine.forest, key[0], ids, seen), num_seen),
         "hit_history": _hits(log),
     }
 
 
-def _tiers(resident: Resident, num_tokens: int) -> dict[str, int]:
-    num_kept = resident.device + resident.host
-    return {"device": resident.device, "host": resident.host, "disk": 0, "peer": 0, "dropped": num_tokens - num_kept}
+def _in_memory(resident: Resident, num_tokens: int) -> dict[str, int]:
+    """Of this replica; what is absent there the cache tier may have, which `LookUpKv` asks."""
+    return {"device": resident.device, "host": resident.host, "absent": num_tokens - resident.device - resident.host}
 
 
 def _hits(log: TokenLog) -> list[dict[str, int]]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier import named_pins, node_admin
 from mneme.cachetier.cache_admin import (
     MAX_PINS,
     Amount,
@@ -28,7 +29,7 @@ from mneme.cachetier.keys import Lineage, owner_of, prefix_lineage
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.process_store import make_disk_tier
-from mneme.errors import CachePinRefused
+from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
 
 pytestmark = pytest.mark.usefixtures("few_folders")
@@ -227,6 +228,33 @@ def test_too_much_is_not_pinned_and_what_was_stays() -> None:
     node.cache.close()
 
 
+def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
+    node.put([1] * 16)
+    node.put([2] * 8)
+    assert not node.admin.take_back_pin(PIN)
+    for ids, num_keys in (([1] * 8, 1), ([1] * 16, 2)):
+        node.admin.pin(PIN, query(ids), 60)
+        assert node.cache.stats()["pins"]["keys"] == num_keys
+    node.admin.pin(PIN, query([2] * 8), None)
+    assert node.admin.take_back_pin(PIN)
+    assert [(pin.num_tokens, pin.expires_in_s) for pin in node.admin.pins(OWNER)] == [(16, 60)]
+    assert node.cache.stats()["pins"]["keys"] == 2
+    assert node.admin.take_back_pin(PIN)  # one before is remembered, no more
+    assert node.admin.pins(OWNER) == []
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_pins_of_all_owners_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_pins, "_MAX_ALL_PINS", 2)
+    node.put([1] * 8)
+    for owner in ("a", "b"):
+        node.admin.pin(PinName(owner_of(owner), "p"), query([1] * 8), 60)
+    with pytest.raises(CachePinRefused, match="2 pins of all API keys"):
+        node.admin.pin(PIN, query([1] * 8), 60)
+    node.admin.pin(PinName(owner_of("a"), "p"), query([1] * 8), 90)
+    assert [pin.expires_in_s for pin in node.admin.pins(owner_of("a"))] == [90]
+
+
 def test_pins_are_so_many(node: Node) -> None:
     node.put([1] * 8)
     for number in range(MAX_PINS):
@@ -279,6 +307,32 @@ def test_a_short_prompt_takes_what_begins_with_it(node: Node) -> None:
     assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [2, 3, 2]
     node.delete([1, 2])
     assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [1, 1, 2]
+
+
+def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(60)]
+    for ids in sessions:
+        node.put(ids)
+
+    def header(key: bytes) -> None:
+        raise AssertionError("no header needs to be read")
+
+    monkeypatch.setattr(node.cache.contents, "header", header)
+    for ids in sessions:
+        assert node.delete(ids, spares_longer=True)
+    assert node.cache.stats()["host"]["chunks"] == 0
+
+
+def test_what_begins_with_a_prompt_is_deleted_whole_or_the_deletion_fails(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        node.put([1, 2, number])
+    monkeypatch.setattr(node_admin, "_SCAN_S", -1.0)
+    with pytest.raises(ReplicaUnavailable, match="begins alike"):
+        node.delete([1, 2])
+    monkeypatch.undo()
+    assert node.delete([1, 2]) == 100
 
 
 def test_a_tenant_goes_with_all_salts_and_pins_and_no_other(disk_node: Node) -> None:

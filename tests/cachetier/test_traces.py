@@ -125,6 +125,11 @@ def test_made_traces_are_sessions_that_go_on() -> None:
         ("synthetic:num_sessions=many", "num_sessions: must be a number"),
         ("synthetic:num_sessions=2.5", "num_sessions: must be a number"),
         ("synthetic:num_sessions=0", "num_sessions: must be from"),
+        ("synthetic:num_sessions=" + "9" * 400, "num_sessions: must be from"),
+        ("synthetic:seed=" + "9" * 400, "seed: must be from"),
+        ("synthetic:seed=" + "9" * 5000, "seed: must be a number"),
+        ("synthetic:max_tokens=100000000", "max_tokens: must be from 1e-09 to 1e\\+07"),
+        ("synthetic:think_s=inf", "think_s: must be from"),
         ("synthetic:think_s=nan", "think_s: must be from"),
         ("synthetic:num_sessions=1000000", "1000000 requests in all"),
         ("synthetic:num_turns=0.5", "num_turns: at least 1"),
@@ -133,6 +138,13 @@ def test_made_traces_are_sessions_that_go_on() -> None:
 def test_a_bad_shape_is_refused(text: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_shape(text)
+
+
+def test_no_prompt_of_a_made_trace_is_longer_than_the_shape_says() -> None:
+    for lengths in ({"system_tokens": 5000}, {"tokens_in": 5000.0}):
+        trace = make_trace(SyntheticShape(num_sessions=20, max_tokens=1000, **lengths), 64)  # type: ignore[arg-type]
+        assert len(trace) >= 20
+        assert max(asked.input_tokens for asked in trace) == 1000
 
 
 def test_a_shape_is_parsed() -> None:

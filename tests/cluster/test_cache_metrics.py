@@ -1,4 +1,4 @@
-"""The cache tier on /metrics: sums over nodes and engines, and nothing where there is none."""
+"""The cache tier on /metrics: nodes each, sums over engines, and nothing where there is none."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_nodes_are_counted_once_and_engines_each() -> None:
         lines = await page(client)
         for line in (
             "mneme_cache_nodes 1",
-            'mneme_cache_chunks{tier="host"} 4',
-            'mneme_cache_chunks{tier="disk"} 0',
-            'mneme_cache_bytes{tier="host"} 16384',
-            f'mneme_cache_capacity_bytes{{tier="host"}} {1 << 20}',
-            'mneme_cache_puts_total{outcome="taken"} 4',
-            'mneme_cache_misses_total{tier="disk",reason="bad_checksum"} 0',
+            'mneme_cache_chunks{node="node-1",tier="host"} 4',
+            'mneme_cache_chunks{node="node-1",tier="disk"} 0',
+            'mneme_cache_bytes{node="node-1",tier="host"} 16384',
+            f'mneme_cache_capacity_bytes{{node="node-1",tier="host"}} {1 << 20}',
+            'mneme_cache_puts_total{node="node-1",outcome="taken"} 4',
+            'mneme_cache_misses_total{node="node-1",tier="disk",reason="bad_checksum"} 0',
             "mneme_cache_lookups_total 6",
             'mneme_cache_loaded_chunks_total{outcome="lost"} 2',
             'mneme_cache_unsaved_chunks_total{reason="dropped"} 4',
@@ -100,6 +100,7 @@ def test_a_tier_that_is_silent_or_slow_leaves_the_page(monkeypatch: pytest.Monke
             engines.query = broken  # type: ignore[method-assign]
             lines = await page(client)
             assert "mneme_cache_nodes 0" in lines
+            assert not any(line.startswith("mneme_cache_puts_total") for line in lines)
             assert "mneme_cache_lookups_total 6" in lines
             assert 'mneme_pages{state="total"} 128' in lines
 
@@ -112,31 +113,45 @@ def test_no_tier_has_no_metrics() -> None:
 
 def test_write_amplification_is_of_what_lasts() -> None:
     disks = [{"written_bytes": 300, "superseded_bytes": 100}, {"written_bytes": 100, "superseded_bytes": 0}]
-    nodes = [{"host": {}, "disk": disk} for disk in disks]
-    lines = cache_lines([*nodes, {"host": {"chunks": "many"}, "disk": None}], [])
+    nodes = [{"node": str(n), "host": {}, "disk": disk} for n, disk in enumerate(disks)]
+    lines = cache_lines([*nodes, {"node": "2", "host": {"chunks": "many"}, "disk": None}], [])
     assert f"mneme_cache_write_amplification_ratio {400 / 300!r}" in lines
-    assert "mneme_cache_superseded_bytes_total 100" in lines
+    assert 'mneme_cache_superseded_bytes_total{node="0"} 100' in lines
+    assert 'mneme_cache_chunks{node="2",tier="host"} 0' in lines
     assert "mneme_cache_nodes 3" in lines
-    assert not any("amplification" in line for line in cache_lines([{"disk": None}], []))
+    assert not any("amplification" in line for line in cache_lines([{"node": "0", "disk": None}], []))
 
 
 def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
     nodes = [
         {
+            "node": "a",
             "directory": {"told_all": 2, "lookup_unanswered": 1},
             "session_logs": {"sessions": 5, "used_bytes": 4096, "counters": {"damaged": 1}, "copies": {"copied": 3}},
         }
-    ] * 2
+    ]
     lines = cache_lines(nodes, [])
     for line in (
-        'mneme_cache_directory_faults_total{fault="told_all"} 4',
-        'mneme_cache_directory_faults_total{fault="lookup_unanswered"} 2',
-        "mneme_session_logs 10",
-        "mneme_session_log_bytes 8192",
-        'mneme_session_log_faults_total{fault="damaged"} 2',
-        'mneme_session_log_copies_total{outcome="copied"} 6',
+        'mneme_cache_directory_faults_total{node="a",fault="told_all"} 2',
+        'mneme_cache_directory_faults_total{node="a",fault="lookup_unanswered"} 1',
+        'mneme_session_logs{node="a"} 5',
+        'mneme_session_log_bytes{node="a"} 4096',
+        'mneme_session_log_faults_total{node="a",fault="damaged"} 1',
+        'mneme_session_log_copies_total{node="a",outcome="copied"} 3',
     ):
         assert line in lines, line
+
+
+def test_a_node_that_does_not_answer_lowers_no_counter() -> None:
+    nodes = [{"node": name, "host": {"put_bytes": count}} for name, count in (("a", 3), ("b", 4), ("b", 1))]
+    both, alone = cache_lines(nodes, []), cache_lines(nodes[:1], [])
+    assert [line for line in both if line.startswith("mneme_cache_put_bytes_total")] == [
+        'mneme_cache_put_bytes_total{node="a"} 3',
+        'mneme_cache_put_bytes_total{node="b"} 5',  # two of one name are one
+    ]
+    assert [line for line in alone if line.startswith("mneme_cache_put_bytes_total")] == [
+        'mneme_cache_put_bytes_total{node="a"} 3'
+    ]
 
 
 def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
@@ -165,13 +180,16 @@ def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() 
 
 
 def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
-    nodes = [{"disk_problem": ""}, {"disk_problem": "disk tier: /kv cannot be used (Permission denied)"}]
+    nodes = [
+        {"node": "a", "disk_problem": ""},
+        {"node": "b", "disk_problem": "disk tier: /kv cannot be used (Permission denied)"},
+    ]
     assert "mneme_cache_nodes_without_disk 1" in cache_lines(nodes, [])
 
 
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
-    nodes = [{"host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
+    nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
     text = "\n".join(cache_lines(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}]))
     assert "tomorrow" not in text
     assert "abab" not in text

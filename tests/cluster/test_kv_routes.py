@@ -174,6 +174,31 @@ def test_a_session_is_looked_up_and_deleted_by_its_name() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("what", ["/lookup", "/pin", "/unpin", ""])
+def test_a_session_that_only_its_log_knows_is_found(what: str) -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        await engines.compute("a", IDS, session_id="public:mine")
+        engines.save(IDS)
+        if what == "/unpin":
+            await call(client, "/pin", session_id="mine")
+        plain, is_restored = engines.query, False
+
+        async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+            """As after a restart: no replica has the session before one has read its log."""
+            nonlocal is_restored
+            if isinstance(query, GetSession):
+                is_restored = is_restored or query.restores
+                if not is_restored:
+                    return dict.fromkeys(engines.loops)
+            return await plain(query, replica_id=replica_id)
+
+        engines.query = query  # type: ignore[method-assign]
+        await call(client, what, method="POST" if what else "DELETE", session_id="mine")
+        assert is_restored
+
+    run(scenario)
+
+
 def test_a_prefix_is_deleted_with_what_begins_with_it() -> None:
     async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
         longer, other = [*IDS, *range(50, 60)], [*IDS[:16], *range(70, 80)]
@@ -242,6 +267,21 @@ def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
         await call(client, "/lookup", 401, token_ids=IDS)
 
     run(scenario, **KEYS)
+
+
+def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        engines.save(IDS)
+        await engines.compute("a", IDS, session_id="public:mine")
+        engines.loops["b"].kv_tier = replace(engines.tier, settle_saves=lambda _timeout_s: False)
+        for body in ({"token_ids": IDS}, {"session_id": "mine"}, {"tenant": True}):
+            answer = await drop(client, 503, **body)
+            assert "being saved" in answer["error"]["message"]
+        assert engines.kept() == 4
+        engines.loops["b"].kv_tier = engines.tier
+        assert (await drop(client, token_ids=IDS))["tier"]["chunks"] == 4
+
+    run(scenario)
 
 
 class OwnedLogs:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,16 @@ import pytest
 from mneme.cachetier.cache_admin import PinName, leading, num_leading_tokens
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import owner_of, prefix_lineage
 from mneme.cachetier.node_identity import node_actor_name
 from mneme.cachetier.ray_admin import RayCacheAdmin
+from mneme.cachetier.session_log_store import Appended
+from mneme.cachetier.session_record import SessionState, whole
+from mneme.cluster.cache_metrics import cache_lines
 from mneme.errors import CachePinRefused, ReplicaUnavailable
+from tests.cachetier.session_records import ids_of, key_number
 from tests.e2e.cache_cluster import CHUNK_TOKENS, LARGE, SMALL, CacheCluster, cache_cluster, call, eventually, kill
 
 pytestmark = [
@@ -102,7 +110,42 @@ def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin:
         admin.pin(PIN, query(ids, LARGE), 60)
     assert admin.pins(OWNER) == []
     assert [figures["pins"]["keys"] for figures in admin.stats()] == [0, 0]
+    pinned = admin.pin(PIN, query(ids[:CHUNK_TOKENS], LARGE), 60)
+    with pytest.raises(CachePinRefused):  # another of that name, and the one before stays
+        admin.pin(PIN, query(ids, LARGE), 600)
+    (kept,) = admin.pins(OWNER)
+    assert pinned is not None
+    assert kept._replace(expires_in_s=60) == pinned._replace(expires_in_s=60)
+    assert kept.expires_in_s is not None
+    assert kept.expires_in_s < 60
     assert admin.delete_owned(OWNER).num_chunks == 5
+
+
+def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster, tmp_path: Path) -> None:
+    disk = DiskTierConfig(folder=str(tmp_path / "kv"), capacity_bytes=50 << 20)
+    engine = cluster.engine("a", CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk), "counted")
+    assert all(call(engine.put, tokens(1, 1)))  # the directory hears of it
+    record = whole(SessionState(version=1, ids=ids_of(1, 1)))
+    assert call(cluster.node_actor("a", "counted").append_log, key_number(1), [record]) is Appended.WRITTEN
+    admin = RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-counted")
+    eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
+    lines = cache_lines(admin.stats(), [])
+    assert 'mneme_session_logs{node="a"} 1' in lines
+    assert 'mneme_session_log_bytes{node="a"} 4096' in lines
+    assert 'mneme_cache_directory_faults_total{node="a",fault="told_all"} 0' not in lines
+    assert {"counters", "copies", "copies_waiting"} <= admin.stats()[0]["session_logs"].keys()
+
+
+def test_a_node_that_hangs_is_left_out_of_the_figures_soon(cluster: CacheCluster, admin: RayCacheAdmin) -> None:
+    hung = call(cluster.node_actor("a", "managed").stats)["pid"]
+    started_s = time.monotonic()
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        assert [figures["node"] for figures in admin.stats()] == ["b"]
+        assert time.monotonic() - started_s < 4  # a question otherwise takes 5 s
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    eventually(lambda: len(admin.stats()) == 2)
 
 
 def test_a_node_that_does_not_answer_is_left_out_but_never_of_a_deletion(

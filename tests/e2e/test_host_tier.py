@@ -62,7 +62,7 @@ def test_a_session_comes_back_from_the_host(http: httpx.Client) -> None:
     after = http.get("/v1/sessions/reader").raise_for_status().json()
     assert after["tokens"] == second["usage"]["total_tokens"]
     assert after["kv"]["device"] == after["tokens"] - 1
-    assert after["kv"] == {"device": after["tokens"] - 1, "host": 0, "disk": 0, "peer": 0, "dropped": 1}
+    assert after["kv"] == {"device": after["tokens"] - 1, "host": 0, "absent": 1}
 
 
 def test_what_came_from_the_host_answers_alike(http: httpx.Client) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from mneme.cachetier.chunk_store import ChainQuery
 from mneme.cachetier.load_controller import LoadController
-from mneme.replicas.chunk_fetches import Fetches, Task
+from mneme.replicas.chunk_fetches import Fetches
+from mneme.replicas.workers import Task
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
 from tests.replicas.chunk_stores import FakeStore, SlowRows
 

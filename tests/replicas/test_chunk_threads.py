@@ -318,3 +318,35 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     thread.join(WAIT_S)
     engine.close()
     assert num_there == [len(store.chunks)] == [3]
+
+
+@pytest.mark.parametrize("session_id", [None, "public:deleted"])
+def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
+    decoder: Decoder, session_id: str | None
+) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(1, 40), NUM_NEW, session_id=session_id)
+    while engine.is_blocked or not engine.scheduler.running:
+        engine.step()
+    engine_part(engine, DropTenantKv("", in_tier=False))
+    assert answers(run(engine))["a"]
+    engine.close()
+    assert store.chunks == {}
+
+
+def test_nothing_is_left_of_a_request_that_could_not_begin(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_cached_engine(decoder, FakeStore())
+    assert engine.chunks is not None
+
+    def fail(*_args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.chunks, "_query", fail)
+        with pytest.raises(MemoryError):
+            submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert engine.in_flight == {}
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert answers(run(engine))["a"]
+    engine.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -84,17 +87,57 @@ def test_reads_that_are_cancelled_fail_and_are_not_under_way_any_more() -> None:
     store.go.set()
     asking.join(10)
     assert not asking.is_alive()
-    durable._readers.shutdown(wait=True)
     assert 1 <= len(found) == durable.stats()["read"]["failed"] <= 20  # the others have found nothing
-    assert durable._num_reads == 0
 
 
-def test_a_read_that_cannot_begin_is_not_under_way() -> None:
-    durable = DurableSessions(HeldStore(), MODEL, 5)
+def test_nothing_is_read_once_all_is_closed() -> None:
+    durable = DurableSessions(HeldStore(), MODEL, 5, read_s=10)
     durable.close()
     (key,) = keys(1)
     assert durable.recall([key], lambda _key: 0) == [Recalled(key, None)]
-    assert durable._num_reads == 0
+
+
+def test_all_sessions_of_a_burst_are_read() -> None:
+    """However many come back at once, as after a restart."""
+    store = HeldStore(lambda: time.sleep(0.001))
+    store.go.set()
+    durable = DurableSessions(store, MODEL, 5)
+    assert durable.recall(keys(500), lambda _key: 0) == []
+    assert durable.stats()["read"] == {}
+    durable.close()
+
+
+def test_while_all_reads_hang_no_turn_waits_for_another() -> None:
+    store = HeldStore()
+    durable = DurableSessions(store, MODEL, 5, read_s=0.05)
+    asked = keys(20)
+    assert durable.recall(asked, lambda _key: 0) == [Recalled(key, None) for key in asked]
+    durable._read_s = 30.0
+    began_s = time.monotonic()
+    assert durable.recall(asked[:1], lambda _key: 0) == [Recalled(asked[0], None)]
+    assert time.monotonic() - began_s < 15.0
+    store.go.set()
+    deadline_s = time.monotonic() + 10.0
+    while durable.recall(asked, lambda _key: 0):  # as soon as one of them has come back
+        assert time.monotonic() < deadline_s
+    durable.close()
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_exit_of_the_process() -> None:
+    script = """
+import threading
+from mneme.replicas.durable_sessions import DurableSessions
+
+class Store:
+    def read(self, key, newer_than=0):
+        threading.Event().wait(60)
+    def close(self): ...
+
+durable = DurableSessions(Store(), b"letters", 5, read_s=0.05)
+durable.recall([("salt", "public:0")], lambda key: 0)
+durable.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=50)
 
 
 def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:

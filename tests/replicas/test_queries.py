@@ -40,7 +40,7 @@ def test_a_session_tells_its_tokens_turns_tiers_and_hits() -> None:
     run(engine)
     found = session(engine)
     assert (found["tokens"], found["turns"], found["answering"], found["queued"]) == (13, 2, False, 0)
-    assert found["kv"] == {"device": 12, "host": 0, "disk": 0, "peer": 0, "dropped": 1}  # the last token was never fed
+    assert found["kv"] == {"device": 12, "host": 0, "absent": 1}  # the last token was never fed
     assert found["hit_history"] == [
         {"prompt_tokens": 3, "cached_tokens": 0},
         {"prompt_tokens": 9, "cached_tokens": 6},

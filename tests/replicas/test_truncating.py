@@ -80,7 +80,7 @@ def test_the_next_turn_goes_on_from_what_was_kept() -> None:
     assert runner.num_rows == before + 3 + 2  # one output token had no KV yet, two are new, two are drawn from
     described = answer(engine, GetSession(("", "s")))
     assert (described["tokens"], described["truncated"]) == (48, 16)
-    assert described["kv"] == {"device": 31, "host": 0, "disk": 0, "peer": 0, "dropped": 1}
+    assert described["kv"] == {"device": 31, "host": 0, "absent": 1}
 
 
 def test_a_prompt_longer_than_the_window_is_cut() -> None:
