@@ -310,7 +310,7 @@ def test_a_short_prompt_takes_what_begins_with_it(node: Node) -> None:
 
 
 def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(60)]
+    sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(100, 160)]
     for ids in sessions:
         node.put(ids)
 
