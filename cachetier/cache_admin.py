@@ -72,10 +72,13 @@ class CacheAdmin(Protocol):
         """The owner's."""
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
-        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it."""
+        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
+
+        Raises `ReplicaUnavailable` if some may be left: of the owner's files one could not be removed.
+        """
 
     def delete_owned(self, owner: bytes) -> Amount:
-        """All that an owner has."""
+        """All that an owner has; raises likewise."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Of each node that answers: "node", its name, and what its `NodeCache.stats()` says."""

@@ -157,6 +157,15 @@ class DiskTier:
         with self._lock:
             return [entry.key for entry in self._index if entry.owner == owner]
 
+    def sweep(self) -> None:
+        """Try again to remove files that could not be; to be called now and then."""
+        self._contents.sweep()
+
+    def num_left(self, owner: bytes) -> int:
+        """Files of a tenant that are to be gone and could not be removed: another start would find them."""
+        with self._lock:
+            return self._room.num_stuck(owner)
+
     def expire(self) -> int:
         """Remove what was not used for `ttl_s` and is not held; costs nothing but for what goes."""
         if self._config.ttl_s is None:

@@ -197,6 +197,8 @@ class NodeCache:
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
+            if self._disk is not None:
+                self._disk.sweep()
             self._saver.write_again()
         if self._promoter.is_loading:
             return _YIELD_S

@@ -119,6 +119,8 @@ class RayCacheAdmin:
 def _sum_of(answers: Sequence[_Answer]) -> Amount:
     total = Amount()
     for answer in answers:
+        if isinstance(answer.value, MnemeError):
+            raise answer.value
         if not isinstance(answer.value, Amount):
             raise ReplicaUnavailable("a node of the cache tier did not answer; some may be left there")
         total = total.plus(answer.value)
