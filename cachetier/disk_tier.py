@@ -91,6 +91,14 @@ class DiskTier:
             self._contents.touch(entry)
         return self._contents.folder.path(entry.name)
 
+    def used(self, keys: Iterable[bytes]) -> None:
+        """These were used where memory has them: what memory gives up must not be old here."""
+        with self._lock:
+            entries = [entry for key in keys if (entry := self._index.get(key)) is not None]
+            old = [entry for entry in entries if self._contents.use(entry)]
+        for entry in old:
+            self._contents.touch(entry)
+
     def missed(self, key: bytes, miss: Miss) -> None:
         """A reader of the path found this."""
         with self._lock:
@@ -167,7 +175,7 @@ class DiskTier:
             return self._room.num_stuck(owner)
 
     def expire(self) -> int:
-        """Remove what was not used for `ttl_s` and is not held; costs nothing but for what goes."""
+        """Remove what was not used for `ttl_s`, see `ChunkIndex.unused_since`."""
         if self._config.ttl_s is None:
             return 0
         with self._lock:

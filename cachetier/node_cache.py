@@ -215,9 +215,10 @@ class NodeCache:
                     break
                 each = each._replace(path=path)
             chain.append(each)
-        now_s = self._clock()
+        now_s, in_host = self._clock(), [each.header.key for each in chain if each.tier == "host"]
+        if self._disk is not None:
+            self._disk.used(in_host)
         with self._lock:
-            in_host = [each.header.key for each in chain if each.tier == "host"]
             for entry in filter(None, map(self._host.index.get, in_host)):
                 self._host.index.use(entry, now_s)
             self._host.counters["hit"] += len(in_host)

@@ -51,7 +51,10 @@ class Promoter:
     def fetch(self, key: bytes) -> Located | None:
         """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
         found, disk = self._in_host(key), self._tiers.disk
-        if found is not None or disk is None:
+        if disk is None:
+            return found
+        if found is not None:
+            disk.used([key])
             return found
         with self.loading():
             reader = disk.open_key(key)

@@ -8,6 +8,7 @@ this process. All calls are bounded in time; a node that does not answer is left
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -42,13 +43,21 @@ _MAX_WAITING = 4096  # requests whose nodes are remembered
 class RayChunkStore:
     """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int, admin: CacheAdmin) -> None:
-        """`put_bytes` may be under way to the actor; `admin` is of all nodes."""
+    def __init__(
+        self,
+        node_id: str,
+        connect: Callable[[], Any],
+        *,
+        put_bytes: int,
+        admin: CacheAdmin,
+        ttl_s: float = math.inf,
+    ) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes; `ttl_s`: of a chunk without a use."""
         self.admin = admin
         self._node_id, self._connect = node_id, connect
         self._node = connect()
         self._peers = Peers(self._lost)
-        self._known = KnownKeys()
+        self._known = KnownKeys(max_age_s=ttl_s / 2)
         self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
         self._lock = threading.Lock()

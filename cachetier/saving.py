@@ -60,6 +60,8 @@ class Saver:
                 self._host.index.note_refused(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
+        if outcome is HostPut.KEPT and self._tiers.disk is not None:
+            self._tiers.disk.used([header.key])
         self._tiers.settle()
         return outcome
 
