@@ -97,7 +97,11 @@ def test_a_folder_has_one_tier(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another cluster"):
         make_tier(tmp_path)
     first.close()
-    make_tier(tmp_path).close()
+    second = make_tier(tmp_path)
+    first.close()  # its descriptor is the second's now
+    with pytest.raises(ConfigError, match="in use by another cluster"):
+        make_tier(tmp_path)
+    second.close()
 
 
 def test_a_tail_is_superseded_by_what_begins_with_it(tmp_path: Path) -> None:
