@@ -182,12 +182,12 @@ class NodeCache:
         return self.writer is None or self.writer.flush(timeout_s)
 
     def close(self, *, flush: bool = True, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Write what waits, if that is wanted, and let the folder go; nothing may be called any more."""
-        self._thread.close(timeout_s)
+        """Write what waits, if that is wanted, and let the folder go, in this time; nothing may be called any more."""
+        self._thread.close(timeout_s / 4)
         if self.writer is not None:
             if flush:
-                self.writer.flush(timeout_s)
-            self.writer.close(timeout_s)
+                self.writer.flush(timeout_s / 2)
+            self.writer.close(timeout_s / 4)
         if self._disk is not None:
             self._disk.close()
         self._tiers.settle()

@@ -25,6 +25,7 @@ from mneme.cachetier.chain_spans import Span, spans_of
 from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.file_operations import PatientFiles
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
@@ -229,7 +230,7 @@ class NodeActor:
 
     def _open(self) -> None:
         config, identity = self._config, self._identity
-        disk = self._unless_unusable(lambda: make_disk_tier(config))
+        disk = self._unless_unusable(lambda: make_disk_tier(config, files=PatientFiles()))
         self._announcer = Announcer(
             identity.node_id,
             config.directory_shards,
