@@ -101,6 +101,10 @@ class NodeCache:
         """While somebody reads: saving waits."""
         return self._promoter.loading()
 
+    def others_load(self) -> None:
+        """Likewise for a moment: another process reads files of this node."""
+        self._promoter.others_load()
+
     def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
         """A reader of a chunk that was located found this."""
         if tier == "disk" and self._disk is not None:

@@ -132,6 +132,11 @@ class NodeActor:
         if self._cache is not None:
             self._cache.forget(request_ids)
 
+    async def loads(self) -> None:
+        """An engine of this node reads its files now, and says so again while that lasts."""
+        if self._cache is not None:
+            self._cache.others_load()
+
     async def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
         """An engine that read a chunk of this node found this."""
         if self._cache is not None:

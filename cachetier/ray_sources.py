@@ -6,8 +6,11 @@ is on its way. All waits are bounded, and a chunk that failed once is not waited
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
@@ -15,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from mneme.cachetier.chunk import ChunkHeader, U8Array
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.promoting import LOADS_AGAIN_S
 from mneme.cachetier.ray_memory import Refs, get_runs, layers_per_object
 
 _SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
@@ -97,6 +101,20 @@ class PeerReads:
         except RayError:
             return Miss.ABSENT
         return Miss.ABSENT if refs is None else tuple(refs)
+
+
+class LoadNotices:
+    """The `loading` of a `DiskSource` whose files another process writes: that one hears of it while it lasts."""
+
+    def __init__(self, tell: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self._told_s = -math.inf
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if self._clock() - self._told_s >= LOADS_AGAIN_S / 2:
+            self._told_s = self._clock()
+            self._tell()
+        return nullcontext()
 
 
 def begin_pull(refs: Refs) -> None:

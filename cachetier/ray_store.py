@@ -28,7 +28,7 @@ from mneme.cachetier.ray_memory import HeldObjects
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_peers import Peers
 from mneme.cachetier.ray_puts import PutAnswer, PutsUnderWay
-from mneme.cachetier.ray_sources import ObjectLayers, PeerReads
+from mneme.cachetier.ray_sources import LoadNotices, ObjectLayers, PeerReads
 from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class RayChunkStore:
         self._known = KnownKeys(max_age_s=ttl_s / 2)
         self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
+        self._load_notices = LoadNotices(lambda: self._node.loads.remote())
         self._lock = threading.Lock()
         self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
         self._reconnecting = threading.Lock()
@@ -134,6 +135,9 @@ class RayChunkStore:
     def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
         """Sources and headers of what other calls than the first give, as far as there is no gap."""
         left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            self._counters["peer_locate_too_late"] += 1
+            return []
         calls = []
         for span in found.spans:
             peer, is_last = found.peers[span.node], span is found.spans[-1]
@@ -162,7 +166,7 @@ class RayChunkStore:
             self._node.missed.remote(header.key, tier, miss)
 
         if located.path is not None:
-            return DiskSource(header, located.num_usable, located.path, on_miss)
+            return DiskSource(header, located.num_usable, located.path, on_miss, loading=self._load_notices)
         held = located.held
         assert isinstance(held, HeldObjects)
         return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs, is_here=True), on_miss)

@@ -441,6 +441,19 @@ def test_nothing_is_brought_up_beside_somebody_who_reads(tmp_path: Path) -> None
     node.close(flush=False)
 
 
+def test_what_is_saved_waits_while_other_processes_read_files(tmp_path: Path) -> None:
+    clock = Clock()
+    node = make_node(tmp_path, clock=clock)
+    put_all(node, chain_of(IDS))
+    node.others_load()
+    write_due(node)
+    assert not chunk_files(tmp_path)
+    clock.now_s += 60
+    write_due(node)
+    assert len(chunk_files(tmp_path)) == len(chain_of(IDS))
+    node.close(flush=False)
+
+
 def test_peers_get_bytes_whatever_tier_has_them(tmp_path: Path) -> None:
     chunks = chain_of(IDS)
     node = on_disk(tmp_path, chunks, host_blocks=2)
