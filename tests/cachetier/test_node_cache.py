@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,19 @@ def test_another_models_or_tenants_chunk_is_a_miss(tmp_path: Path, tier: str) ->
     assert stats["miss_other_model"] >= 1
     assert found(make_node(), IDS) == []
     assert found(node, IDS, lineage=OTHER_TENANT) == []
+    node.close(flush=False)
+
+
+def test_a_header_of_another_layout_is_no_chunk_to_read(tmp_path: Path) -> None:
+    """Under the right key and fingerprint: a layout decides how much is read, and where to."""
+    node, chunk = make_node(tmp_path, clock=Clock()), chunk_of([1] * CHUNK_TOKENS)
+    other = replace(
+        chunk.header, layout=replace(FINGERPRINT.layout, num_layers=1), checksums=chunk.header.checksums[:1]
+    )
+    assert put(node, Chunk(other, chunk.layers[:1])) == "taken"
+    assert not found(node, [1] * CHUNK_TOKENS, layout=FINGERPRINT.layout)
+    assert node.stats()["host"]["miss_other_model"] == 1
+    assert found(node, [1] * CHUNK_TOKENS, layout=other.layout) == [("host", CHUNK_TOKENS)]
     node.close(flush=False)
 
 
