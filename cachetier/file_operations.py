@@ -74,9 +74,7 @@ class FileOperations:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            status = os.lstat(path)
-            is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-            if not stat.S_ISDIR(status.st_mode) or not is_ours:
+            if not is_private_folder(os.lstat(path)):
                 raise PermissionError(0, "must be a folder of this user that nobody else may write to", path) from None
 
     def list_folder(self, path: str) -> list[tuple[str, os.stat_result]]:
@@ -131,3 +129,8 @@ class PatientFiles(FileOperations):
 def is_ours(status: os.stat_result) -> bool:
     """A plain file of this user."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def is_private_folder(status: os.stat_result) -> bool:
+    """A folder of this user that nobody else may write to."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -73,7 +73,7 @@ class PeerReads:
         self._peer, self._headers, self._on_dead = peer, headers, on_dead
         self._lock = threading.Lock()
         self._calls: list[Any] = []  # of the first chunks: references to what `NodeActor.read` answers
-        self._ahead = max(1, _AHEAD_BYTES // max(1, chunk_bytes(headers[0])))
+        self._ahead = max(1, _AHEAD_BYTES // max(1, headers[0].payload_bytes))
 
     def fetch(self, index: int) -> Refs | Miss:
         """References to a chunk's objects, when the peer has them in memory; the first is on its way here."""
@@ -81,7 +81,7 @@ class PeerReads:
             for header in self._headers[len(self._calls) : index + self._ahead]:
                 self._calls.append(self._peer.read.remote([header.key]))
             calls = self._calls[index : index + 1 + _PULLED_AHEAD]
-        refs = self._refs(calls[0], timeout_s(chunk_bytes(self._headers[index])))
+        refs = self._refs(calls[0], timeout_s(self._headers[index].payload_bytes))
         if isinstance(refs, Miss):
             return refs
         begin_pull(refs[:1])
@@ -121,10 +121,6 @@ def begin_pull(refs: Refs) -> None:
     """Objects that are elsewhere begin to come here; nobody waits."""
     if refs:
         ray.wait(list(refs), timeout=0, fetch_local=True)
-
-
-def chunk_bytes(header: ChunkHeader) -> int:
-    return header.layout.num_layers * header.layer_bytes
 
 
 def timeout_s(num_bytes: int) -> float:
