@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.node_cache import NodeCache
-from tests.cachetier.chunks import CHUNK_TOKENS, LINEAGE, chain_of, chunk_of
+from tests.cachetier.chunks import CHUNK_TOKENS, LINEAGE, chain_of, chunk_files, chunk_of
 from tests.cachetier.nodes import Clock, make_node, prefetch, put, query, write_due
 
 TTL_S = 3600.0
@@ -63,6 +64,17 @@ def test_a_conversation_goes_as_a_whole_when_its_end_is_old(node: NodeCache, clo
     clock.now_s += TTL_S + 1
     assert node.expire() > 0
     assert not node.snapshot()
+
+
+def test_a_use_in_memory_counts_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+    node = make_node(tmp_path, clock=clock)
+    save(node, chain_of(IDS[:16]))
+    for path in chunk_files(tmp_path):
+        os.utime(path, (0, 0))
+    clock.now_s += 100
+    assert [each.tier for each in node.locate(query(IDS[:16]))] == ["host", "host"]
+    assert all(path.stat().st_mtime > 1e9 for path in chunk_files(tmp_path))
+    node.close()
 
 
 def test_what_a_pinned_chunk_descends_from_stays(node: NodeCache, clock: Clock) -> None:
