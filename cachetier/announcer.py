@@ -2,29 +2,28 @@
 
 A shard that missed something, or that is new, says so and is told everything. An announcement whose answer does not
 come is not repeated: its number is used up, so the shard sees a gap at the next one, at the latest at a sign of life.
+A shard that is silent is sent signs of life alone until it answers: an account of all that a node holds takes a second.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mneme.cachetier.background import Background
 from mneme.cachetier.change_log import Change
 from mneme.cachetier.directory import Announcement, Clock, Reply, shard_of
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
 SEND_TIMEOUT_S = 2.0  # of one announcement; with the time between signs of life less than `directory.SILENT_S`
 BATCH_CHANGES = 1000  # of one announcement: a shard takes some 3 ms for it
-_PERIOD_S = 0.05
+_SETTLE_S = 0.05  # that changes may wait for others to go with them
 _RETRY_S = 0.5  # after an announcement that was not answered
 _MAX_PENDING = 100_000  # changes of a shard; more, and it is told everything instead
-
-_logger = logging.getLogger(__name__)
 
 Send = Callable[[int, Announcement], Reply | None]  # to a shard, in bounded time; None: there was no answer
 
@@ -62,33 +61,45 @@ class Announcer:
         self._shards = [_Shard() for _ in range(num_shards)]
         self._lock = threading.Lock()
         self.counters: Counter[str] = Counter()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._is_stopped = False
+        self._thread = Background("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(2.0)
+        self._is_stopped = True
+        self._thread.close(SEND_TIMEOUT_S)
 
     def changed(self, changes: Sequence[Change]) -> None:
         """To be announced in this order."""
         with self._lock:
             for change in changes:
                 self._shards[shard_of(change[0], len(self._shards))].pending.append(change)
+        self._thread.wake()
 
-    def step(self) -> None:
-        """Send what is due, until a shard does not answer: then it is the turn of the others again."""
+    def step(self) -> float:
+        """Send what is due, until a shard does not answer: then it is the turn of the others again.
+
+        For how many seconds nothing is due, but for changes.
+        """
         for shard in self._shards:
             if len(shard.pending) > _MAX_PENDING:
                 shard.wants_all = True
         silent = self._silent()
         answering = [each for each in enumerate(self._shards) if each[1].next_try_s is None]
         if self._tell_due(answering) and silent is not None:
-            silent[1].next_try_s = None
-            self._tell_due([silent])
+            number, shard = silent
+            shard.next_try_s = None
+            self._tell(number, shard, ())
+            if shard.next_try_s is None:
+                self._tell_due([silent])
+        return max(0.0, min(map(self._due_s, self._shards)) - self._clock())
+
+    def _due_s(self, shard: _Shard) -> float:
+        if shard.next_try_s is not None:
+            return shard.next_try_s
+        return shard.sent_s + (_SETTLE_S if shard.wants_all else SIGN_OF_LIFE_S)
 
     def _silent(self) -> tuple[int, _Shard] | None:
         """Of the shards that did not answer, the one whose turn it is to be tried again."""
@@ -125,7 +136,7 @@ class Announcer:
         return True
 
     def _tell_changes(self, number: int, shard: _Shard) -> None:
-        while not shard.wants_all and not self._stopped.is_set():
+        while not shard.wants_all and not self._is_stopped:
             with self._lock:
                 changes = [shard.pending.popleft() for _ in range(min(BATCH_CHANGES, len(shard.pending)))]
             is_silent = self._clock() - shard.sent_s >= SIGN_OF_LIFE_S
@@ -158,12 +169,8 @@ class Announcer:
         for shard in self._shards:
             shard.seq, shard.wants_all = 0, True
 
-    def _run(self) -> None:
-        while not self._stopped.wait(_PERIOD_S):
-            try:
-                self.step()
-            except Exception:  # the thread's edge: the node must not fall silent
-                _logger.exception("announcing failed node=%s", self._node)
+    def _count_error(self) -> None:
+        self.counters["announce_error"] += 1
 
 
 def _parts(changes: Sequence[Change]) -> Iterator[tuple[Sequence[Change], bool, bool]]:

@@ -75,11 +75,12 @@ class CacheAdmin(Protocol):
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
 
-        Raises `ReplicaUnavailable` if so much begins alike that not all of it can be looked at in time.
+        Raises `ReplicaUnavailable` if some may be left: so much begins alike that not all of it can be looked at in time,
+        or of the owner's files one could not be removed.
         """
 
     def delete_owned(self, owner: bytes) -> Amount:
-        """All that an owner has."""
+        """All that an owner has; raises likewise."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Of each node that answers: "node", its name, what its `NodeCache.stats()` says, and what its actor adds."""

@@ -149,6 +149,8 @@ def usable(header: ChunkHeader, query: ChainQuery, place: int) -> int | Miss:
     """How many of a chunk's leading tokens are those at a place of the chain; perhaps none."""
     if header.fingerprint != query.fingerprint or header.layout.chunk_tokens != query.chunk_tokens:
         return Miss.OTHER_MODEL
+    if query.layout not in (None, header.layout):
+        return Miss.OTHER_MODEL
     if header.parent != query.parent(place) or header.owner != query.owner:
         return Miss.OTHER_KEY
     return num_common(header.token_ids, query.tokens_of(place))

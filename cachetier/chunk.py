@@ -61,6 +61,11 @@ class ChunkHeader:
         return self.layout.layer_bytes(len(self.token_ids))
 
     @property
+    def payload_bytes(self) -> int:
+        """Of all layers."""
+        return self.layout.num_layers * self.layer_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Of this header, encoded."""
         return header_bytes(self.layout.num_layers, len(self.token_ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Generic, TypeVar
 
 from mneme.cachetier.chunk import ChunkHeader
@@ -230,14 +230,22 @@ class ChunkIndex(Generic[E]):
         return None
 
     def unused_since(self, time_s: float) -> list[E]:
-        """What was not used from then on and is not held, oldest use first; costs nothing but for what it finds."""
-        found: list[E] = []
-        for key, entry in self._entries.items():
-            if entry.last_used_s >= time_s:
-                break
-            if key not in self._holds:
-                found.append(entry)
-        return found
+        """What was not used from then on and is not held, nor is anything behind it; the ends of chains first.
+
+        A chunk that others descend from is in use as they are: who has its KV on a device asks for what follows only.
+        """
+        old = {entry.key: entry for entry in takewhile(lambda entry: entry.last_used_s < time_s, self)}
+        found: dict[bytes, E] = {}
+        num_found_behind: Counter[bytes] = Counter()  # of the children, by parent
+        for entry in old.values():
+            each: E | None = entry
+            while each is not None and each.key not in found and each.key not in self._holds:
+                if num_found_behind[each.key] < self._num_children(each.key):
+                    break
+                found[each.key] = each
+                num_found_behind[each.parent] += 1
+                each = old.get(each.parent)
+        return [*found.values()]
 
     def candidate(self, entry: E) -> Candidate:
         return Candidate(entry.key, entry.num_blocks, entry.last_used_s, entry.num_uses, entry.has_returned)
@@ -261,6 +269,10 @@ class ChunkIndex(Generic[E]):
         key = entry.key
         if key not in self._children and key not in self._holds:
             self._policy.offer(self.candidate(entry))
+
+    def _num_children(self, parent: bytes) -> int:
+        found = self._children.get(parent, ())
+        return 1 if isinstance(found, bytes) else len(found)
 
     def _adopt(self, parent: bytes, key: bytes) -> None:
         found = self._children.get(parent)

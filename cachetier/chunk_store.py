@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mneme.cachetier.chunk import Chunk, ChunkHeader, U8Array
+from mneme.cachetier.fingerprint import ChunkLayout
 from mneme.cachetier.keys import Lineage, TokenIds, U32Array, encoded
 from mneme.cachetier.misses import Miss
 
@@ -35,6 +36,7 @@ class ChainQuery:
     keys: tuple[bytes, ...]  # item i: of the tokens [i * chunk_tokens, (i + 1) * chunk_tokens)
     token_ids: U32Array  # [n]
     first: int = 0  # the chunk from which on it is wanted: what is before it, the engine has
+    layout: ChunkLayout | None = None  # of what may be read; None: nobody reads it
 
     @staticmethod
     def of(
@@ -45,6 +47,7 @@ class ChainQuery:
         *,
         request_id: str = "",
         first: int = 0,
+        layout: ChunkLayout | None = None,
     ) -> ChainQuery:
         ids = encoded(token_ids)
         num_full = len(ids) // chunk_tokens
@@ -57,6 +60,7 @@ class ChainQuery:
             keys=tuple(each.key for each in chain),
             token_ids=ids,
             first=first,
+            layout=layout,
         )
 
     @property

@@ -63,6 +63,7 @@ class DiskFolder:
         self._files = files
         self._root = os.path.join(path, OWN_FOLDER)
         self._number = 0
+        self._lock: int | None = None
         try:
             files.make_folder(self._root)
             self._lock = files.lock(os.path.join(self._root, LOCK))
@@ -104,9 +105,11 @@ class DiskFolder:
         return found
 
     def close(self) -> None:
-        """Let the lock go."""
-        with suppress(OSError):
-            self._files.close(self._lock)
+        """Let the lock go. Called twice it does nothing: its descriptor may be another's by then."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):
+                self._files.close(lock)
 
     def _reject(self, kind: Kind, path: str, counters: Counter[str]) -> None:
         """What is no sound chunk is removed if a crash may have left it."""

@@ -19,6 +19,7 @@ class Put(Enum):
     WRITTEN = "written"
     KEPT = "kept"  # it was there, or is being written
     NO_ROOM = "no_room"
+    BLOCKED = "write_blocked"  # by files that are still to be removed
     FAILED = "write_failed"
     PAUSED = "write_paused"  # after failures
 

@@ -6,10 +6,12 @@ is gone: it counts, and nothing is written under its path.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from mneme.cachetier.chunk_index import BLOCK_BYTES, ChunkIndex, Entry, blocks_of
-from mneme.cachetier.disk_names import ChunkName
+from mneme.cachetier.disk_interface import Put
+from mneme.cachetier.disk_names import ChunkName, parse_name
 from mneme.cachetier.eviction import EvictionPolicy
 
 _MAX_STUCK = 8  # files that could not be removed, until nothing is evicted for others: the folder may be read-only
@@ -82,21 +84,21 @@ class DiskRoom:
         """It is there, or is being written."""
         return key in self.index or key in self._writing
 
-    def reserve(self, name: ChunkName) -> bool:
-        """Room for a file, once the litter is gone; False: there cannot be any, or its path is litter."""
+    def reserve(self, name: ChunkName) -> Put | None:
+        """Room for a file, once the litter is gone: None; else why there is none."""
         num_blocks = blocks_of(name.num_bytes)
-        if num_blocks > self._max_blocks or not self._max_files or self._path_of(name) in self._litter:
-            return False
-        if len(self._stuck) >= _MAX_STUCK:
-            return False
+        if num_blocks > self._max_blocks or not self._max_files:
+            return Put.NO_ROOM
+        if self._path_of(name) in self._litter or len(self._stuck) >= _MAX_STUCK:
+            return Put.BLOCKED
         if not self._evict_own(name.owner, num_blocks):
-            return False
+            return Put.NO_ROOM
         self._writing[name.key] = num_blocks
         self.evict()
         if self._is_over():
             del self._writing[name.key]
-            return False
-        return True
+            return Put.NO_ROOM
+        return None
 
     def release(self, key: bytes) -> None:
         """It was written, or will not be. Called twice it does nothing."""
@@ -142,6 +144,11 @@ class DiskRoom:
             del self._litter[path]
         else:
             self._stuck.add(path)
+
+    def num_stuck(self, owner: bytes) -> int:
+        """Chunks' files of an owner that could not be removed."""
+        names = (parse_name(os.path.basename(path)) for path in self._stuck)
+        return sum(name is not None and name.owner == owner for name in names)
 
     def _evict_one(self) -> bool:
         return self._is_evicted(self.index.pop_victim())

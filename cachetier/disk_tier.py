@@ -91,6 +91,14 @@ class DiskTier:
             self._contents.touch(entry)
         return self._contents.folder.path(entry.name)
 
+    def used(self, keys: Iterable[bytes]) -> None:
+        """These were used where memory has them: what memory gives up must not be old here."""
+        with self._lock:
+            entries = [entry for key in keys if (entry := self._index.get(key)) is not None]
+            old = [entry for entry in entries if self._contents.use(entry)]
+        for entry in old:
+            self._contents.touch(entry)
+
     def missed(self, key: bytes, miss: Miss) -> None:
         """A reader of the path found this."""
         with self._lock:
@@ -157,8 +165,17 @@ class DiskTier:
         with self._lock:
             return [entry.key for entry in self._index if entry.owner == owner]
 
+    def sweep(self) -> None:
+        """Try again to remove files that could not be; to be called now and then."""
+        self._contents.sweep()
+
+    def num_left(self, owner: bytes) -> int:
+        """Files of a tenant that are to be gone and could not be removed: another start would find them."""
+        with self._lock:
+            return self._room.num_stuck(owner)
+
     def expire(self) -> int:
-        """Remove what was not used for `ttl_s` and is not held; costs nothing but for what goes."""
+        """Remove what was not used for `ttl_s`, see `ChunkIndex.unused_since`."""
         if self._config.ttl_s is None:
             return 0
         with self._lock:

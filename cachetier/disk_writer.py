@@ -50,21 +50,21 @@ class DiskWriter:
                     self._room.index.use(entry, contents.clock())
                 return Put.KEPT
             self._room.index.hold(name.parent)  # without it nobody finds the chunk: it must not go for it
-            is_reserved = self._room.reserve(name)
+            refusal = self._room.reserve(name)
         try:
-            return self._write(chunk, name) if is_reserved else Put.NO_ROOM
+            return refusal or self._write(chunk, name)
         finally:
             with contents.lock:
                 self._room.index.let_go(name.parent)
-                if is_reserved:
+                if refusal is None:
                     self._room.release(name.key)
 
     def _write(self, chunk: Chunk, name: ChunkName) -> Put:
         contents = self._contents
         contents.sweep()
         with contents.lock:
-            if not self._room.is_within:  # something could not be removed
-                return Put.NO_ROOM
+            if not self._room.is_within:  # something is not removed yet
+                return Put.BLOCKED
             temporary = contents.folder.temporary_path(name.key)
         path = contents.folder.path(name)
         try:

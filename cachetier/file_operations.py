@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
@@ -12,12 +13,15 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_PAUSE_S = 0.05
 
 Buffer = bytearray | memoryview
 
 
 class FileOperations:
     """Thin: each method is one call, raises OSError, and follows no link in the last part of a path."""
+
+    lock_wait_s = 0.0  # for somebody to let a lock go
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, _READ_FLAGS)
@@ -77,9 +81,7 @@ class FileOperations:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            status = os.lstat(path)
-            is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-            if not stat.S_ISDIR(status.st_mode) or not is_ours:
+            if not is_private_folder(os.lstat(path)):
                 raise PermissionError(0, "must be a folder of this user that nobody else may write to", path) from None
 
     def list_folder(self, path: str) -> list[tuple[str, os.stat_result]]:
@@ -107,13 +109,35 @@ class FileOperations:
         """A descriptor that holds the lock until it is closed or its process ends; BlockingIOError: someone has it."""
         fd = os.open(path, _LOCK_FLAGS, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(fd, time.monotonic() + self.lock_wait_s)
         except OSError:
             os.close(fd)
             raise
         return fd
 
+    def _lock(self, fd: int, deadline_s: float) -> None:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_LOCK_PAUSE_S)
+            else:
+                return
+
+
+class PatientFiles(FileOperations):
+    """For whoever comes in the place of a process that was ended: it may hold its locks for another moment."""
+
+    lock_wait_s = 3.0
+
 
 def is_ours(status: os.stat_result) -> bool:
     """A plain file of this user."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def is_private_folder(status: os.stat_result) -> bool:
+    """A folder of this user that nobody else may write to."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

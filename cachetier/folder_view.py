@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from mneme.cachetier.chunk_file import ChunkReader, open_chunk
 from mneme.cachetier.disk_folder import LOCK, OWN_FOLDER, Kind, kind_of
 from mneme.cachetier.disk_names import ChunkName, folders, name_of
-from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.file_operations import FileOperations, is_private_folder
 from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError
 
@@ -40,7 +39,7 @@ class FolderView:
             status = self.files.status_of(self._root)
         except OSError as error:
             raise ConfigError(f"folder: {path} holds no disk tier ({error.strerror})") from None
-        if not _is_private_folder(status):
+        if not is_private_folder(status):
             raise ConfigError(f"folder: {self._root} must be a folder of this user that nobody else may write to")
 
     def scan(self) -> Iterator[SeenFile]:
@@ -91,8 +90,3 @@ class FolderView:
             yield
         finally:
             self.files.close(lock)
-
-
-def _is_private_folder(status: os.stat_result) -> bool:
-    is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    return stat.S_ISDIR(status.st_mode) and is_own

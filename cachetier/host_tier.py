@@ -54,7 +54,7 @@ class HostEntry(Entry):
 
 def chunk_bytes(header: ChunkHeader) -> int:
     """In memory: payload and header."""
-    return header.layout.num_layers * header.layer_bytes + header.num_bytes
+    return header.payload_bytes + header.num_bytes
 
 
 class HostTier:

@@ -72,12 +72,12 @@ class NodeAdmin:
             removed = removed.plus(self._remove({key for key in parts if not self._contents.children(key)}))
             if self._contents.children(query.parent(place)):
                 break  # others go on from here
-        return removed
+        return self._sure(removed, query.owner)
 
     def delete_owned(self, owner: bytes) -> Amount:
         """See `CacheAdmin.delete_owned`; the owner's pins go too."""
         self._pins.drop_owned(owner)
-        return self._remove(set(self._contents.owned(owner)))
+        return self._sure(self._remove(set(self._contents.owned(owner))), owner)
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
@@ -135,6 +135,12 @@ class NodeAdmin:
         sizes = self._sizes(keys)
         self._node.delete(keys)
         return Amount(len(sizes), sum(sizes))
+
+    def _sure(self, removed: Amount, owner: bytes) -> Amount:
+        """Raises `ReplicaUnavailable` while files of the owner's are left that are to be gone: a start finds them."""
+        if num_left := self._contents.num_left(owner):
+            raise ReplicaUnavailable(f"{num_left} files of the cache tier could not be removed yet")
+        return removed
 
     def _sizes(self, keys: Collection[bytes]) -> list[int]:
         return [size for key in keys for size in self._contents.places(key).values()]

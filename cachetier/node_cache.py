@@ -101,6 +101,10 @@ class NodeCache:
         """While somebody reads: saving waits."""
         return self._promoter.loading()
 
+    def others_load(self) -> None:
+        """Likewise for a moment: another process reads files of this node."""
+        self._promoter.others_load()
+
     def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
         """A reader of a chunk that was located found this."""
         if tier == "disk" and self._disk is not None:
@@ -182,12 +186,12 @@ class NodeCache:
         return self.writer is None or self.writer.flush(timeout_s)
 
     def close(self, *, flush: bool = True, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Write what waits, if that is wanted, and let the folder go; nothing may be called any more."""
-        self._thread.close(timeout_s)
+        """Write what waits, if that is wanted, and let the folder go, in this time; nothing may be called any more."""
+        self._thread.close(timeout_s / 4)
         if self.writer is not None:
             if flush:
-                self.writer.flush(timeout_s)
-            self.writer.close(timeout_s)
+                self.writer.flush(timeout_s / 2)
+            self.writer.close(timeout_s / 4)
         if self._disk is not None:
             self._disk.close()
         self._tiers.settle()
@@ -197,6 +201,8 @@ class NodeCache:
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
+            if self._disk is not None:
+                self._disk.sweep()
             self._saver.write_again()
         if self._promoter.is_loading:
             return _YIELD_S
@@ -213,9 +219,10 @@ class NodeCache:
                     break
                 each = each._replace(path=path)
             chain.append(each)
-        now_s = self._clock()
+        now_s, in_host = self._clock(), [each.header.key for each in chain if each.tier == "host"]
+        if self._disk is not None:
+            self._disk.used(in_host)
         with self._lock:
-            in_host = [each.header.key for each in chain if each.tier == "host"]
             for entry in filter(None, map(self._host.index.get, in_host)):
                 self._host.index.use(entry, now_s)
             self._host.counters["hit"] += len(in_host)

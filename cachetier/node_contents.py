@@ -47,6 +47,10 @@ class NodeContents:
         header = Miss.ABSENT if self._tiers.disk is None else self._tiers.disk.header(key)
         return None if isinstance(header, Miss) else header
 
+    def num_left(self, owner: bytes) -> int:
+        """Of a tenant's chunks that were deleted: files that could not be removed yet."""
+        return 0 if self._tiers.disk is None else self._tiers.disk.num_left(owner)
+
     def owned(self, owner: bytes) -> list[bytes]:
         """Keys of all chunks of a tenant, each once; looks at every chunk."""
         with self._tiers.lock:

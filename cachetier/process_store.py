@@ -15,6 +15,7 @@ from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.chunk_sources import DiskSource, HostSource
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource
+from mneme.cachetier.disk_folder import make_root
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.file_operations import FileOperations
@@ -33,9 +34,10 @@ def make_disk_tier(
     files: FileOperations | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> DiskTier | None:
-    """A node's disk tier, if there is to be one. Raises `ConfigError` if its folder cannot be used."""
+    """A node's disk tier, if there is to be one; its folder is made. Raises `ConfigError` if that cannot be used."""
     if config.disk is None:
         return None
+    make_root(config.disk.folder)
     disk = config.disk if config.disk.ttl_s is not None else replace(config.disk, ttl_s=config.ttl_s)
     policy = make_policy(config.eviction, clock, disk.capacity_bytes // BLOCK_BYTES)
     return DiskTier(disk, policy, files=files, clock=clock, tenant_bytes=config.tenant_bytes)

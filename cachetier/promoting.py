@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -16,6 +17,8 @@ from mneme.cachetier.disk_interface import DiskRead
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_tiers import NodeTiers
+
+LOADS_AGAIN_S = 0.1  # by which another process has to say again that it reads
 
 
 class _Prefetch(Enum):
@@ -32,10 +35,15 @@ class Promoter:
     def __init__(self, tiers: NodeTiers) -> None:
         self._tiers = tiers
         self._num_loading = 0
+        self._others_until_s = -math.inf
 
     @property
     def is_loading(self) -> bool:
-        return self._num_loading > 0
+        return self._num_loading > 0 or self._tiers.clock() < self._others_until_s
+
+    def others_load(self) -> None:
+        """Another process reads the node's files; it says so again while that lasts."""
+        self._others_until_s = self._tiers.clock() + LOADS_AGAIN_S
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -51,7 +59,10 @@ class Promoter:
     def fetch(self, key: bytes) -> Located | None:
         """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
         found, disk = self._in_host(key), self._tiers.disk
-        if found is not None or disk is None:
+        if disk is None:
+            return found
+        if found is not None:
+            disk.used([key])
             return found
         with self.loading():
             reader = disk.open_key(key)

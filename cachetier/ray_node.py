@@ -25,11 +25,13 @@ from mneme.cachetier.chain_spans import Span, spans_of
 from mneme.cachetier.change_log import Change, TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.file_operations import PatientFiles
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cachetier.node_identity import NodeIdentity, Ready, node_actor_name
+from mneme.cachetier.peer_actors import PeerActors
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
@@ -44,7 +46,8 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _PUT_WAIT_S = 0.1  # at most, for reads that are under way
-_OWN_SHARE, _DIRECTORY_SHARE = 0.3, 0.3  # of the time that a question may take; the rest is for other nodes
+# Of the time that a question may take; the rest is for other nodes.
+_OWN_SHARE, _DIRECTORY_SHARE, _PEERS_SHARE = 0.3, 0.3, 0.1
 
 
 class Found(NamedTuple):
@@ -72,7 +75,7 @@ class NodeActor:
         self._num_reads = 0
         self._no_reads = asyncio.Event()
         self._no_reads.set()
-        self._peers: dict[str, Any] = {}
+        self._peers = PeerActors(lambda node: ray.get_actor(node_actor_name(node), identity.namespace))
         self._logs: NodeSessionLogs | None = None  # likewise
         self._opening = asyncio.ensure_future(self._open_all())
         self._closing: asyncio.Future[None] | None = None
@@ -91,7 +94,7 @@ class NodeActor:
         missing = query.keys[query.first + _num_whole(here, query) :]
         places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
-        peers = {span.node: await self._peer(span.node) for span in spans}
+        peers = await self._peers.of({span.node for span in spans}, timeout_s * _PEERS_SHARE)
         return Found(here, spans, peers, self._epoch)
 
     async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
@@ -131,6 +134,11 @@ class NodeActor:
         if self._cache is not None:
             self._cache.forget(request_ids)
 
+    async def loads(self) -> None:
+        """An engine of this node reads its files now, and says so again while that lasts."""
+        if self._cache is not None:
+            self._cache.others_load()
+
     async def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
         """An engine that read a chunk of this node found this."""
         if self._cache is not None:
@@ -147,7 +155,7 @@ class NodeActor:
 
     async def not_reached(self, node: str) -> None:
         """A node's actor is dead."""
-        self._peers.pop(node, None)
+        self._peers.drop(node)
         self._directory.not_reached(node)
 
     async def append_log(self, key: LogKey, records: Sequence[bytes], is_copy: bool = False) -> Appended:
@@ -231,7 +239,7 @@ class NodeActor:
 
     def _open(self) -> None:
         config, identity = self._config, self._identity
-        disk = self._unless_unusable(lambda: make_disk_tier(config))
+        disk = self._unless_unusable(lambda: make_disk_tier(config, files=PatientFiles()))
         self._announcer = Announcer(
             identity.node_id,
             config.directory_shards,
@@ -252,17 +260,6 @@ class NodeActor:
             self._problem = self._problem or str(error)
             _logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)
             return None
-
-    async def _peer(self, node: str) -> Any:
-        """The actor of a node; None if there is none. Ray's own call has no timeout, so it is not waited for here."""
-        if node not in self._peers:
-            name, namespace = node_actor_name(node), self._identity.namespace
-            try:
-                found = asyncio.to_thread(ray.get_actor, name, namespace)
-                self._peers[node] = await asyncio.wait_for(found, _PUT_WAIT_S)
-            except (TimeoutError, ValueError):
-                return None
-        return self._peers[node]
 
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *args)

@@ -6,8 +6,11 @@ is on its way. All waits are bounded, and a chunk that failed once is not waited
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
@@ -15,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from mneme.cachetier.chunk import ChunkHeader, U8Array
 from mneme.cachetier.misses import Miss
+from mneme.cachetier.promoting import LOADS_AGAIN_S
 from mneme.cachetier.ray_memory import Refs, get_runs, layers_per_object
 
 _SLOWEST_BYTES_PER_S = 50e6  # of a pull; what is slower is not waited for
@@ -69,7 +73,7 @@ class PeerReads:
         self._peer, self._headers, self._on_dead = peer, headers, on_dead
         self._lock = threading.Lock()
         self._calls: list[Any] = []  # of the first chunks: references to what `NodeActor.read` answers
-        self._ahead = max(1, _AHEAD_BYTES // max(1, chunk_bytes(headers[0])))
+        self._ahead = max(1, _AHEAD_BYTES // max(1, headers[0].payload_bytes))
 
     def fetch(self, index: int) -> Refs | Miss:
         """References to a chunk's objects, when the peer has them in memory; the first is on its way here."""
@@ -77,7 +81,7 @@ class PeerReads:
             for header in self._headers[len(self._calls) : index + self._ahead]:
                 self._calls.append(self._peer.read.remote([header.key]))
             calls = self._calls[index : index + 1 + _PULLED_AHEAD]
-        refs = self._refs(calls[0], timeout_s(chunk_bytes(self._headers[index])))
+        refs = self._refs(calls[0], timeout_s(self._headers[index].payload_bytes))
         if isinstance(refs, Miss):
             return refs
         begin_pull(refs[:1])
@@ -99,14 +103,24 @@ class PeerReads:
         return Miss.ABSENT if refs is None else tuple(refs)
 
 
+class LoadNotices:
+    """The `loading` of a `DiskSource` whose files another process writes: that one hears of it while it lasts."""
+
+    def __init__(self, tell: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self._told_s = -math.inf
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if self._clock() - self._told_s >= LOADS_AGAIN_S / 2:
+            self._told_s = self._clock()
+            self._tell()
+        return nullcontext()
+
+
 def begin_pull(refs: Refs) -> None:
     """Objects that are elsewhere begin to come here; nobody waits."""
     if refs:
         ray.wait(list(refs), timeout=0, fetch_local=True)
-
-
-def chunk_bytes(header: ChunkHeader) -> int:
-    return header.layout.num_layers * header.layer_bytes
 
 
 def timeout_s(num_bytes: int) -> float:

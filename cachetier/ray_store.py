@@ -8,6 +8,7 @@ this process. All calls are bounded in time; a node that does not answer is left
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from mneme.cachetier.ray_memory import HeldObjects
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_peers import Peers
 from mneme.cachetier.ray_puts import PutAnswer, PutsUnderWay
-from mneme.cachetier.ray_sources import ObjectLayers, PeerReads
+from mneme.cachetier.ray_sources import LoadNotices, ObjectLayers, PeerReads
 from mneme.cachetier.saving import HostPut
 
 _logger = logging.getLogger(__name__)
@@ -42,15 +43,24 @@ _MAX_WAITING = 4096  # requests whose nodes are remembered
 class RayChunkStore:
     """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], *, put_bytes: int, admin: CacheAdmin) -> None:
-        """`put_bytes` may be under way to the actor; `admin` is of all nodes."""
+    def __init__(
+        self,
+        node_id: str,
+        connect: Callable[[], Any],
+        *,
+        put_bytes: int,
+        admin: CacheAdmin,
+        ttl_s: float = math.inf,
+    ) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes; `ttl_s`: of a chunk without a use."""
         self.admin = admin
         self._node_id, self._connect = node_id, connect
         self._node = connect()
         self._peers = Peers(self._lost)
-        self._known = KnownKeys()
+        self._known = KnownKeys(max_age_s=ttl_s / 2)
         self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
+        self._load_notices = LoadNotices(lambda: self._node.loads.remote())
         self._lock = threading.Lock()
         self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
         self._reconnecting = threading.Lock()
@@ -125,6 +135,9 @@ class RayChunkStore:
     def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
         """Sources and headers of what other calls than the first give, as far as there is no gap."""
         left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            self._counters["peer_locate_too_late"] += 1
+            return []
         calls = []
         for span in found.spans:
             peer, is_last = found.peers[span.node], span is found.spans[-1]
@@ -153,7 +166,7 @@ class RayChunkStore:
             self._node.missed.remote(header.key, tier, miss)
 
         if located.path is not None:
-            return DiskSource(header, located.num_usable, located.path, on_miss)
+            return DiskSource(header, located.num_usable, located.path, on_miss, loading=self._load_notices)
         held = located.held
         assert isinstance(held, HeldObjects)
         return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs, is_here=True), on_miss)

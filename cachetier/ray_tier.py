@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ def start_cache_tier(
         lambda: node_actor(config, identity),
         put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
         admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
+        ttl_s=_shortest_ttl_s(config),
     )
     store.locate(_nothing(), _FIRST_LOOKUP_S)  # connections and imports are not the first request's to wait for
     return store
@@ -144,6 +146,12 @@ def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -
             raise ConfigError(ready.problem)
         _logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
     _logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
+
+
+def _shortest_ttl_s(config: CacheConfig) -> float:
+    """Of a chunk in any tier."""
+    ttls = (config.ttl_s, None if config.disk is None else config.disk.ttl_s)
+    return min((each for each in ttls if each is not None), default=math.inf)
 
 
 def _nothing() -> ChainQuery:

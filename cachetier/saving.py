@@ -41,6 +41,7 @@ class Saver:
         self._tiers, self._host, self._lock = tiers, tiers.host, tiers.lock
         self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
         self._late: dict[bytes, None] = {}  # likewise, as the queue was full
+        self._again: set[bytes] = set()  # of both, those that are in the queue now
         self.writer: WriteBehind | None = None
         if tiers.disk is not None:
             self.writer = WriteBehind(
@@ -60,6 +61,8 @@ class Saver:
                 self._host.index.note_refused(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
+        if outcome is HostPut.KEPT and self._tiers.disk is not None:
+            self._tiers.disk.used([header.key])
         self._tiers.settle()
         return outcome
 
@@ -77,7 +80,7 @@ class Saver:
                 del self._failed[key]
             for entry in entries:
                 self._host.index.hold(entry.key)
-            self._host.counters["written_late"] += len(entries)
+            self._again.update(entry.key for entry in entries)
         for entry in entries:
             self._submit(entry.header, entry.held, is_passing=False)
 
@@ -166,10 +169,10 @@ class Saver:
             if entry is None:
                 return
             self._host.index.hold(entry.key)
+            self._again.add(entry.key)
         if self.writer.submit(entry.header, entry.held):
             with self._lock:
                 self._late.pop(entry.key, None)
-                self._host.counters["written_late"] += 1
         else:
             self._let_go(Pending(entry.header, entry.held, 0.0, is_passing=False))
 
@@ -197,6 +200,7 @@ class Saver:
         if not self._is_wanted(key):
             disk.delete([key])
         with self._lock:
+            self._host.counters["written_late"] += outcome is Put.WRITTEN and key in self._again
             self._tiers.pin_on_disk(key)
         self._tiers.settle()
 
@@ -234,6 +238,7 @@ class Saver:
         """It is on the disk, or will not be for now: it may go from memory."""
         key = pending.header.key
         with self._lock:
+            self._again.discard(key)
             if pending.is_passing:
                 self._host.passed(key)
             else:

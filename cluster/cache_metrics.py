@@ -69,7 +69,7 @@ _NODES = (
         "mneme_cache_disk_writes_total",
         "counter",
         "Chunks for the disk, by what became of them.",
-        by("outcome", ("disk",), ("written", "kept", "no_room", "write_failed", "write_paused")),
+        by("outcome", ("disk",), ("written", "kept", "no_room", "write_blocked", "write_failed", "write_paused")),
     ),
     Family(
         "mneme_cache_unwritten_chunks_total",

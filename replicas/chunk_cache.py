@@ -145,6 +145,7 @@ class ChunkCache:
             size,
             request_id=sequence.request.request_id,
             first=num_resident // size,
+            layout=self.fingerprint.layout,
         )
         sequence.chain.keys = list(query.keys)
         return query

@@ -127,7 +127,7 @@ def _loadable(fetch: Fetch, sources: list[ChunkSource]) -> list[Loadable]:
     loadable, start = [], fetch.query.first * fetch.query.chunk_tokens
     for source in sources:
         num_new = start + source.num_usable - max(start, fetch.num_resident)
-        num_bytes = source.header.layer_bytes * source.header.layout.num_layers
+        num_bytes = source.header.payload_bytes
         loadable.append(Loadable(max(num_new, 0), num_bytes, source.edge))
         start += source.header.num_tokens
     return loadable

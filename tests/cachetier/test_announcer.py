@@ -241,6 +241,55 @@ def test_shards_that_hang_do_not_silence_a_node_at_others() -> None:
     assert longest_s < SILENT_S
 
 
+def test_a_shard_that_is_silent_costs_one_account_until_it_answers() -> None:
+    link, clock, node = linked_node(10)
+    num_accounts, whole = 0, node.snapshot
+
+    def snapshot() -> list[Change]:
+        nonlocal num_accounts
+        num_accounts += 1
+        return whole()
+
+    node.announcer._snapshot = snapshot
+    link.fate = lambda: "lost"
+    for _ in range(200):
+        clock.now_s += node.announcer.step()
+    assert clock.now_s > 1040
+    assert num_accounts <= NUM_SHARDS
+    link.fate = lambda: "arrives"
+    for _ in range(4):
+        clock.now_s += node.announcer.step()
+    assert num_known(link) == 10
+
+
+def test_nothing_is_done_while_nothing_is_due() -> None:
+    link, clock, node = linked_node(10)
+    start_s, num_steps = clock.now_s, 0
+    while clock.now_s < start_s + 60 * SIGN_OF_LIFE_S:
+        clock.now_s += node.announcer.step()
+        num_steps += 1
+    assert num_steps <= 62
+    assert all(len(shard.stats()["live_nodes"]) == 1 for shard in link.shards)
+
+
+def test_changes_wake_the_thread() -> None:
+    began, told = threading.Event(), threading.Event()
+
+    def send(_shard: int, said: Announcement) -> Reply:
+        if [change.key for change in said.changes] == [KEYS[0]]:
+            told.set()
+        if said.is_last:
+            began.set()
+        return Reply(False, said.epoch)
+
+    announcer = Announcer("a", 1, list, send, epoch=1, clock=Clock())  # of which no sign of life is due
+    announcer.start()
+    assert began.wait(10)
+    announcer.changed([Change(KEYS[0], "host", 1, True)])
+    assert told.wait(10)
+    announcer.stop()
+
+
 def test_the_thread_announces_and_outlives_an_error() -> None:
     link, _, node = linked_node(10)
     failures = [RuntimeError("once")]

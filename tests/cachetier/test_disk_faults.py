@@ -115,7 +115,7 @@ def test_all_calls_of_a_kind_may_fail_for_a_while(tmp_path: Path, operation: str
     work(tier, tmp_path, 6)
     files.fails = never_fails
     clock.now_s += 20  # a pause of writes ends
-    assert tier.put(chunk_of([77])) in (Put.WRITTEN, Put.NO_ROOM)  # the second: litter had the room until now
+    assert tier.put(chunk_of([77])) in (Put.WRITTEN, Put.BLOCKED)  # the second: litter had the room until now
     assert tier.put(chunk_of([78])) is Put.WRITTEN
     assert is_payload(read_all(tier.open(wanted(chunk_of([78])))), chunk_of([78]))
     assert folder_bytes(tmp_path) == tier.stats().used_bytes

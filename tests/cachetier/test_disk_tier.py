@@ -22,7 +22,7 @@ from mneme.cachetier.disk_interface import DiskTierConfig, Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.eviction_policies import PolicyName, make_policy
-from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.file_operations import FileOperations, PatientFiles
 from mneme.cachetier.keys import prefix_lineage
 from mneme.cachetier.misses import Miss
 from mneme.errors import ConfigError
@@ -97,7 +97,26 @@ def test_a_folder_has_one_tier(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another cluster"):
         make_tier(tmp_path)
     first.close()
-    make_tier(tmp_path).close()
+    second = make_tier(tmp_path)
+    first.close()  # its descriptor is the second's now
+    with pytest.raises(ConfigError, match="in use by another cluster"):
+        make_tier(tmp_path)
+    second.close()
+
+
+def test_a_tier_waits_for_a_lock_that_is_about_to_be_let_go(tmp_path: Path) -> None:
+    """That of a process that was ended, and is not gone yet."""
+    first = make_tier(tmp_path)
+    tries = []
+
+    class Files(PatientFiles):
+        def lock(self, path: str) -> int:
+            tries.append(path)
+            threading.Timer(0.1, first.close).start()
+            return super().lock(path)
+
+    make_tier(tmp_path, files=Files()).close()
+    assert len(tries) == 1
 
 
 def test_a_tail_is_superseded_by_what_begins_with_it(tmp_path: Path) -> None:

@@ -305,6 +305,11 @@ def test_clocks_that_jump_make_chunks_old_or_not(tmp_path: Path) -> None:
         assert store.node.stats()["host"]["bytes"] == folder_bytes(tmp_path) == 0
 
 
+def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
+    with open_store(tmp_path / "not" / "there"):
+        assert (tmp_path / "not" / "there").stat().st_mode & 0o777 == 0o700
+
+
 def test_one_folder_has_one_store(tmp_path: Path) -> None:
     with open_store(tmp_path), pytest.raises(ConfigError, match="in use"):
         open_store(tmp_path).__enter__()

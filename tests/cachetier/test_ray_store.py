@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,19 @@ from mneme.cachetier import ray_peers, ray_store
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span
 from mneme.cachetier.chunk import Chunk, ChunkHeader
+from mneme.cachetier.chunk_file import write_chunk
 from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.keys import Lineage
+from mneme.cachetier.misses import Miss
+from mneme.cachetier.promoting import LOADS_AGAIN_S
 from mneme.cachetier.ray_node import Found
 from mneme.cachetier.ray_puts import PutAnswer
+from mneme.cachetier.ray_sources import LoadNotices
 from mneme.cachetier.ray_store import RayChunkStore
 from mneme.cachetier.saving import HostPut
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
+from tests.cachetier.nodes import Clock
 
 IDS = list(range(1, 4 * CHUNK_TOKENS + 1))
 CHAIN = chain_of(IDS)
@@ -36,8 +44,13 @@ class FakeNode:
         self.epoch = epoch
         self.is_full = self.is_lost = False
         self.forgotten: list[str] = []
+        self.num_loads = 0
+        self.loads = SimpleNamespace(remote=self.note_load)
         self.forget = SimpleNamespace(remote=self.forgotten.extend)
         self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
+
+    def note_load(self) -> None:
+        self.num_loads += 1
 
     def put(self, header: ChunkHeader) -> PutAnswer | None:
         has_parent = header.parent in self.keys or header.parent == LINEAGE.root
@@ -190,6 +203,46 @@ def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
     assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
     assert gone == [KEYS[1]]
     assert store.stats()["directory_ghosts"] == 1
+
+
+def test_a_peer_is_not_asked_when_no_time_is_left(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not look for would be taken for a fault of the directory."""
+    asked: list[ChainQuery] = []
+    peer = SimpleNamespace(locate_here=SimpleNamespace(remote=lambda query, timeout_s: asked.append(query)))
+    found = Found([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS)
+    assert store.locate(query, 0.0) == []
+    assert (asked, store.stats()["peer_locate_too_late"]) == ([], 1)
+    store.locate(query, 10.0)
+    assert len(asked) == 1
+
+
+def test_a_node_hears_that_its_files_are_read(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "chunk.kv"
+    write_chunk(FileOperations(), str(tmp_path / "temporary"), str(path), CHAIN[0])
+    here = [Located(CHAIN[0].header, CHUNK_TOKENS, "disk", None, str(path))]
+    found = Found(here, (), {}, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    (source,) = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 10.0)
+    assert node.num_loads == 0
+    assert not isinstance(source.read(0), Miss)
+    assert node.num_loads == 1
+    source.close()
+
+
+def test_loads_are_told_again_while_they_last_and_no_more_often() -> None:
+    clock, told = Clock(), list[float]()
+    notices = LoadNotices(lambda: told.append(clock.now_s), clock)
+    for _ in range(100):
+        with notices():
+            clock.now_s += 0.01
+    assert 10 <= len(told) <= 20
+    assert max(after - before for before, after in pairwise(told)) < LOADS_AGAIN_S
 
 
 def locate(store: RayChunkStore, keys: list[bytes]) -> None:
