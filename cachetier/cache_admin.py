@@ -75,8 +75,8 @@ class CacheAdmin(Protocol):
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
 
-        Raises `ReplicaUnavailable` if some may be left: so much begins alike that not all of it can be looked at in time,
-        or of the owner's files one could not be removed.
+        Raises `ReplicaUnavailable` if some may be left: so much begins alike that not all of it can be looked at in
+        time, or of the owner's files one could not be removed.
         """
 
     def delete_owned(self, owner: bytes) -> Amount:
