@@ -193,7 +193,7 @@ class Engine:
         sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
         self._sequence_by_id[request.request_id] = sequence
         if self.chunks is not None:
-            self.chunks.want(sequence, self.forest)
+            self.chunks.want(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
 
     def _begin_step(self) -> None:

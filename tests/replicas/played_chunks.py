@@ -126,7 +126,8 @@ class FakeMover:
             if fetch._is_busy and not self.is_late():
                 self._readers.play()
             is_lost = fetch._is_busy
-            fetch.is_given_up = fetch.is_given_up or is_lost
+            if is_lost:
+                fetch.give_up("loading", graft.pieces[0].chunk)
             for piece in graft.pieces:
                 told = None if is_lost else self._taken(fetch, piece.chunk)
                 is_lost = told is None

@@ -108,6 +108,24 @@ def test_all_choices_follow_one_load(store: FakeStore) -> None:
     case.check_rest()
 
 
+def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.submit("b", [4] * 30)
+    case.submit("c", IDS[1:30])
+    found = [sequence.found for sequence in case.engine.scheduler.waiting]
+    assert [fetch is not None and fetch.is_alone for fetch in found] == [True, False, False]
+    case.cache.play()
+    run(case.engine)
+    case.submit("d", IDS[2:30])
+    (last,) = case.engine.scheduler.waiting
+    assert last.found is not None
+    assert last.found.is_alone
+    case.cache.play()
+    run(case.engine)
+    case.check_rest()
+
+
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_a_tier_that_fails_with_a_load_is_tried_again_but_not_for_ever(store: FakeStore, num_failures: int) -> None:
     """Nothing of the load stays open, and no request runs for ever."""
