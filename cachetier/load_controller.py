@@ -7,9 +7,8 @@ the other's share of one layer does not overlap:
     ttft(head) = max(L + F / n, L / n + F) + what later steps compute
 
 Beside others nothing is computed before all that comes from far, that is from anywhere but this node's memory, is in
-memory: the step would hold them up. There the far part of the load and the rest are one after the other:
-
-    ttft(head) = L_far + max(L_near + F / n, L_near / n + F) + what later steps compute
+memory, and then it is loaded in as many steps as would be as long as full ones (`step_chunks`): else they would be held
+up. There one comes after the other, ttft(head) = L + F + what later steps compute.
 
 The best head is the one with the least ttft, at a tie the shorter one; none, if it gains less than 2%. C = ttft(none)
 is what computing costs.
@@ -76,6 +75,7 @@ class LoadPlan:
     predicted_ttft_s: float  # with it
     latest_s: float  # a load that ends by then is no more than 5% slower than computing
     latest_beside_s: float  # the same for its far part, where nothing is computed before that is in memory
+    step_chunks: int  # that are loaded in the time that a full step computes
     is_probe: bool = False
 
     @property
@@ -151,6 +151,7 @@ class LoadController:
             predicted_ttft_s=best.ttft_s,
             latest_s=self._latest_s(best, recompute_s + slack_s),
             latest_beside_s=self._latest_beside_s(best, recompute_s + slack_s),
+            step_chunks=self._step_chunks(chunks[: best.num_chunks]),
             is_probe=is_small,
         )
 
@@ -191,10 +192,8 @@ class LoadController:
         later_s = self._costs.prefill_s(num_rows, context) - first_s
         near_s = seconds_by_edge.get("host", 0.0)
         far_s = sum(seconds for edge, seconds in seconds_by_edge.items() if edge != "host")
-        if is_alone:
-            together_s = overlapped_s(near_s + far_s, first_s, self._num_layers)
-        else:
-            together_s = far_s + overlapped_s(near_s, first_s, self._num_layers)
+        load_s = near_s + far_s
+        together_s = overlapped_s(load_s, first_s, self._num_layers) if is_alone else load_s + first_s
         return _Choice(num_chunks, near_s, far_s, first_s, later_s, together_s + later_s)
 
     def _latest_s(self, choice: _Choice, ttft_s: float) -> float:
@@ -204,7 +203,11 @@ class LoadController:
 
     def _latest_beside_s(self, choice: _Choice, ttft_s: float) -> float:
         """How long its far part may take, where the rest comes behind it."""
-        return ttft_s - choice.later_s - overlapped_s(choice.near_s, choice.first_s, self._num_layers)
+        return ttft_s - choice.later_s - choice.first_s - choice.near_s
+
+    def _step_chunks(self, chunks: Sequence[Loadable]) -> int:
+        size = max((chunk.num_bytes for chunk in chunks), default=0)
+        return max(int(self._costs.prefill_s(self._costs.step_rows, 0) / self._costs.edge_s("host", size)), 1)
 
     def _probes(self, best: _Choice, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> bool:
         """Whether to load one chunk more than is best, over an edge that was not tried for long."""

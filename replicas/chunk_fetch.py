@@ -90,6 +90,11 @@ class Fetch:
         """The position of a chunk's first token."""
         return (self.query.first + index) * self.query.chunk_tokens
 
+    @property
+    def end(self) -> int:
+        """The position behind the last token that it has."""
+        return max((end for _, end in self.spans), default=0)
+
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
 
@@ -138,6 +143,7 @@ class Fetch:
                 layout = wanted[0].header.layout
                 self.num_layers, self._layer_bytes = layout.num_layers, wanted[0].header.layer_bytes
             self._times = LoadClock(plan, self.num_layers, self._clock)
+            self._times.num_brought = 0 if self._far else self.num_layers
             self._is_there, self._has_looked = not self._far, True
         for source in sources[len(wanted) :]:
             source.close()

@@ -46,6 +46,7 @@ class ChunkLoad:
 
     def __init__(self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages) -> None:
         self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
+        self._ending = [pieces[0].fetch for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
         self._num_layers, self._pages = num_layers, pages
         self._condition = threading.Condition()
         self._is_over = False
@@ -76,8 +77,8 @@ class ChunkLoad:
                     self._lose(piece)
             self._is_over = True
             lost = [piece for piece in self._all if piece.is_lost]
-        for pieces in self._pieces:
-            pieces[0].fetch.close()
+        for fetch in self._ending:
+            fetch.close()
         self.num_lost = len(lost)
         return [node for piece in lost for node in piece.given.nodes]
 

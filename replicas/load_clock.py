@@ -15,7 +15,7 @@ class LoadClock:
     """Of one fetch. The engine's thread calls it, but for `begin_bringing` and `num_brought`."""
 
     def __init__(self, plan: LoadPlan, num_layers: int, clock: Callable[[], float]) -> None:
-        self.num_brought = 0  # layers in memory, of what had to be brought there
+        self.num_brought = 0  # layers of which all is in memory
         self._plan, self._num_layers, self._clock = plan, num_layers, clock
         self._spent_s = 0.0  # before the clock was last stopped
         self._since_s: float | None = None  # when it was started; None: it stands
@@ -35,7 +35,7 @@ class LoadClock:
         self._waited_s = self._so_far_s()
 
     def begin_load(self) -> None:
-        """Pages were taken."""
+        """Pages were taken, for all of it or for a part."""
         self.start()
         self._num_ready, self._load_began_s = self.num_brought, self._clock()
 

@@ -47,7 +47,7 @@ def first_token_s(
     first_s = costs.prefill_s(first, context)
     if is_alone:
         return overlapped_s(near_s + far_s, first_s, NUM_LAYERS) + compute_s - first_s
-    return far_s + overlapped_s(near_s, first_s, NUM_LAYERS) + compute_s - first_s
+    return near_s + far_s + compute_s
 
 
 rates = st.tuples(st.floats(1e-5, 1e-1), st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
@@ -109,7 +109,7 @@ def test_deadlines_bound_what_a_load_may_cost(disk: Terms, run: list[tuple[int, 
 def test_a_load_that_is_waited_for_is_no_slower_than_computing(
     slowness: float, nearness: float, num_loaded: int, num_new: int
 ) -> None:
-    """Beside others nothing is computed meanwhile, but for what is loaded from this node's memory."""
+    """Beside others nothing is computed meanwhile."""
     row_s, num_tokens = 1e-3, num_loaded + num_new
     disk: Terms = (0.0, 0.0, slowness * row_s / TOKEN_BYTES)
     costs = make_costs(prefill=(0.0, row_s, 0.0), disk=disk, host=(0.0, 0.0, nearness * row_s / TOKEN_BYTES))
@@ -129,10 +129,13 @@ def test_a_load_that_is_waited_for_is_no_slower_than_computing(
 
 def test_a_disk_slower_than_computing_is_read_alone_only() -> None:
     """Beside it, layer by layer; what is waited for would only come first."""
-    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=(0.0, 0.0, 2e-3 / TOKEN_BYTES))
+    disk, host = (0.0, 0.0, 2e-3 / TOKEN_BYTES), (0.0, 0.0, 1e-3 / TOKEN_BYTES)
+    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=disk, host=host)
     controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
     chunks = chunks_of(2048, "disk")
-    assert controller.plan(0, 2048, chunks).num_chunks > 1
+    plan = controller.plan(0, 2048, chunks)
+    assert plan.num_chunks > 1
+    assert plan.step_chunks == costs.step_rows // CHUNK
     assert controller.plan(0, 2048, chunks, is_alone=False).num_chunks == 0
 
 
@@ -147,6 +150,7 @@ def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, l
         predicted_ttft_s=latest_s,
         latest_s=latest_s,
         latest_beside_s=latest_s,
+        step_chunks=1,
     )
     given_up_s = None
     for done in range(num_units):

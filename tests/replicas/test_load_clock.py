@@ -17,6 +17,7 @@ PLAN = LoadPlan(
     predicted_ttft_s=0.8,
     latest_s=0.9,
     latest_beside_s=0.8,
+    step_chunks=1,
 )
 
 

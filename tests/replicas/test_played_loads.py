@@ -10,7 +10,7 @@ import pytest
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
 from mneme.replicas.engine import Engine
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -27,7 +27,7 @@ class Played:
     def __init__(self, store: FakeStore, **options: Any) -> None:
         self.store = store
         self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
-        self.cache = PlayedCache(store, 4)
+        self.cache = PlayedCache(store, 4, step_chunks=options.pop("step_chunks", None))
         self.engine: Engine = make_played_engine(
             self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
         )
@@ -195,3 +195,82 @@ def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: Fake
 def run_some(engine: Engine, num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
+
+
+class Parts:
+    """A history of three chunks is loaded beside a stream, one chunk in each step; the first step has been."""
+
+    def __init__(self, store: FakeStore, num_choices: int = 1, **options: Any) -> None:
+        self.case = Played(store, step_chunks=1, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for choice in range(num_choices):
+            self.case.submit(f"a{choice}", IDS[:30], choice_index=choice)
+        self.case.cache.play()
+        self.engine = self.case.engine
+        self.events: list[TokenEvent] = []
+        self.step()
+
+    def step(self) -> int:
+        """How many rows it has."""
+        before = self.case.runner.num_rows
+        self.events += self.engine.step()
+        self.engine.forest.check()
+        return self.case.runner.num_rows - before
+
+    def finish(self, *names: str) -> None:
+        self.events += run(self.engine)
+        for name in names:
+            assert tokens_of(self.events, name) == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+@pytest.mark.parametrize("edge", ["host", "disk"])
+def test_a_long_history_comes_in_parts_beside_a_stream(store: FakeStore, edge: Any) -> None:
+    """Who follows it waits with it."""
+    store.edge = edge
+    parts = Parts(store, num_choices=3)
+    assert [parts.step(), parts.step()] == [1, 1 + 6]  # the stream's, then the prompt's last tokens too
+    assert parts.step() == 1 + 1 + 2
+    assert parts.case.cache.mover.num_lost == 0
+    parts.finish("a0", "a1", "a2")
+    usage = next(event.usage for event in parts.events if event.request_id == "a0" and event.usage is not None)
+    assert usage.cached_tokens == 24
+
+
+def test_alone_a_history_comes_in_one_step(store: FakeStore) -> None:
+    case = Played(store, step_chunks=1)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    assert tokens_of(case.engine.step(), "a")
+    run(case.engine)
+    case.check_rest()
+
+
+def test_the_rest_of_a_history_is_computed_if_a_later_part_does_not_come(store: FakeStore) -> None:
+    store.fault = lose_from(1)
+    parts = Parts(store)
+    parts.finish("a0")
+    assert parts.engine.scheduler.num_retracted == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "fail_all", "suspend"])
+def test_a_request_ends_between_two_parts(store: FakeStore, how: str) -> None:
+    parts = Parts(store)
+    if how == "abort":
+        parts.engine.abort("a0")
+    elif how == "fail_all":
+        parts.engine.fail_all("gone")
+    else:
+        parts.engine.scheduler._suspend(parts.engine.scheduler.running[-1])
+    parts.finish(*(["a0"] if how == "suspend" else []))
+
+
+def test_parts_may_be_all_that_a_step_has(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the stream's end waits for nobody's rows."""
+    parts = Parts(store)
+    monkeypatch.setattr(type(parts.engine.scheduler), "_has_streams", property(lambda self: True))
+    parts.engine.abort("other")
+    assert parts.step() == 0
+    parts.finish("a0")
