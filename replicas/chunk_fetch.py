@@ -79,6 +79,11 @@ class Fetch:
         return self._is_closed
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nobody need wait for it: all is in memory, or nothing is to come."""
+        return self._is_closed or self._is_there
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """Positions whose KV each chunk has, as far as they can be had; none while that is not known."""
         if not self._has_looked or self._is_closed:
@@ -114,7 +119,7 @@ class Fetch:
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
-        if self._is_closed or self._is_there or (self._has_looked and is_alone):
+        if self.is_settled or (self._has_looked and is_alone):
             if self._times is not None:
                 self._times.stop()
             return True

@@ -15,10 +15,13 @@ class PathRoom:
     def __init__(self, forest: PrefixForest, opener: PathOpener) -> None:
         self._forest, self._opener = forest, opener
 
-    def open(self, sequence: Sequence, num_running: int, budget: StepBudget) -> bool:
-        """Give the sequence a path with what is resident, if the rest of its tokens fits too. Alone, it has one."""
+    def open(self, sequence: Sequence, num_running: int, budget: StepBudget, *, num_kept: int = 0) -> bool:
+        """Give the sequence a path with what is resident, if the rest of its tokens fits too, beside so many pages.
+
+        Alone, it has one.
+        """
         path = self._opener.open(sequence)
-        if not self._fits(path, sequence, num_running, budget):
+        if not self._fits(path, sequence, num_running, budget, num_kept):
             self._forest.release(path)
             if num_running:
                 return False
@@ -37,12 +40,16 @@ class PathRoom:
         self._forest.clear()
         return self._opener.open(sequence)
 
-    def _fits(self, path: Path, sequence: Sequence, num_running: int, budget: StepBudget) -> bool:
+    def num_pages(self, sequence: Sequence) -> int:
+        """That it may need, whatever is resident."""
+        return -(-len(sequence.context) // self._forest.page_size) + 1
+
+    def _fits(self, path: Path, sequence: Sequence, num_running: int, budget: StepBudget, num_kept: int = 0) -> bool:
         """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.
 
         Prompts that were cut in this step count as if they were whole.
         """
         needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
-        kept = max(self._forest.num_reserved, num_running) if num_running else 0
+        kept = num_kept + (max(self._forest.num_reserved, num_running) if num_running else 0)
         kept += budget.num_promised(path, sequence.context)
         return needed + kept <= self._forest.num_available

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from mneme.replicas.forest import PrefixForest
 from mneme.replicas.forest_nodes import Node, Pin
@@ -32,6 +33,7 @@ from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
+_NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
@@ -158,6 +160,7 @@ class Scheduler:
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
+                self._admit_behind(sequence, chunks)
                 return
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
@@ -165,10 +168,26 @@ class Scheduler:
             if not self._room.open(sequence, len(self.running), budget):
                 self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
-            self._grafting.graft(sequence, has_others=self._has_streams)
-            self.waiting.pop(self._num_pending(sequence) - self._grafting.num_to_come(sequence))
-            _insert_by_arrival(self.running, sequence)
-            self._begin(sequence, chunks)
+            self.waiting.pop(self._start(sequence))
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
+
+    def _admit_behind(self, head: Sequence, chunks: list[Chunk]) -> None:
+        """While the head waits for its chunks, those of the next few that do not hold it up: their whole prompts are
+        computed in this step, and they leave the head its pages and its place among the running."""
+        num_kept = self._room.num_pages(head)
+        for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
+            is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
+            is_ready = sequence.found is None or sequence.found.is_settled
+            can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
+            if can_run and self._room.open(sequence, len(self.running), self._budget, num_kept=num_kept):
+                self.waiting.overtake(sequence, self._start(sequence))
+                self._begin(sequence, chunks, has_others=False)
+
+    def _start(self, sequence: Sequence) -> int:
+        """It has a path, and runs; returns how many tokens it has to compute."""
+        self._grafting.graft(sequence, has_others=self._has_streams)
+        _insert_by_arrival(self.running, sequence)
+        return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
 
     def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
         """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more."""
@@ -176,16 +195,16 @@ class Scheduler:
         self._forest.extend(sequence.path, sequence.context, len(sequence.context))
         self._grafting.graft(sequence, has_others=self._has_streams)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
-            self._begin(sequence, chunks)
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
 
-    def _begin(self, sequence: Sequence, chunks: list[Chunk]) -> None:
+    def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
         """Its first rows, if all that is loaded of it comes with this step."""
-        budget, path = self._budget, sequence.path
-        assert path is not None
+        budget = self._budget
         if sequence.found is not None:
-            budget.cut(sequence, path.num_tokens, self._num_missing_pages(sequence))
+            assert sequence.path is not None
+            budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
         elif budget.num_left > 0:
-            chunk = self._take_chunk(sequence, budget.limit(has_others=bool(self.waiting)))
+            chunk = self._take_chunk(sequence, budget.limit(has_others=has_others))
             if chunk is not None:
                 chunks.append(chunk)
                 budget.take(chunk, self._num_missing_pages)

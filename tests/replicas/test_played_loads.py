@@ -274,3 +274,67 @@ def test_parts_may_be_all_that_a_step_has(store: FakeStore, monkeypatch: pytest.
     parts.engine.abort("other")
     assert parts.step() == 0
     parts.finish("a0")
+
+
+class Queue:
+    """A stream runs, and a head waits for the disk."""
+
+    def __init__(self, store: FakeStore, **options: Any) -> None:
+        store.edge = "disk"
+        self.case = Played(store, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        self.case.submit("head", IDS[:30])
+
+    def step(self) -> list[str]:
+        """Who runs after it, besides the stream; the store answers before, and reads nothing."""
+        self.case.cache.play(None, 0)
+        self.case.engine.step()
+        self.case.engine.forest.check()
+        return [s.request.request_id for s in self.case.engine.scheduler.running[1:]]
+
+    def finish(self) -> None:
+        self.case.cache.play()
+        events = run(self.case.engine)
+        assert tokens_of(events, "head") == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+def test_short_prompts_overtake_a_head_that_waits_for_its_chunks(store: FakeStore) -> None:
+    queue = Queue(store)
+    for token, name in enumerate(("b", "c")):
+        queue.case.submit(name, [3, token] * 4, session_id=name)
+    assert queue.step() == ["b", "c"]
+    assert queue.case.engine.scheduler.waiting.head.request.request_id == "head"
+    queue.finish()
+
+
+def test_nothing_that_holds_a_head_up_overtakes_it(store: FakeStore) -> None:
+    """Its own choices, which follow it; what takes more than a step; what waits for chunks too."""
+    queue = Queue(store, max_batch_tokens=32)
+    queue.case.submit("choice", IDS[:30], choice_index=1)
+    queue.case.submit("long", [3] * 35)
+    queue.case.submit("disk", IDS[:28])
+    assert queue.step() == []
+    queue.finish()
+
+
+@pytest.mark.parametrize(("options", "who"), [({"max_running": 2}, []), ({"max_running": 3}, ["b"])])
+def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: Any, who: list[str]) -> None:
+    queue = Queue(store, **options)
+    queue.case.submit("b", [3] * 4)
+    queue.case.submit("c", [2] * 4)
+    assert queue.step() == who
+    queue.finish()
+
+
+def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
+    """Of 64 pages of 4 tokens the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
+    queue = Queue(store, max_batch_tokens=256)
+    for index in range(6):
+        queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))
+    assert len(queue.step()) == 4
+    left = queue.case.engine.forest.num_available
+    assert left >= 9 + queue.case.engine.forest.num_reserved
+    queue.finish()
