@@ -23,17 +23,18 @@ Time counts from when the request could have been computed: what comes while it 
 
 The second would hold for any T, but would give up every load that is to take more than a twentieth of what computing
 takes, and smaller ones for a little noise. So there are two rules. Who sees how far a load is uses `LoadPlan.due_s`:
-unit i of u must have come by max(0.05 C, latest * i / u), where it waited w for its turn to be read, by
-max(0.05 C, w + (latest - w) * i / u). At a constant rate a load that will be in time misses none,
-and one that will be too late is given up by 0.05 C + latest / u. A load that stalls in the middle costs what it had
-been given until then, at most `latest`. Who sees no progress uses `deadline_s`: max(0.05 C, min(2 L, L + 0.05 C)).
-Up to L = C / 40 giving up costs 5% and nothing more, and a load may take twice as long as predicted; beyond, it costs L
-as well, and noise of 0.05 C is all that is borne.
+unit i of u must have come by max(0.05 C, latest * i / u); if it waited w for its turn to be read, which may be 0.05 C
+at most, by max(0.05 C, w + (latest - w) * i / u). At a constant rate a load that will be in time misses none, and one
+that will be too late is given up by 0.05 C + latest / u, behind such a wait somewhat later. A load that stalls in the
+middle costs what it had been given until then, at most `latest`. Who sees no progress uses `deadline_s`: max(0.05 C,
+min(2 L, L + 0.05 C)). Up to L = C / 40 giving up costs 5% and nothing more, and a load may take twice as long as
+predicted; beyond, it costs L as well, and noise of 0.05 C is all that is borne.
 
-Either way a miss tells the cost model, and nothing more is staked on that edge for a minute, or until it has been
-tried with success: on one chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that
-has become too slow for a plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come
-in time; where a head is loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
+A miss tells the cost model, if the edge that was late was slower than predicted (else a queue was long, and the edge is
+not to blame). Then nothing more is staked on that edge for a minute, or until it has been tried with success: on one
+chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that has become too slow for a
+plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come in time; where a head is
+loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Loadable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Load the first `num_chunks`, compute the rest. Times count from the start of the load."""
+    """Load the first `num_chunks`, compute the rest. Times count from when that could begin."""
 
     num_chunks: int
     deadline_s: float  # give the load up then, if nothing is known of how far it is

@@ -127,7 +127,10 @@ class Fetch:
         left_s = self._look_until_s - self._clock() if times is None else times.left_to_wait_s()
         if left_s > 0:
             return False
-        self.give_up(*(("lookup", None) if times is None else ("waiting", self._at)))
+        if times is None:
+            self.give_up("lookup")
+        else:
+            self.give_up("waiting", self._at)
         self.close()
         return True
 
