@@ -129,7 +129,7 @@ class CostModel:
         """One step of so many sequences, which see so many tokens together: for whoever weighs a replica's load."""
         return self._seconds("decode", (1, batch, context_tokens)) if batch > 0 else 0.0
 
-    def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: int = 1) -> float:
+    def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: float = 1) -> float:
         """To bring the bytes of so many chunks over an edge, with nothing else under way."""
         return self._seconds(edge, (1, num_chunks, num_bytes)) if num_chunks > 0 else 0.0
 
@@ -168,7 +168,7 @@ class CostModel:
                 self._costs[kind].note(seconds / total_s, part_s / total_s)
 
     def note_edge(
-        self, edge: CostEdge, num_bytes: int, num_chunks: int, seconds: float, *, is_complete: bool = True
+        self, edge: CostEdge, num_bytes: int, num_chunks: float, seconds: float, *, is_complete: bool = True
     ) -> None:
         """So much came over an edge, alone or as part of a load, in so many seconds.
 

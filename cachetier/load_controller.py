@@ -6,6 +6,10 @@ the other's share of one layer does not overlap:
 
     ttft(head) = max(L + F / n, L / n + F) + what later steps compute
 
+Beside others nothing is computed before all that comes from far, that is from anywhere but this node's memory, is in
+memory, and then it is loaded in as many steps as would be as long as full ones (`step_chunks`): else they would be held
+up. There one comes after the other, ttft(head) = L + F + what later steps compute.
+
 The best head is the one with the least ttft, at a tie the shorter one; none, if it gains less than 2%. C = ttft(none)
 is what computing costs.
 
@@ -15,18 +19,22 @@ computing all of it
     if it is kept to its end   iff ttft <= 1.05 C with T for L, that is T <= latest (at least L + 0.05 C)
     if it is given up at D     iff D + C <= 1.05 C, that is D <= 0.05 C
 
+Time counts from when the request could have been computed: what comes while it waits for its turn costs nothing.
+
 The second would hold for any T, but would give up every load that is to take more than a twentieth of what computing
 takes, and smaller ones for a little noise. So there are two rules. Who sees how far a load is uses `LoadPlan.due_s`:
-unit i of u must have come by max(0.05 C, latest * i / u). At a constant rate a load that will be in time misses none,
-and one that will be too late is given up by 0.05 C + latest / u. A load that stalls in the middle costs what it had
-been given until then, at most `latest`. Who sees no progress uses `deadline_s`: max(0.05 C, min(2 L, L + 0.05 C)).
-Up to L = C / 40 giving up costs 5% and nothing more, and a load may take twice as long as predicted; beyond, it costs L
-as well, and noise of 0.05 C is all that is borne.
+unit i of u must have come by max(0.05 C, latest * i / u); if it waited w for its turn to be read, which may be 0.05 C
+at most, by max(0.05 C, w + (latest - w) * i / u). At a constant rate a load that will be in time misses none, and one
+that will be too late is given up by 0.05 C + latest / u, behind such a wait somewhat later. A load that stalls in the
+middle costs what it had been given until then, at most `latest`. Who sees no progress uses `deadline_s`: max(0.05 C,
+min(2 L, L + 0.05 C)). Up to L = C / 40 giving up costs 5% and nothing more, and a load may take twice as long as
+predicted; beyond, it costs L as well, and noise of 0.05 C is all that is borne.
 
-Either way a miss tells the cost model, and nothing more is staked on that edge for a minute, or until it has been
-tried with success: on one chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that
-has become too slow for a plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come
-in time; where a head is loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
+A miss tells the cost model, if the edge that was late was slower than predicted (else a queue was long, and the edge is
+not to blame). Then nothing more is staked on that edge for a minute, or until it has been tried with success: on one
+chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that has become too slow for a
+plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come in time; where a head is
+loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,7 +67,7 @@ class Loadable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Load the first `num_chunks`, compute the rest. Times count from the start of the load."""
+    """Load the first `num_chunks`, compute the rest. Times count from when that could begin."""
 
     num_chunks: int
     deadline_s: float  # give the load up then, if nothing is known of how far it is
@@ -67,21 +75,37 @@ class LoadPlan:
     predicted_recompute_s: float  # the time to the first token without a load
     predicted_ttft_s: float  # with it
     latest_s: float  # a load that ends by then is no more than 5% slower than computing
+    latest_beside_s: float  # the same for its far part, where nothing is computed before that is in memory
+    step_chunks: int  # that are loaded in the time that a full step computes
     is_probe: bool = False
 
-    def due_s(self, num_done: int, num_units: int) -> float:
-        """When the next unit (the load in equal parts, layers of chunks) must have come, or the load is given up."""
+    @property
+    def slack_s(self) -> float:
+        """What may be lost whatever comes of the load."""
+        return TOLERANCE * self.predicted_recompute_s
+
+    def due_s(self, num_done: int, num_units: int, *, waited_s: float = 0.0, is_alone: bool = True) -> float:
+        """When the next unit (the load in equal parts, layers of chunks) must have come, or the load is given up.
+
+        `waited_s`: before the first was begun; `is_alone`: the request is computed meanwhile.
+        """
         if self.is_probe:
             return self.deadline_s
-        return max(TOLERANCE * self.predicted_recompute_s, (num_done + 1) / num_units * self.latest_s)
+        latest_s = self.latest_s if is_alone else self.latest_beside_s
+        return max(self.slack_s, waited_s + (num_done + 1) / num_units * (latest_s - waited_s))
 
 
 class _Choice(NamedTuple):
     num_chunks: int
-    load_s: float
+    near_s: float  # to load from this node's memory
+    far_s: float  # from elsewhere
     first_s: float  # computing in the first step, which runs beside the load
     later_s: float  # in the steps after it
     ttft_s: float
+
+    @property
+    def load_s(self) -> float:
+        return self.near_s + self.far_s
 
 
 class LoadController:
@@ -102,12 +126,14 @@ class LoadController:
         self._tried_s: dict[Edge, float] = {}
         self.num_plans: Counter[str] = Counter()  # "load" (all), "split", "compute" (all), "probe"
 
-    def plan(self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable]) -> LoadPlan:
+    def plan(
+        self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable], *, is_alone: bool = True
+    ) -> LoadPlan:
         """Of the chunks behind `num_resident` tokens, in order and without a gap: how many to load.
 
-        `num_tokens`: of the prompt; its last is always computed.
+        `num_tokens`: of the prompt; its last is always computed. `is_alone`: nothing else runs.
         """
-        choices = list(self._choices(num_resident, num_tokens, chunks))
+        choices = list(self._choices(num_resident, num_tokens, chunks, is_alone))
         recompute_s = choices[0].ttft_s
         best = self._best(choices, chunks)
         is_probe = best.num_chunks < len(chunks) and self._probes(best, choices, chunks)
@@ -117,15 +143,17 @@ class LoadController:
         self._note_tried(chunks[: best.num_chunks])
         slack_s = TOLERANCE * recompute_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
-        is_alone = is_probe and best.num_chunks == 1
+        is_small = is_probe and best.num_chunks == 1
         return LoadPlan(
             num_chunks=best.num_chunks,
-            deadline_s=slack_s if is_alone else deadline_s,
+            deadline_s=slack_s if is_small else deadline_s,
             predicted_load_s=best.load_s,
             predicted_recompute_s=recompute_s,
             predicted_ttft_s=best.ttft_s,
             latest_s=self._latest_s(best, recompute_s + slack_s),
-            is_probe=is_alone,
+            latest_beside_s=self._latest_beside_s(best, recompute_s + slack_s),
+            step_chunks=self._step_chunks(chunks[: best.num_chunks]),
+            is_probe=is_small,
         )
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
@@ -142,30 +170,45 @@ class LoadController:
                 best = choice
         return best if best.ttft_s <= choices[0].ttft_s * (1 - _LEAST_GAIN) else choices[0]
 
-    def _choices(self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable]) -> Iterable[_Choice]:
+    def _choices(
+        self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable], is_alone: bool
+    ) -> Iterable[_Choice]:
         """Item k: the first k chunks are loaded."""
         num_known, seconds_by_edge = num_resident, dict[Edge, float]()
         loaded: dict[Edge, tuple[int, int]] = {}  # bytes, chunks
-        yield self._choice(0, 0.0, num_known, num_tokens)
+        yield self._choice(0, seconds_by_edge, num_known, num_tokens, is_alone)
         for index, chunk in enumerate(chunks):
             num_bytes, num_chunks = loaded.get(chunk.edge, (0, 0))
             loaded[chunk.edge] = now = (num_bytes + chunk.num_bytes, num_chunks + 1)
             seconds_by_edge[chunk.edge] = self._costs.edge_s(chunk.edge, *now)
             num_known += chunk.num_tokens
-            yield self._choice(index + 1, sum(seconds_by_edge.values()), num_known, num_tokens)
+            yield self._choice(index + 1, seconds_by_edge, num_known, num_tokens, is_alone)
 
-    def _choice(self, num_chunks: int, load_s: float, num_known: int, num_tokens: int) -> _Choice:
+    def _choice(
+        self, num_chunks: int, seconds_by_edge: Mapping[Edge, float], num_known: int, num_tokens: int, is_alone: bool
+    ) -> _Choice:
         num_rows = max(num_tokens - num_known, 1)
         context = num_tokens - num_rows
         first_s = self._costs.prefill_s(min(num_rows, self._costs.step_rows), context)
         later_s = self._costs.prefill_s(num_rows, context) - first_s
-        together_s = first_s if not load_s else overlapped_s(load_s, first_s, self._num_layers)
-        return _Choice(num_chunks, load_s, first_s, later_s, together_s + later_s)
+        near_s = seconds_by_edge.get("host", 0.0)
+        far_s = sum(seconds for edge, seconds in seconds_by_edge.items() if edge != "host")
+        load_s = near_s + far_s
+        together_s = overlapped_s(load_s, first_s, self._num_layers) if is_alone else load_s + first_s
+        return _Choice(num_chunks, near_s, far_s, first_s, later_s, together_s + later_s)
 
     def _latest_s(self, choice: _Choice, ttft_s: float) -> float:
         """How long the load may take for a first token at that time: `overlapped_s`, solved for the load."""
         together_s, num_layers = ttft_s - choice.later_s, self._num_layers
         return min(together_s - choice.first_s / num_layers, (together_s - choice.first_s) * num_layers)
+
+    def _latest_beside_s(self, choice: _Choice, ttft_s: float) -> float:
+        """How long its far part may take, where the rest comes behind it."""
+        return ttft_s - choice.later_s - choice.first_s - choice.near_s
+
+    def _step_chunks(self, chunks: Sequence[Loadable]) -> int:
+        size = max((chunk.num_bytes for chunk in chunks), default=0)
+        return max(int(self._costs.prefill_s(self._costs.step_rows, 0) / self._costs.edge_s("host", size)), 1)
 
     def _probes(self, best: _Choice, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> bool:
         """Whether to load one chunk more than is best, over an edge that was not tried for long."""

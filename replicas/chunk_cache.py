@@ -72,8 +72,11 @@ class ChunkCache:
         """Who drives the engine hears that it may not be blocked any more: on another thread, at once."""
         self._fetches.on_answer = on_answer
 
-    def want(self, sequence: RunningSequence, forest: PrefixForest) -> None:
-        """Begin to look for what the engine lacks of a sequence, if that is worth a question."""
+    def want(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool) -> None:
+        """Begin to look for what the engine lacks of a sequence, if that is worth a question.
+
+        `is_alone`: nothing else runs or waits.
+        """
         if sequence.root is not None:
             return
         salt, context = sequence.request.salt, sequence.context
@@ -84,7 +87,8 @@ class ChunkCache:
         num_resident = resident.device + resident.host
         if len(context) - num_resident < self.config.min_load_tokens:
             return
-        sequence.found = self._fetches.begin(self._query(sequence, num_resident), num_resident)
+        query = self._query(sequence, num_resident)
+        sequence.found = self._fetches.begin(query, num_resident, is_alone=is_alone)
         self.counts["lookups"] += 1
 
     def add_saves(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:

@@ -18,6 +18,7 @@ from mneme.cachetier.chunk import U8Array
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
 from mneme.cachetier.load_controller import LoadPlan
 from mneme.cachetier.misses import Miss
+from mneme.replicas.load_clock import LoadClock
 from mneme.replicas.origins import Source
 from mneme.replicas.read_room import ReadRoom
 
@@ -28,16 +29,12 @@ SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host
 
 @dataclass(slots=True)
 class Reads:
-    """What was read over one edge; `num_chunks` counts chunks of which anything was read."""
+    """What was read over one edge."""
 
     num_bytes: int = 0
-    num_chunks: int = 0
+    num_layers: int = 0  # of chunks
     seconds: float = 0.0
-
-    def add(self, num_bytes: int, num_chunks: int, seconds: float) -> None:
-        self.num_bytes += num_bytes
-        self.num_chunks += num_chunks
-        self.seconds += seconds
+    since_s: float | None = None  # when the read began that is under way
 
 
 class Fetch:
@@ -50,19 +47,24 @@ class Fetch:
         look_until_s: float,
         room: ReadRoom,
         clock: Callable[[], float],
+        *,
+        is_alone: bool = True,
         on_closed: Callable[[Fetch], None] = lambda fetch: None,
         on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
-        """`on_given_up` is called once at most, on the engine's thread."""
+        """`is_alone`: nothing else ran when it began. `on_given_up` is called once at most, on the engine's thread."""
         self.query = query
         self.num_resident = num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
         self.plan: LoadPlan | None = None
         self.reads: dict[Edge, Reads] = {}  # so far
+        self.is_alone = is_alone
         self.is_given_up = False  # as it took too long
+        self.late_edge: Edge | None = None  # for which it was given up
         self._look_until_s = look_until_s
-        self._began_s = 0.0  # bringing, or loading; what was brought by a moment is in time then
-        self._num_brought = 0  # layers
+        self._times: LoadClock | None = None  # once it was found
+        self._at = 0  # the chunk that is being brought, or was last
+        self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
         self._num_sound = 0  # sources, before the first of which something could not be brought
         self._room, self._clock = room, clock
         self._on_closed, self._on_given_up = on_closed, on_given_up
@@ -77,6 +79,11 @@ class Fetch:
         return self._is_closed
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nobody need wait for it: all is in memory, or nothing is to come."""
+        return self._is_closed or self._is_there
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """Positions whose KV each chunk has, as far as they can be had; none while that is not known."""
         if not self._has_looked or self._is_closed:
@@ -88,40 +95,50 @@ class Fetch:
         """The position of a chunk's first token."""
         return (self.query.first + index) * self.query.chunk_tokens
 
+    @property
+    def end(self) -> int:
+        """The position behind the last token that it has."""
+        return max((end for _, end in self.spans), default=0)
+
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
 
     def begin_load(self) -> None:
-        """Pages were taken for it. What had come by now came in time, whatever it waited for."""
-        assert self.plan is not None
-        now_s = self._clock()
-        before_s = self._due_s(self._num_brought - 1) if self._num_brought else 0.0
-        self._began_s = max(self._began_s, now_s - before_s)
+        """Pages were taken for it."""
+        assert self._times is not None
+        self._times.begin_load()
 
     def left_s(self, layer: int) -> float:
         """Until a layer must have come, or the rest is given up."""
-        return self._began_s + self._due_s(layer) - self._clock()
+        assert self._times is not None
+        return self._times.left_s(layer)
 
     def is_ready(self, *, is_alone: bool) -> bool:
-        """Whether the sequence need not wait for it any longer: all is in memory, nothing was found, or it is too late.
+        """Whether the sequence, which could run, need not wait for it any longer: all is in memory, nothing was found,
+        or it is too late.
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
-        if self._is_closed or self._is_there:
+        if self.is_settled or (self._has_looked and is_alone):
+            if self._times is not None:
+                self._times.stop()
             return True
-        if self._has_looked and is_alone:
-            return True
-        left_s = self.left_s(self._num_brought) if self._has_looked else self._look_until_s - self._clock()
+        times = self._times
+        left_s = self._look_until_s - self._clock() if times is None else times.left_to_wait_s()
         if left_s > 0:
             return False
-        self.give_up("waiting" if self._has_looked else "lookup")
+        if times is None:
+            self.give_up("lookup")
+        else:
+            self.give_up("waiting", self._at)
         self.close()
         return True
 
-    def give_up(self, what: GivenUp) -> None:
-        """It took too long; the edges are told so when it ends."""
+    def give_up(self, what: GivenUp, index: int | None = None) -> None:
+        """It took too long, for this chunk; its edge is told so when it ends."""
         if not self.is_given_up:
             self.is_given_up = True
+            self.late_edge = None if index is None else self.sources[index].edge
             self._on_given_up(what)
 
     def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
@@ -130,20 +147,27 @@ class Fetch:
             wanted = [] if self._is_closed else sources[: plan.num_chunks]
             self.sources, self.plan, self._num_sound = wanted, plan, len(wanted)
             self._layers = [{} for _ in wanted]
-            self._began_s = self._clock()
-            self._has_looked = True
+            if wanted:
+                layout = wanted[0].header.layout
+                self.num_layers, self._layer_bytes = layout.num_layers, wanted[0].header.layer_bytes
+            self._times = LoadClock(plan, self.num_layers, self._clock)
+            self._times.num_brought = 0 if self._far else self.num_layers
+            self._is_there, self._has_looked = not self._far, True
         for source in sources[len(wanted) :]:
             source.close()
         return bool(self._far)
 
     def bring(self) -> None:
         """Read what is not in this node's memory, layer by layer; on a thread of its own."""
-        num_layers = self.sources[0].header.layout.num_layers if self.sources else 0
-        for layer in range(num_layers):
+        times = self._times
+        assert times is not None
+        times.begin_bringing()
+        for layer in range(self.num_layers):
             for index in self._far:
+                self._at = index
                 if index < self._num_sound and not self._bring(index, layer):
                     return
-            self._num_brought = layer + 1
+            times.num_brought = layer + 1
 
     def rest(self) -> None:
         """No thread is at it from now on."""
@@ -168,10 +192,20 @@ class Fetch:
         self._room.give(brought.nbytes)
         return brought
 
-    def note_read(self, index: int, num_bytes: int, num_chunks: int, seconds: float) -> None:
-        """Time that an edge took: of a read, or of what follows it."""
+    def note_copy(self, index: int, seconds: float) -> None:
+        """Time that an edge took behind a read."""
         with self._condition:
-            self.reads.setdefault(self.sources[index].edge, Reads()).add(num_bytes, num_chunks, seconds)
+            self._reads_of(index).seconds += seconds
+
+    def read_so_far(self, edge: Edge) -> tuple[int, float, float]:
+        """Bytes, chunks (a layer is a part of one) and seconds, with the read that was given up."""
+        with self._condition:
+            reads = self.reads.get(edge, Reads())
+            num_bytes, num_layers, seconds = reads.num_bytes, reads.num_layers, reads.seconds
+            if reads.since_s is not None and edge == self.late_edge:
+                num_bytes += self._layer_bytes
+                num_layers, seconds = num_layers + 1, seconds + self._clock() - reads.since_s
+        return num_bytes, num_layers / self.num_layers, seconds
 
     def abandon(self) -> None:
         """Whoever waits for bytes is told that there are none; the sources are closed later."""
@@ -186,9 +220,8 @@ class Fetch:
         if not self._is_busy:
             self._end()
 
-    def _due_s(self, layer: int) -> float:
-        assert self.plan is not None
-        return self.plan.due_s(layer, self.sources[0].header.layout.num_layers if self.sources else 1)
+    def _reads_of(self, index: int) -> Reads:
+        return self.reads.setdefault(self.sources[index].edge, Reads())
 
     @property
     def _far(self) -> list[int]:
@@ -228,13 +261,24 @@ class Fetch:
 
     def _read(self, index: int, layer: int) -> U8Array | Miss:
         source, started_s = self.sources[index], self._clock()
+        read: U8Array | Miss = Miss.BUSY
+        with self._condition:
+            reads = self._reads_of(index)
+            reads.since_s = started_s
         try:
             read = source.read(layer)
         except MemoryError:
-            read = Miss.BUSY
-        num_bytes = 0 if isinstance(read, Miss) else read.nbytes
-        self.note_read(index, num_bytes, layer == 0, self._clock() - started_s)
+            pass
+        finally:
+            self._note(reads, read, self._clock() - started_s)
         return read
+
+    def _note(self, reads: Reads, read: U8Array | Miss, seconds: float) -> None:
+        with self._condition:
+            reads.since_s, reads.seconds = None, reads.seconds + seconds
+            if not isinstance(read, Miss):
+                reads.num_bytes += read.nbytes
+                reads.num_layers += 1
 
     def _give_room(self, brought: list[dict[int, U8Array]]) -> None:
         self._room.give(sum(read.nbytes for layers in brought for read in layers.values()))

@@ -17,6 +17,7 @@ from mneme.replicas.workers import Workers
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
+_SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
 
 MakeWorkers = Callable[[str, int], Workers]  # name, number of threads
@@ -49,11 +50,17 @@ class Fetches:
         """Fetches that hold something, or are about to."""
         return len(self._open)
 
-    def begin(self, query: ChainQuery, num_resident: int) -> Fetch:
-        """Look for a sequence of which the engine has the first `num_resident` tokens."""
+    def begin(self, query: ChainQuery, num_resident: int, *, is_alone: bool = True) -> Fetch:
+        """Look for a sequence of which the engine has the first `num_resident` tokens.
+
+        `is_alone`: nothing else runs or waits.
+        """
         timeout_s = self._controller.lookup_timeout_s(num_resident, len(query.token_ids))
         look_until_s = self._clock() + timeout_s
-        fetch = Fetch(query, num_resident, look_until_s, self.room, self._clock, self._ended, self._given_up)
+        fetch = Fetch(
+            query, num_resident, look_until_s, self.room, self._clock,
+            is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
+        )  # fmt: skip
         with self._lock:
             self._open.add(fetch)
         self._lookers.run(lambda: self._look(fetch, timeout_s))
@@ -76,10 +83,10 @@ class Fetches:
         """What it read says how fast the edges are, also where it was given up. The request waits no longer."""
         with self._lock:
             self._open.discard(fetch)
-        for edge, reads in list(fetch.reads.items()):  # a load thread may still read
-            self._costs.note_edge(
-                edge, reads.num_bytes, reads.num_chunks, reads.seconds, is_complete=not fetch.is_given_up
-            )
+        for edge in list(fetch.reads):  # a load thread may still read
+            num_bytes, num_chunks, seconds = fetch.read_so_far(edge)
+            is_late = edge == fetch.late_edge and seconds > _SLOWER * self._costs.edge_s(edge, num_bytes, num_chunks)
+            self._costs.note_edge(edge, num_bytes, num_chunks, seconds, is_complete=not is_late)
         self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
 
     def _given_up(self, what: GivenUp) -> None:
@@ -102,7 +109,8 @@ class Fetches:
         """Whether chunks are being brought."""
         sources = self._store.locate(fetch.query, timeout_s)
         try:
-            plan = self._controller.plan(fetch.num_resident, len(fetch.query.token_ids), _loadable(fetch, sources))
+            chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)
+            plan = self._controller.plan(fetch.num_resident, num_tokens, chunks, is_alone=fetch.is_alone)
         except BaseException:
             for source in sources:
                 source.close()

@@ -46,6 +46,7 @@ class ChunkLoad:
 
     def __init__(self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages) -> None:
         self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
+        self._ending = [pieces[0].fetch for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
         self._num_layers, self._pages = num_layers, pages
         self._condition = threading.Condition()
         self._is_over = False
@@ -61,8 +62,9 @@ class ChunkLoad:
                 fetch = pieces[0].fetch
                 while not _has(pieces, layer):
                     if not self._condition.wait(max(fetch.left_s(layer), 0.0)) and not _has(pieces, layer):
-                        fetch.give_up("loading")
-                        self._lose(next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer))
+                        late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
+                        fetch.give_up("loading", late.given.chunk)
+                        self._lose(late)
             events = {id(p.event): p.event for p in self._all if not p.is_lost and p.event is not None}
         for event in events.values():
             self._pages.wait(event)
@@ -75,8 +77,8 @@ class ChunkLoad:
                     self._lose(piece)
             self._is_over = True
             lost = [piece for piece in self._all if piece.is_lost]
-        for pieces in self._pieces:
-            pieces[0].fetch.close()
+        for fetch in self._ending:
+            fetch.close()
         self.num_lost = len(lost)
         return [node for piece in lost for node in piece.given.nodes]
 
@@ -104,7 +106,7 @@ class ChunkLoad:
                 num_tokens = fetch.sources[index].header.num_tokens
                 piece.event = self._pages.scatter(layer, taken, num_tokens, piece.runs, self._after)
                 piece.num_done = layer + 1
-                fetch.note_read(index, 0, 0, time.monotonic() - started_s)
+                fetch.note_copy(index, time.monotonic() - started_s)
             self._condition.notify_all()
 
     def _lose(self, first: _Piece) -> None:

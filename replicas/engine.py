@@ -192,7 +192,7 @@ class Engine:
         owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
         sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
         if self.chunks is not None:
-            self.chunks.want(sequence, self.forest)
+            self.chunks.want(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
 

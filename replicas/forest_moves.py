@@ -47,6 +47,7 @@ class GraftPiece(NamedTuple):
 class Graft(NamedTuple):
     chunks: Chunks
     pieces: list[GraftPiece]
+    is_last: bool = True  # else more of these chunks comes with later steps
 
 
 class Moves(NamedTuple):

@@ -94,23 +94,30 @@ class Paths:
             return num_new
         return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self._window))
 
-    def graft(self, path: Path, ids: Sequence[int], chunks: Chunks) -> list[GraftPiece]:
+    def graft(self, path: Path, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
         """Pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
 
-        They are nobody else's and begin with what comes, so that they can be taken back (`retract`).
+        They are nobody else's and begin with what comes, so that they can be taken back (`retract`). At most `limit`
+        chunks: the rest is for later steps.
         """
         pieces: list[GraftPiece] = []
+        is_last = True
         with contextlib.suppress(OutOfPages):
             for index, (start, end) in enumerate(chunks.spans):
                 position = path.num_tokens
                 if not start <= position < end:
                     continue
+                if len(pieces) == limit:
+                    is_last = False
+                    break
                 num_nodes = len(path.nodes)
                 runs = self.write(path, ids, end, is_apart=True)
                 pieces.append(GraftPiece(index, position, end, runs, tuple(path.nodes[num_nodes:])))
-        if pieces:
-            self._pages.graft(Graft(chunks, pieces))
-        return pieces
+        if not pieces:
+            return None
+        graft = Graft(chunks, pieces, is_last)
+        self._pages.graft(graft)
+        return graft
 
     def retract(self, nodes: Iterable[Node]) -> None:
         """Grafted nodes whose KV did not come are gone, with all that hangs on them; no path is on them any more."""

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Node, Path, Pin
+from mneme.replicas.forest_nodes import Node, Pin
 from mneme.replicas.forest_pages import OutOfPages
+from mneme.replicas.grafting import Grafting
 from mneme.replicas.page_needs import limit_output
+from mneme.replicas.path_room import PathRoom
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.step_budget import StepBudget
 from mneme.replicas.truncating import AttentionMass, PathOpener
@@ -30,6 +33,7 @@ from mneme.replicas.waiting_queue import OUTPUT_WEIGHT, WaitingQueue
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
+_NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
@@ -45,7 +49,8 @@ class Scheduler:
         attention_mass: AttentionMass | None = None,
     ) -> None:
         self._forest = forest
-        self._opener = PathOpener(forest, attention_mass)
+        self._opener, self._grafting = PathOpener(forest, attention_mass), Grafting(forest)
+        self._room = PathRoom(forest, self._opener)
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self.waiting = WaitingQueue()
@@ -122,11 +127,15 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
-        num_decodes = sum(self._num_pending(s) <= 1 for s in self.running)
-        num_prefills = len(self.running) - num_decodes
+        with_rows = [s for s in self.running if s.found is None]  # more chunks of the others come first
+        num_decodes = sum(self._num_pending(s) <= 1 for s in with_rows)
+        num_prefills = len(with_rows) - num_decodes
         budget = self._budget = StepBudget(self._max_batch_tokens - num_decodes, self._forest.page_size)
         for sequence in list(self.running):
             if sequence.path is None:  # suspended for an earlier one, in this very step
+                continue
+            if sequence.found is not None:
+                budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
             if sequence.is_over:
                 sequence.path = self._opener.shorten(sequence, sequence.path, sequence.path.num_tokens)
@@ -138,6 +147,8 @@ class Scheduler:
                 chunks.append(chunk)
                 if not is_decode:
                     budget.take(chunk, self._num_missing_pages)
+        for sequence in [s for s in self.running if s.found is not None]:
+            self._graft_more(sequence, chunks)
         self._admit(chunks, budget)
         self._widen(chunks, budget)
         for chunk in chunks:
@@ -149,16 +160,51 @@ class Scheduler:
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
+                self._admit_behind(sequence, chunks)
                 return
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
                 return
-            if not self._open(sequence):
+            if not self._room.open(sequence, len(self.running), budget):
                 self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
-            self.waiting.pop(self._num_pending(sequence))
-            _insert_by_arrival(self.running, sequence)
-            chunk = self._take_chunk(sequence, budget.limit(has_others=bool(self.waiting)))
+            self.waiting.pop(self._start(sequence))
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
+
+    def _admit_behind(self, head: Sequence, chunks: list[Chunk]) -> None:
+        """While the head waits for its chunks, those of the next few that do not hold it up: their whole prompts are
+        computed in this step, and they leave the head its pages and its place among the running."""
+        num_kept = self._room.num_pages(head)
+        for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
+            is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
+            is_ready = sequence.found is None or sequence.found.is_settled
+            can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
+            if can_run and self._room.open(sequence, len(self.running), self._budget, num_kept=num_kept):
+                self.waiting.overtake(sequence, self._start(sequence))
+                self._begin(sequence, chunks, has_others=False)
+
+    def _start(self, sequence: Sequence) -> int:
+        """It has a path, and runs; returns how many tokens it has to compute."""
+        self._grafting.graft(sequence, has_others=self._has_streams)
+        _insert_by_arrival(self.running, sequence)
+        return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
+
+    def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
+        """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more."""
+        assert sequence.path is not None
+        self._forest.extend(sequence.path, sequence.context, len(sequence.context))
+        self._grafting.graft(sequence, has_others=self._has_streams)
+        with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
+
+    def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
+        """Its first rows, if all that is loaded of it comes with this step."""
+        budget = self._budget
+        if sequence.found is not None:
+            assert sequence.path is not None
+            budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
+        elif budget.num_left > 0:
+            chunk = self._take_chunk(sequence, budget.limit(has_others=has_others))
             if chunk is not None:
                 chunks.append(chunk)
                 budget.take(chunk, self._num_missing_pages)
@@ -176,61 +222,18 @@ class Scheduler:
                 chunks[index] = wider = chunk.with_rows(rows)
                 budget.num_left -= wider.num_rows - chunk.num_rows
 
-    def _num_missing_pages(self, chunk: Chunk) -> int:
-        path, ids = chunk.sequence.path, chunk.sequence.context
-        assert path is not None
-        return self._forest.num_new_pages(path, ids, len(ids))
+    def _num_missing_pages(self, sequence: Sequence) -> int:
+        assert sequence.path is not None
+        return self._forest.num_new_pages(sequence.path, sequence.context, len(sequence.context))
 
-    def _open(self, sequence: Sequence) -> bool:
-        """Give the sequence a path with what is resident, if the rest of its tokens fits too."""
-        path = self._opener.open(sequence)
-        if not self._fits(path, sequence):
-            self._forest.release(path)
-            if self.running:
-                return False
-            path = self._open_alone(sequence)
-        sequence.path, sequence.was_admitted = path, True
-        self._graft(sequence, path)
-        return True
+    @property
+    def _has_streams(self) -> bool:
+        """Whether somebody's next token would wait for what a step loads."""
+        return any(sequence.num_output for sequence in self.running)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come."""
         return sequence.found is None or sequence.found.is_ready(is_alone=not self.running)
-
-    def _graft(self, sequence: Sequence, path: Path) -> None:
-        """Pages for what the cache tier has of the sequence, and the forest has not."""
-        found, sequence.found = sequence.found, None
-        if found is None:
-            return
-        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
-        has_room = needed < self._forest.num_available  # pages of their own may be one more than counted
-        can_graft = has_room and sequence.root is None
-        pieces = self._forest.graft(path, sequence.context, found) if can_graft else []
-        for piece in pieces:
-            sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
-        if not pieces:
-            found.close()
-
-    def _open_alone(self, sequence: Sequence) -> Path:
-        """Alone and still short: what it has is scattered over parts of pages. Start clean, at others' cost at last."""
-        if sequence.root is not None:
-            sequence.root = None  # what it sees is computed anew
-            path = self._opener.open(sequence)
-            if self._fits(path, sequence):
-                return path
-            self._forest.release(path)
-        self._forest.clear()
-        return self._opener.open(sequence)
-
-    def _fits(self, path: Path, sequence: Sequence) -> bool:
-        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.
-
-        Prompts that were cut in this step count as if they were whole.
-        """
-        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
-        kept = max(self._forest.num_reserved, len(self.running)) if self.running else 0
-        kept += self._budget.num_promised(path, sequence.context)
-        return needed + kept <= self._forest.num_available
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
         """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
@@ -263,6 +266,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._forest.release(sequence.path)
             sequence.path = None
+            self._grafting.forget(sequence)
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
             self.waiting.put_back(sequence)
@@ -276,6 +280,7 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)
+        self._grafting.forget(sequence)
         self.num_suspensions += 1
         self.waiting.put_back(sequence)
 

@@ -6,7 +6,7 @@ in their order of arrival (equal shares would end them all together, as late as 
 those that were cut, so a step is as full as its prompts can make it.
 
 A prompt that goes on where another was cut, with the same token, follows: it takes no rows, as it would compute what
-the other one does next.
+the other one does, or loads, next.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mneme.replicas.forest_nodes import Node, Path
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Chunk, Sequence
 
 
 class _Cut(NamedTuple):
-    chunk: Chunk
+    sequence: Sequence
+    end: int  # of what it has
     num_pages: int  # that the rest of its prompt will take
 
 
@@ -37,13 +38,18 @@ class StepBudget:
             return self.num_left
         return min(self.num_left, max(self.num_left // 2, self._page_size))
 
-    def take(self, chunk: Chunk, num_new_pages: Callable[[Chunk], int]) -> None:
-        """These rows are given; `num_new_pages`: what the rest of a chunk's prompt will take."""
+    def take(self, chunk: Chunk, num_new_pages: Callable[[Sequence], int]) -> None:
+        """These rows are given; `num_new_pages`: what the rest of a sequence's prompt will take."""
         self.num_left -= chunk.num_rows
-        path = chunk.sequence.path
-        assert path is not None
         if not chunk.samples:
-            self._cut_by_tail[path.tail] = _Cut(chunk, num_new_pages(chunk))
+            self.cut(chunk.sequence, chunk.end, num_new_pages(chunk.sequence))
+
+    def cut(self, sequence: Sequence, end: int, num_pages: int) -> None:
+        """The sequence goes on from there in later steps, and will take so many pages."""
+        path = sequence.path
+        assert path is not None
+        self._cut_by_tail = {tail: cut for tail, cut in self._cut_by_tail.items() if cut.sequence is not sequence}
+        self._cut_by_tail[path.tail] = _Cut(sequence, end, num_pages)
 
     def follows(self, path: Path, ids: list[int]) -> bool:
         """Whether another prompt was cut where this one is, and goes on alike."""
@@ -56,6 +62,6 @@ class StepBudget:
 
     def _leader(self, path: Path, ids: list[int]) -> _Cut | None:
         cut, position = self._cut_by_tail.get(path.tail), path.num_tokens
-        if cut is None or cut.chunk.end != position or position >= len(ids):
+        if cut is None or cut.end != position or position >= len(ids):
             return None
-        return cut if cut.chunk.sequence.context[position] == ids[position] else None
+        return cut if cut.sequence.context[position] == ids[position] else None

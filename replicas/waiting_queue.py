@@ -10,7 +10,8 @@ sessions would stay ahead of a flow that had more than they. The level rises wit
 never falls, so where each flow has one request the order is that of arrival.
 
 The head, once it was asked for, stays the head until it is taken or removed: a large request that does not fit yet is
-overtaken by nobody but suspended sequences, which go before all others by arrival. Policy only: no tensors.
+overtaken by nobody but suspended sequences, which go before all others by arrival; one that waits for the cache tier,
+also by requests that do not hold it up (`Scheduler._admit_behind`). Policy only: no tensors.
 """
 
 from __future__ import annotations
@@ -130,15 +131,27 @@ class WaitingQueue:
         sequence = self.head
         if self._suspended:
             self._suspended.pop(0)
+            self._note_taken(sequence)
         else:
-            flow, self._chosen = self._chosen, None
-            assert flow is not None
-            flow.waiting.popleft()
-            self._last_taken = flow
-            self.charge(sequence, max(num_computed, 1))
+            self._chosen = None
+            self._take(sequence, num_computed)
+        return sequence
+
+    def overtake(self, sequence: Sequence, num_computed: int) -> None:
+        """Take one out to run that is behind the head, which stays the head, and is not suspended."""
+        assert sequence is not self.head
+        self._take(sequence, num_computed)
+
+    def _take(self, sequence: Sequence, num_computed: int) -> None:
+        flow = self._flows[_flow_key(sequence.request)]
+        flow.waiting.remove(sequence)
+        self._last_taken = flow
+        self.charge(sequence, max(num_computed, 1))
+        self._note_taken(sequence)
+
+    def _note_taken(self, sequence: Sequence) -> None:
         self._count(sequence, -1)
         self.num_taken_tokens += sequence.num_counted
-        return sequence
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Its flow, which is active, was given so much service."""

@@ -29,7 +29,9 @@ def chunks_of(num_tokens: int, *edges: Edge, token_bytes: int = TOKEN_BYTES) -> 
     return [Loadable(size, size * token_bytes, edges[i % len(edges)]) for i, size in enumerate(sizes)]
 
 
-def first_token_s(costs: CostModel, num_resident: int, num_tokens: int, chunks: list[Loadable]) -> float:
+def first_token_s(
+    costs: CostModel, num_resident: int, num_tokens: int, chunks: list[Loadable], *, is_alone: bool = True
+) -> float:
     """With all of these chunks loaded; written apart from the controller."""
     num_known = min(num_resident + sum(chunk.num_tokens for chunk in chunks), num_tokens - 1)
     first = min(num_tokens - num_known, costs.step_rows)
@@ -37,30 +39,39 @@ def first_token_s(costs: CostModel, num_resident: int, num_tokens: int, chunks: 
     compute_s = costs.prefill_s(num_tokens - num_known, context)
     if not chunks:
         return compute_s
-    load_s = sum(
-        costs.edge_s(edge, sum(each.num_bytes for each in chunks if each.edge == edge), count)
-        for edge in EDGES
-        if (count := sum(each.edge == edge for each in chunks))
-    )
+    near_s, far_s = 0.0, 0.0
+    for edge in EDGES:
+        sizes = [each.num_bytes for each in chunks if each.edge == edge]
+        seconds = costs.edge_s(edge, sum(sizes), len(sizes))
+        near_s, far_s = (near_s + seconds, far_s) if edge == "host" else (near_s, far_s + seconds)
     first_s = costs.prefill_s(first, context)
-    return overlapped_s(load_s, first_s, NUM_LAYERS) + compute_s - first_s
+    if is_alone:
+        return overlapped_s(near_s + far_s, first_s, NUM_LAYERS) + compute_s - first_s
+    return near_s + far_s + compute_s
 
 
 rates = st.tuples(st.floats(1e-5, 1e-1), st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
 runs = st.lists(st.tuples(st.integers(1, CHUNK), st.integers(0, 1 << 24), st.sampled_from(EDGES)), max_size=24)
 
 
-@given(rates, rates, rates, runs, st.integers(0, 5000), st.integers(1, 5000))
+@given(rates, rates, rates, runs, st.integers(0, 5000), st.integers(1, 5000), st.booleans())
 def test_plans_are_the_best_there_is(
-    host: Terms, disk: Terms, peer: Terms, run: list[tuple[int, int, Edge]], num_resident: int, num_new: int
+    host: Terms,
+    disk: Terms,
+    peer: Terms,
+    run: list[tuple[int, int, Edge]],
+    num_resident: int,
+    num_new: int,
+    is_alone: bool,
 ) -> None:
     costs = make_costs(host=host, disk=disk, peer_host=peer, peer_disk=peer)
     chunks, num_tokens = [Loadable(*each) for each in run], num_resident + num_new
     controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
-    controller.plan(num_resident, num_tokens, chunks)  # whatever was to be tried is tried
-    controller.plan(num_resident, num_tokens, chunks)
-    plan = controller.plan(num_resident, num_tokens, chunks)
-    by_count = [first_token_s(costs, num_resident, num_tokens, chunks[:k]) for k in range(len(chunks) + 1)]
+    controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)  # whatever was to be tried is tried
+    controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)
+    plan = controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)
+    heads = [chunks[:k] for k in range(len(chunks) + 1)]
+    by_count = [first_token_s(costs, num_resident, num_tokens, head, is_alone=is_alone) for head in heads]
     assert plan.predicted_recompute_s == pytest.approx(by_count[0])
     if plan.is_probe:  # edges may be tried one after the other
         return
@@ -94,6 +105,40 @@ def test_deadlines_bound_what_a_load_may_cost(disk: Terms, run: list[tuple[int, 
     assert ttft_s == pytest.approx((1 + TOLERANCE) * computing_s)
 
 
+@given(st.floats(0.1, 8), st.floats(0.01, 0.5), st.integers(1, 4000), st.integers(1, 400))
+def test_a_load_that_is_waited_for_is_no_slower_than_computing(
+    slowness: float, nearness: float, num_loaded: int, num_new: int
+) -> None:
+    """Beside others nothing is computed meanwhile."""
+    row_s, num_tokens = 1e-3, num_loaded + num_new
+    disk: Terms = (0.0, 0.0, slowness * row_s / TOKEN_BYTES)
+    costs = make_costs(prefill=(0.0, row_s, 0.0), disk=disk, host=(0.0, 0.0, nearness * row_s / TOKEN_BYTES))
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(num_loaded // 2, "host") + chunks_of(num_loaded - num_loaded // 2, "disk")
+    plan = controller.plan(0, num_tokens, chunks, is_alone=False)
+    loaded = chunks[: plan.num_chunks]
+    ttft_s = first_token_s(costs, 0, num_tokens, loaded, is_alone=False)
+    assert ttft_s <= plan.predicted_recompute_s
+    if plan.is_probe or not any(chunk.edge == "disk" for chunk in loaded):
+        return
+    far_s = sum(costs.edge_s("disk", chunk.num_bytes) for chunk in loaded if chunk.edge == "disk")
+    at_latest_s = ttft_s - far_s + plan.latest_beside_s
+    assert at_latest_s == pytest.approx((1 + TOLERANCE) * plan.predicted_recompute_s)
+    assert far_s < plan.latest_beside_s <= plan.latest_s
+
+
+def test_a_disk_slower_than_computing_is_read_alone_only() -> None:
+    """Beside it, layer by layer; what is waited for would only come first."""
+    disk, host = (0.0, 0.0, 2e-3 / TOKEN_BYTES), (0.0, 0.0, 1e-3 / TOKEN_BYTES)
+    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=disk, host=host)
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(2048, "disk")
+    plan = controller.plan(0, 2048, chunks)
+    assert plan.num_chunks > 1
+    assert plan.step_chunks == costs.step_rows // CHUNK
+    assert controller.plan(0, 2048, chunks, is_alone=False).num_chunks == 0
+
+
 @given(st.integers(1, 400), st.floats(0.001, 100), st.floats(0.01, 10), st.floats(0, 1))
 def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, load_share: float) -> None:
     """A load at a constant rate is kept if it will be in time, and given up early if not."""
@@ -104,6 +149,8 @@ def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, l
         predicted_recompute_s=latest_s,
         predicted_ttft_s=latest_s,
         latest_s=latest_s,
+        latest_beside_s=latest_s,
+        step_chunks=1,
     )
     given_up_s = None
     for done in range(num_units):

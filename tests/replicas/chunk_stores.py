@@ -11,9 +11,10 @@ import numpy as np
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chunk import Chunk, ChunkHeader, U8Array, checksum
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
-from mneme.cachetier.cost_model import Calibration, CostModel
+from mneme.cachetier.cost_model import Calibration, CostEdge, CostModel
 from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.keys import Lineage
+from mneme.cachetier.linear_cost import Terms
 from mneme.cachetier.misses import Miss
 from mneme.replicas.chunk_cache import ChunkCache
 from mneme.replicas.chunk_mover import ChunkMover
@@ -132,9 +133,13 @@ def fingerprint_of(decoder: Decoder) -> ModelFingerprint:
 class SlowRows(CostModel):
     """Loading is always worth it, whatever is measured: a row takes so long."""
 
-    def __init__(self, row_s: float = 1.0) -> None:
+    def __init__(self, row_s: float = 1.0, *, step_rows: int = 64, chunk_s: float | None = None) -> None:
+        """`chunk_s`: to load a chunk from this node's memory."""
         terms = (0.0, row_s, 0.0)
-        super().__init__(Calibration(prefill=terms, decode=terms, step_rows=64, kv_bytes_per_token=1))
+        edges: dict[CostEdge, Terms] = {} if chunk_s is None else {"host": (0.0, chunk_s, 0.0)}
+        super().__init__(
+            Calibration(prefill=terms, decode=terms, edges=edges, step_rows=step_rows, kv_bytes_per_token=1)
+        )
 
     def note_step(self, sequences: Sequence[tuple[int, int]], seconds: float) -> None:
         pass

@@ -63,14 +63,17 @@ class PlayedRoom(ReadRoom):
 class PlayedCache:
     """The parts that a test moves."""
 
-    def __init__(self, store: FakeStore, page_size: int, *, read_buffer_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, store: FakeStore, page_size: int, *, read_buffer_bytes: int = 1 << 20, step_chunks: int | None = None
+    ) -> None:
+        """`step_chunks`: that one step loads beside others."""
         self.now_s = 0.0
         self.workers: dict[str, PlayedWorkers] = {}
         config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes)
         self.cache = ChunkCache(
             store,
             FINGERPRINT,
-            SlowRows(),
+            SlowRows() if step_chunks is None else SlowRows(step_rows=CHUNK_TOKENS, chunk_s=5.0 / step_chunks),
             config,
             page_size=page_size,
             clock=lambda: self.now_s,
@@ -121,12 +124,13 @@ class FakeMover:
         for graft in grafts:
             fetch = graft.chunks
             assert isinstance(fetch, Fetch)
-            self._fetches.append(fetch)
+            self._fetches += [fetch] if graft.is_last else []
             fetch.begin_load()
             if fetch._is_busy and not self.is_late():
                 self._readers.play()
             is_lost = fetch._is_busy
-            fetch.is_given_up = fetch.is_given_up or is_lost
+            if is_lost:
+                fetch.give_up("loading", graft.pieces[0].chunk)
             for piece in graft.pieces:
                 told = None if is_lost else self._taken(fetch, piece.chunk)
                 is_lost = told is None

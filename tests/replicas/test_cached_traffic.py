@@ -80,6 +80,7 @@ class Pool:
     max_batch_tokens: int
     edge: str
     read_buffer_bytes: int
+    step_chunks: int | None  # that one step loads beside others
     seed: int
     fault_share: float  # of reads that are misses, of loads that are late, of steps in which something else fails
 
@@ -95,6 +96,7 @@ pools = st.builds(
     max_batch_tokens=st.integers(16, 64),
     edge=st.sampled_from(["host", "disk", "peer_host"]),
     read_buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
+    step_chunks=st.sampled_from([None, 1, 2]),
     seed=st.integers(0, 2**16),
     fault_share=st.sampled_from([0.0, 0.05, 0.3]),
 )
@@ -122,7 +124,13 @@ class Play:
         self.store = FakeStore(edge=pool.edge, fault=self._fault)  # type: ignore[arg-type]
         self.runners = [self._runner() for _ in range(2)]
         self.caches = [
-            PlayedCache(self.store, pool.page_size, read_buffer_bytes=pool.read_buffer_bytes) for _ in range(2)
+            PlayedCache(
+                self.store,
+                pool.page_size,
+                read_buffer_bytes=pool.read_buffer_bytes,
+                step_chunks=pool.step_chunks,
+            )
+            for _ in range(2)
         ]
         for cache in self.caches:
             cache.mover.is_late = lambda: self._fails()

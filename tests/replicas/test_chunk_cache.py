@@ -162,6 +162,39 @@ def test_beside_others_a_sequence_waits_until_its_chunks_are_in_memory(decoder: 
     finish_saves(engine)
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_long_history_is_loaded_in_parts_beside_a_stream(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """Also in steps that have nothing but a part (`is_aborted`)."""
+    store = FakeStore()
+    (told,) = fill(decoder, store, draw(17, 210))
+    engine = make_cached_engine(decoder, store, costs=SlowRows(step_rows=16, chunk_s=10.0))
+    stream = draw(18, 20)
+    submit(engine, "stream", stream, 20)
+    while not engine.scheduler.running or not engine.scheduler.running[0].num_output:
+        wait_for_store(engine)
+        engine.step()
+    submit(engine, "again", told, NUM_NEW)
+    num_lengths, events = set(), []
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    monkeypatch.setattr(type(engine.scheduler), "_has_streams", property(lambda self: True))
+    if is_aborted:
+        engine.abort("stream")
+    while (again := engine.scheduler.running[-1]).found is not None:
+        assert again.path is not None
+        num_lengths.add(again.path.num_tokens)
+        events += engine.step()
+    assert num_lengths == {64, 128, 192}
+    events += run(engine)
+    assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
+    assert usages(events)["again"].host_tokens == 215
+    assert runner_of(engine)._mover.chunks.num_lost == 0  # type: ignore[union-attr]
+    finish_saves(engine)
+    assert store.num_open == 0
+
+
 def test_the_write_buffer_has_an_end(decoder: Decoder) -> None:
     store = FakeStore()
     engine = make_cached_engine(decoder, store)

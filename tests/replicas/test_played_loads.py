@@ -10,7 +10,7 @@ import pytest
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
 from mneme.replicas.engine import Engine
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -27,7 +27,7 @@ class Played:
     def __init__(self, store: FakeStore, **options: Any) -> None:
         self.store = store
         self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
-        self.cache = PlayedCache(store, 4)
+        self.cache = PlayedCache(store, 4, step_chunks=options.pop("step_chunks", None))
         self.engine: Engine = make_played_engine(
             self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
         )
@@ -108,6 +108,24 @@ def test_all_choices_follow_one_load(store: FakeStore) -> None:
     case.check_rest()
 
 
+def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.submit("b", [4] * 30)
+    case.submit("c", IDS[1:30])
+    found = [sequence.found for sequence in case.engine.scheduler.waiting]
+    assert [fetch is not None and fetch.is_alone for fetch in found] == [True, False, False]
+    case.cache.play()
+    run(case.engine)
+    case.submit("d", IDS[2:30])
+    (last,) = case.engine.scheduler.waiting
+    assert last.found is not None
+    assert last.found.is_alone
+    case.cache.play()
+    run(case.engine)
+    case.check_rest()
+
+
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_a_tier_that_fails_with_a_load_is_tried_again_but_not_for_ever(store: FakeStore, num_failures: int) -> None:
     """Nothing of the load stays open, and no request runs for ever."""
@@ -177,3 +195,146 @@ def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: Fake
 def run_some(engine: Engine, num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
+
+
+class Parts:
+    """A history of three chunks is loaded beside a stream, one chunk in each step; the first step has been."""
+
+    def __init__(self, store: FakeStore, num_choices: int = 1, **options: Any) -> None:
+        self.case = Played(store, step_chunks=1, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for choice in range(num_choices):
+            self.case.submit(f"a{choice}", IDS[:30], choice_index=choice)
+        self.case.cache.play()
+        self.engine = self.case.engine
+        self.events: list[TokenEvent] = []
+        self.step()
+
+    def step(self) -> int:
+        """How many rows it has."""
+        before = self.case.runner.num_rows
+        self.events += self.engine.step()
+        self.engine.forest.check()
+        return self.case.runner.num_rows - before
+
+    def finish(self, *names: str) -> None:
+        self.events += run(self.engine)
+        for name in names:
+            assert tokens_of(self.events, name) == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+@pytest.mark.parametrize("edge", ["host", "disk"])
+def test_a_long_history_comes_in_parts_beside_a_stream(store: FakeStore, edge: Any) -> None:
+    """Who follows it waits with it."""
+    store.edge = edge
+    parts = Parts(store, num_choices=3)
+    assert [parts.step(), parts.step()] == [1, 1 + 6]  # the stream's, then the prompt's last tokens too
+    assert parts.step() == 1 + 1 + 2
+    assert parts.case.cache.mover.num_lost == 0
+    parts.finish("a0", "a1", "a2")
+    usage = next(event.usage for event in parts.events if event.request_id == "a0" and event.usage is not None)
+    assert usage.cached_tokens == 24
+
+
+def test_alone_a_history_comes_in_one_step(store: FakeStore) -> None:
+    case = Played(store, step_chunks=1)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    assert tokens_of(case.engine.step(), "a")
+    run(case.engine)
+    case.check_rest()
+
+
+def test_the_rest_of_a_history_is_computed_if_a_later_part_does_not_come(store: FakeStore) -> None:
+    store.fault = lose_from(1)
+    parts = Parts(store)
+    parts.finish("a0")
+    assert parts.engine.scheduler.num_retracted == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "fail_all", "suspend"])
+def test_a_request_ends_between_two_parts(store: FakeStore, how: str) -> None:
+    parts = Parts(store)
+    if how == "abort":
+        parts.engine.abort("a0")
+    elif how == "fail_all":
+        parts.engine.fail_all("gone")
+    else:
+        parts.engine.scheduler._suspend(parts.engine.scheduler.running[-1])
+    parts.finish(*(["a0"] if how == "suspend" else []))
+
+
+def test_parts_may_be_all_that_a_step_has(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the stream's end waits for nobody's rows."""
+    parts = Parts(store)
+    monkeypatch.setattr(type(parts.engine.scheduler), "_has_streams", property(lambda self: True))
+    parts.engine.abort("other")
+    assert parts.step() == 0
+    parts.finish("a0")
+
+
+class Queue:
+    """A stream runs, and a head waits for the disk."""
+
+    def __init__(self, store: FakeStore, **options: Any) -> None:
+        store.edge = "disk"
+        self.case = Played(store, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        self.case.submit("head", IDS[:30])
+
+    def step(self) -> list[str]:
+        """Who runs after it, besides the stream; the store answers before, and reads nothing."""
+        self.case.cache.play(None, 0)
+        self.case.engine.step()
+        self.case.engine.forest.check()
+        return [s.request.request_id for s in self.case.engine.scheduler.running[1:]]
+
+    def finish(self) -> None:
+        self.case.cache.play()
+        events = run(self.case.engine)
+        assert tokens_of(events, "head") == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+def test_short_prompts_overtake_a_head_that_waits_for_its_chunks(store: FakeStore) -> None:
+    queue = Queue(store)
+    for token, name in enumerate(("b", "c")):
+        queue.case.submit(name, [3, token] * 4, session_id=name)
+    assert queue.step() == ["b", "c"]
+    assert queue.case.engine.scheduler.waiting.head.request.request_id == "head"
+    queue.finish()
+
+
+def test_nothing_that_holds_a_head_up_overtakes_it(store: FakeStore) -> None:
+    """Its own choices, which follow it; what takes more than a step; what waits for chunks too."""
+    queue = Queue(store, max_batch_tokens=32)
+    queue.case.submit("choice", IDS[:30], choice_index=1)
+    queue.case.submit("long", [3] * 35)
+    queue.case.submit("disk", IDS[:28])
+    assert queue.step() == []
+    queue.finish()
+
+
+@pytest.mark.parametrize(("options", "who"), [({"max_running": 2}, []), ({"max_running": 3}, ["b"])])
+def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: Any, who: list[str]) -> None:
+    queue = Queue(store, **options)
+    queue.case.submit("b", [3] * 4)
+    queue.case.submit("c", [2] * 4)
+    assert queue.step() == who
+    queue.finish()
+
+
+def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
+    """Of 64 pages of 4 tokens the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
+    queue = Queue(store, max_batch_tokens=256)
+    for index in range(6):
+        queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))
+    assert len(queue.step()) == 4
+    left = queue.case.engine.forest.num_available
+    assert left >= 9 + queue.case.engine.forest.num_reserved
+    queue.finish()

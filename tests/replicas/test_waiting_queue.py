@@ -307,3 +307,19 @@ def test_the_first_few_are_found_without_looking_at_the_rest(monkeypatch: pytest
     monkeypatch.setattr(WaitingQueue, "_unroll", counted)
     assert names(itertools.islice(queue, 10)) == [str(number) for number in range(10)]
     assert len(looked_at) <= 2 * 10 + 1
+
+
+def test_who_overtakes_the_head_leaves_it_the_head() -> None:
+    """Of its own flow or another; the overtaking flow pays for it."""
+    queue, arrive = WaitingQueue(), Arrivals()
+    head, same, other, last = (arrive(flow, 10) for flow in ("a", "a", "b", "c"))
+    for sequence in (head, same, other, last):
+        queue.add(sequence)
+    assert queue.head is head
+    queue.overtake(other, 10)
+    queue.overtake(same, 10)
+    assert queue.head is head
+    again = arrive("b", 10)
+    queue.add(again)
+    assert (len(queue), queue.num_tokens, queue.num_taken_tokens) == (3, 30, 20)
+    assert names(queue) == names(drained(queue)) == names([head, last, again])

@@ -1,0 +1,49 @@
+"""Pages of a sequence that come from the cache tier's chunks. Policy only: no tensors.
+
+Beside others that already have tokens to give, a step loads no more than in the time that a full step computes: a long
+history comes in parts, and its sequence has rows from the last of them on. Whoever has the same prompt follows it.
+"""
+
+from __future__ import annotations
+
+from mneme.replicas.forest import PrefixForest
+from mneme.replicas.sequence import Sequence
+
+
+class Grafting:
+    """Of the sequences of one scheduler."""
+
+    def __init__(self, forest: PrefixForest) -> None:
+        self._forest = forest
+
+    def graft(self, sequence: Sequence, *, has_others: bool) -> None:
+        """Pages for what the cache tier has of the sequence, and the forest has not.
+
+        `found` stays if more is to come.
+        """
+        found, path = sequence.found, sequence.path
+        if found is None:
+            return
+        assert path is not None
+        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
+        has_room = needed < self._forest.num_available  # pages of their own may be one more than counted
+        limit = found.plan.step_chunks if has_others and found.plan is not None else None
+        can_graft = has_room and sequence.root is None
+        graft = self._forest.graft(path, sequence.context, found, limit) if can_graft else None
+        for piece in () if graft is None else graft.pieces:
+            sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
+        if graft is None:
+            found.close()
+        if graft is None or graft.is_last:
+            sequence.found = None
+
+    def num_to_come(self, sequence: Sequence) -> int:
+        """Tokens that later steps load."""
+        found, path = sequence.found, sequence.path
+        return 0 if found is None or path is None else max(found.end - path.num_tokens, 0)
+
+    def forget(self, sequence: Sequence) -> None:
+        """What did not come is computed."""
+        if sequence.found is not None:
+            sequence.found.close()
+            sequence.found = None

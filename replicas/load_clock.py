@@ -1,0 +1,59 @@
+"""How long a load may still take, of the time that it costs the request. Policy only: no tensors.
+
+That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
+for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mneme.cachetier.load_controller import LoadPlan
+
+
+class LoadClock:
+    """Of one fetch. The engine's thread calls it, but for `begin_bringing` and `num_brought`."""
+
+    def __init__(self, plan: LoadPlan, num_layers: int, clock: Callable[[], float]) -> None:
+        self.num_brought = 0  # layers of which all is in memory
+        self._plan, self._num_layers, self._clock = plan, num_layers, clock
+        self._spent_s = 0.0  # before the clock was last stopped
+        self._since_s: float | None = None  # when it was started; None: it stands
+        self._waited_s: float | None = None  # what was spent before a thread began to bring; None: none has
+        self._num_ready, self._load_began_s = 0, 0.0  # layers that were in memory when the load began
+
+    def start(self) -> None:
+        """The sequence waits for nothing else."""
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def stop(self) -> None:
+        """It waits for something else, or for nothing."""
+        self._spent_s, self._since_s = self._so_far_s(), None
+
+    def begin_bringing(self) -> None:
+        self._waited_s = self._so_far_s()
+
+    def begin_load(self) -> None:
+        """Pages were taken, for all of it or for a part."""
+        self.start()
+        self._num_ready, self._load_began_s = self.num_brought, self._clock()
+
+    def left_to_wait_s(self) -> float:
+        """Beside others, until the next layer must be in memory; until somebody must read, where nobody does yet."""
+        self.start()
+        if self._waited_s is None:
+            return self._plan.slack_s - self._so_far_s()
+        return self._due_s(self.num_brought, is_alone=False) - self._so_far_s()
+
+    def left_s(self, layer: int) -> float:
+        """Until a layer must be in its pages."""
+        if layer < self._num_ready:
+            return self._plan.due_s(layer, self._num_layers) - (self._clock() - self._load_began_s)
+        return self._due_s(layer, is_alone=True) - self._so_far_s()
+
+    def _due_s(self, layer: int, *, is_alone: bool) -> float:
+        return self._plan.due_s(layer, self._num_layers, waited_s=self._waited_s or 0.0, is_alone=is_alone)
+
+    def _so_far_s(self) -> float:
+        return self._spent_s + (0.0 if self._since_s is None else self._clock() - self._since_s)

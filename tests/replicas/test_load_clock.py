@@ -1,0 +1,76 @@
+"""How long a load may take, of the time that it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from mneme.cachetier.load_controller import LoadPlan
+from mneme.replicas.load_clock import LoadClock
+from tests.cachetier.cost_cases import PlayedClock
+
+NUM_LAYERS = 10
+PLAN = LoadPlan(
+    num_chunks=4,
+    deadline_s=1.0,
+    predicted_load_s=0.7,
+    predicted_recompute_s=1.0,
+    predicted_ttft_s=0.8,
+    latest_s=0.9,
+    latest_beside_s=0.8,
+    step_chunks=1,
+)
+
+
+def make() -> tuple[LoadClock, PlayedClock]:
+    clock = PlayedClock()
+    return LoadClock(PLAN, NUM_LAYERS, clock), clock
+
+
+def test_what_is_in_memory_is_due_from_the_load_on_whatever_it_waited_for() -> None:
+    times, clock = make()
+    times.begin_bringing()
+    times.num_brought = NUM_LAYERS
+    clock.now_s += 100.0  # an earlier request runs
+    times.stop()
+    times.begin_load()
+    assert [times.left_s(layer) for layer in (0, 4, 9)] == pytest.approx([0.09, 0.45, 0.9])
+
+
+def test_what_the_sequence_waited_counts_only_for_what_it_waits_for() -> None:
+    times, clock = make()
+    times.begin_bringing()
+    assert times.left_to_wait_s() == pytest.approx(0.08)
+    times.num_brought = 5
+    clock.now_s += 0.4
+    times.stop()
+    clock.now_s += 100.0  # for pages
+    times.begin_load()
+    assert times.left_s(4) == pytest.approx(0.45)
+    assert times.left_s(5) == pytest.approx(0.54 - 0.4)
+    clock.now_s += 0.1
+    assert times.left_s(4) == pytest.approx(0.35)
+    assert times.left_s(5) == pytest.approx(0.04)
+
+
+def test_a_twentieth_is_what_it_waits_for_somebody_who_reads() -> None:
+    times, clock = make()
+    clock.now_s += 100.0  # others' chunks are read, and others run
+    assert times.left_to_wait_s() == pytest.approx(0.05)
+    clock.now_s += 0.04
+    assert times.left_to_wait_s() == pytest.approx(0.01)
+    times.begin_bringing()
+    assert times.left_to_wait_s() == pytest.approx((0.8 - 0.04) / 10)
+    times.num_brought = 9
+    assert times.left_to_wait_s() == pytest.approx(0.8 - 0.04)
+    clock.now_s += 0.8
+    assert times.left_to_wait_s() < 0
+
+
+def test_alone_it_is_computed_meanwhile() -> None:
+    times, clock = make()
+    times.begin_load()
+    assert times.left_s(0) == pytest.approx(0.09)
+    clock.now_s += 0.02
+    times.begin_bringing()
+    assert times.left_s(0) == pytest.approx(0.088)
+    assert times.left_s(9) == pytest.approx(0.88)
