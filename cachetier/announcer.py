@@ -86,6 +86,8 @@ class Announcer:
         for shard in self._shards:
             if len(shard.pending) > _MAX_PENDING:
                 shard.wants_all = True
+                with self._lock:  # a snapshot will have them
+                    shard.pending.clear()
         silent = self._silent()
         answering = [each for each in enumerate(self._shards) if each[1].next_try_s is None]
         if self._tell_due(answering) and silent is not None:

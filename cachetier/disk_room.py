@@ -69,7 +69,7 @@ class DiskRoom:
         self._writing: dict[bytes, int] = {}  # blocks by key
         self._litter: dict[str, int] = {}  # blocks by path
         self._claimed: set[str] = set()  # litter that one thread is removing: another might remove what came after it
-        self._stuck: set[str] = set()  # litter that could not be removed
+        self._stuck: dict[str, None] = {}  # litter that could not be removed, what was tried last at the end
 
     @property
     def used_blocks(self) -> int:
@@ -140,10 +140,11 @@ class DiskRoom:
     def swept(self, path: str, *, is_gone: bool) -> None:
         self._claimed.discard(path)
         if is_gone:
-            self._stuck.discard(path)
+            self._stuck.pop(path, None)
             del self._litter[path]
         else:
-            self._stuck.add(path)
+            self._stuck.pop(path, None)
+            self._stuck[path] = None
 
     def num_stuck(self, owner: bytes) -> int:
         """Chunks' files of an owner that could not be removed."""

@@ -18,6 +18,7 @@ from mneme.cachetier.chunk import Chunk, ChunkHeader, Wanted
 from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.disk_contents import Clock, DiskContents, OnDiskChange
 from mneme.cachetier.disk_interface import DiskRead, DiskStats, DiskTierConfig, Put
+from mneme.cachetier.disk_room import DiskEntry
 from mneme.cachetier.disk_writer import DiskWriter
 from mneme.cachetier.eviction import EvictionPolicy, Queue
 from mneme.cachetier.file_operations import FileOperations
@@ -42,6 +43,7 @@ class DiskTier:
         self._config, self._clock, self._policy = config, clock, policy
         self._contents = DiskContents(config, policy, files or FileOperations(), clock, tenant_bytes)
         self._lock, self._room, self._index = self._contents.lock, self._contents.room, self._contents.room.index
+        self._used: dict[bytes, DiskEntry] = {}  # in memory: their files are to be touched
         self._writer = DiskWriter(self._contents)
         self._contents.rebuild(wall_clock())
 
@@ -92,12 +94,13 @@ class DiskTier:
         return self._contents.folder.path(entry.name)
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """These were used where memory has them: what memory gives up must not be old here."""
+        """These were used where memory has them: what memory gives up must not be old here.
+
+        Calls nothing of the disk, which may hang: `sweep` touches their files.
+        """
         with self._lock:
             entries = [entry for key in keys if (entry := self._index.get(key)) is not None]
-            old = [entry for entry in entries if self._contents.use(entry)]
-        for entry in old:
-            self._contents.touch(entry)
+            self._used.update((entry.key, entry) for entry in entries if self._contents.use(entry))
 
     def missed(self, key: bytes, miss: Miss) -> None:
         """A reader of the path found this."""
@@ -166,8 +169,12 @@ class DiskTier:
             return [entry.key for entry in self._index if entry.owner == owner]
 
     def sweep(self) -> None:
-        """Try again to remove files that could not be; to be called now and then."""
+        """Try again to remove files that could not be, and touch those of `used`; to be called now and then."""
         self._contents.sweep()
+        with self._lock:
+            used, self._used = self._used, {}
+        for entry in used.values():
+            self._contents.touch(entry)
 
     def num_left(self, owner: bytes) -> int:
         """Files of a tenant that are to be gone and could not be removed: another start would find them."""

@@ -109,13 +109,13 @@ class FileOperations:
         """A descriptor that holds the lock until it is closed or its process ends; BlockingIOError: someone has it."""
         fd = os.open(path, _LOCK_FLAGS, 0o600)
         try:
-            self._lock(fd, time.monotonic() + self.lock_wait_s)
+            self._await_lock(fd, time.monotonic() + self.lock_wait_s)
         except OSError:
             os.close(fd)
             raise
         return fd
 
-    def _lock(self, fd: int, deadline_s: float) -> None:
+    def _await_lock(self, fd: int, deadline_s: float) -> None:
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -170,7 +170,8 @@ class SessionLogFiles:
     def write_tombstones(self, max_tries: int | None = _MAX_TRIES) -> None:
         """Those that are not on the disk yet, of which the ones that were tried last come last; None: all."""
         for log in list(self._unburied.values())[:max_tries]:
-            self._write_tombstone(log)
+            if self._unburied.get(log.key.name) is log:  # its session may have begun anew while another was written
+                self._write_tombstone(log)
 
     def _write_tombstone(self, log: Log) -> None:
         content = tombstone_of(log.key, log.version)

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -260,6 +261,17 @@ def test_a_shard_that_is_silent_costs_one_account_until_it_answers() -> None:
     for _ in range(4):
         clock.now_s += node.announcer.step()
     assert num_known(link) == 10
+
+
+def test_changes_do_not_pile_up_for_a_shard_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer_module, "_MAX_PENDING", 100)
+    link, clock, node = linked_node(10)
+    node.announcer.step()
+    link.fate = lambda: "lost"
+    for _ in range(50):
+        node.announcer.changed([Change(KEYS[0], "host", 7, True)] * 30)
+        clock.now_s += node.announcer.step()
+    assert sum(len(shard.pending) for shard in node.announcer._shards) <= 130
 
 
 def test_nothing_is_done_while_nothing_is_due() -> None:

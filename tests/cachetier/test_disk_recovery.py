@@ -10,6 +10,8 @@ import pytest
 
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.disk_interface import Put
+from mneme.cachetier.disk_room import DiskRoom
+from mneme.cachetier.eviction_policies import make_policy
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.errors import ReplicaUnavailable
@@ -149,3 +151,20 @@ def test_a_tier_says_whether_there_is_no_room_or_none_yet(tmp_path: Path, files:
     assert tier.put(CHUNKS[2]) is Put.WRITTEN
     assert tier.put(CHUNKS[3]) is Put.NO_ROOM
     tier.close()
+
+
+def test_of_many_files_that_cannot_be_removed_each_is_tried_again() -> None:
+    """Though those that are tried first never go."""
+    room = DiskRoom(make_policy("lru", Clock(), 100), 1 << 20, 100, lambda _name: "", on_change=lambda *_: None)
+    paths = {f"/{number}" for number in range(20)}
+    for path in paths:
+        room.add_litter(path, 1)
+    for path in room.claim_litter():
+        room.swept(path, is_gone=False)
+    stuck = {*room.claim_litter()}
+    for path in stuck:
+        room.swept(path, is_gone=False)
+    for _ in range(10):
+        for path in room.claim_litter():
+            room.swept(path, is_gone=path not in stuck)
+    assert room.used_blocks == len(stuck)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.session_log_folder import SessionLogFolder
 from mneme.cachetier.session_log_index import MAX_CLOCK_SKEW_S, SessionLogConfig
 from mneme.cachetier.session_log_store import TOMBSTONE_BYTES, Appended, LogKey, parse_log
 from mneme.cachetier.session_logs import SessionLogs
@@ -525,6 +527,35 @@ def test_tombstones_that_could_not_be_written_are_tried_in_turns_and_all_at_the_
     assert sum(path.stat().st_size == TOMBSTONE_BYTES for path in files_of(tmp_path)) == 4
     logs.close()
     assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES] * len(keys)
+
+
+def test_a_session_that_began_anew_is_not_replaced_by_its_old_tombstone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began while the tombstone before its own was written."""
+    files = FailingFiles(lambda _operation, _number: None)
+    logs = make_logs(tmp_path, files=files)
+    first, second = key_number(1), key_number(2)
+    for key in (first, second):
+        write(logs, some_state(1), key)
+    files.fails = lambda name, _number: errno.EIO if name == "create" else None
+    assert all(logs.delete(key) for key in (first, second))
+    files.fails = lambda _name, _number: None
+    anew = SessionState(version=1 << 120, ids=ids_of(7, 7), num_turns=1)
+    write_new, written = SessionLogFolder.write_new, []
+
+    def write_beside(folder: SessionLogFolder, key: LogKey, content: bytes) -> str:
+        if key == first:
+            writing = threading.Thread(target=lambda: written.append(write(logs, anew, second)))
+            writing.start()
+            writing.join(30)
+        return write_new(folder, key, content)
+
+    monkeypatch.setattr(SessionLogFolder, "write_new", write_beside)
+    logs.read(key_number(99))
+    assert written
+    assert state_in(logs, second) == anew
+    logs.close()
 
 
 def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> None:
