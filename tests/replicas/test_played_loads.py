@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -337,4 +338,73 @@ def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
     assert len(queue.step()) == 4
     left = queue.case.engine.forest.num_available
     assert left >= 9 + queue.case.engine.forest.num_reserved
+    queue.finish()
+
+
+class Many:
+    """Histories of three chunks each, of as many sessions, come back at once beside a stream."""
+
+    def __init__(self, histories: list[list[int]], **options: Any) -> None:
+        store = FakeStore()
+        for ids in histories:
+            filling = Played(store)
+            filling.submit("fill", ids[:25], 1)
+            filling.cache.play()
+            run(filling.engine)
+        store.waiting.clear()
+        self.case, self.histories = Played(store, step_chunks=1, **options), histories
+        self.case.submit("other", [4] * 10, 30)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for index, ids in enumerate(histories):
+            self.case.submit(f"a{index}", ids, session_id=f"s{index}")
+        self.case.cache.play()
+        self.events: list[TokenEvent] = []
+        self.num_loaded: list[int] = []  # chunks, by step
+        self._load = self.case.cache.mover.load
+        self.case.cache.mover.load = self._count  # type: ignore[method-assign]
+
+    def _count(self, grafts: Any, slots: Any) -> Any:
+        self.num_loaded.append(sum(len(graft.pieces) for graft in grafts))
+        return self._load(grafts, slots)
+
+    def finish(self) -> None:
+        while self.case.engine.has_work:
+            self.events += self.case.engine.step()
+            self.case.engine.forest.check()
+        for index, ids in enumerate(self.histories):
+            assert tokens_of(self.events, f"a{index}") == continuation(ids, 3, 5)
+        self.case.check_rest()
+
+
+def history(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(5), k=30)
+
+
+@pytest.mark.parametrize(
+    ("histories", "num_chunks"),
+    [
+        ([history(i) for i in range(4)], 12),
+        ([history(0)] * 4, 3),
+        ([[*history(0)[:8], *history(i)[8:]] for i in range(4)], 1 + 4 * 2),  # they part behind the first chunk
+    ],
+)
+def test_what_a_step_loads_beside_a_stream_is_bounded_for_all_together(
+    histories: list[list[int]], num_chunks: int
+) -> None:
+    many = Many(histories)
+    many.finish()
+    assert many.num_loaded == [1] * num_chunks
+    assert many.case.cache.mover.num_lost == 0
+
+
+def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> None:
+    """Its chunks would come before the head's."""
+    queue = Queue(store, step_chunks=1)
+    queue.case.submit("b", IDS[:25], session_id="b")
+    queue.case.cache.play(None, 0)
+    readers = queue.case.cache.workers["kv-read"]
+    readers.tasks.rotate(-1)
+    readers.play(1)  # all of its three chunks
+    assert queue.step() == []
     queue.finish()
