@@ -103,6 +103,11 @@ class Fetch:
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a load of it would not wait for what is read."""
+        return self._times is not None and self._times.is_all_brought
+
     def begin_load(self) -> None:
         """Pages were taken for it."""
         assert self._times is not None

@@ -2,7 +2,8 @@
 
 Beside others that already have tokens to give, a step loads no more than in the time that a full step computes, of all
 sequences together: a long history comes in parts, and its sequence has rows from the last of them on. The oldest loads
-first. Whoever has the same prompt follows it.
+first. Whoever has the same prompt follows it. What is still read comes at once, though: it is read layer by layer of all
+chunks, and would pile up in the read buffer while a first part waits for its last layer.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class Grafting:
 
 
 def _limit(sequence: Sequence, budget: StepBudget, *, has_others: bool) -> int | None:
-    """How many chunks the step may still load."""
-    plan = None if sequence.found is None else sequence.found.plan
-    return None if plan is None or not has_others else max(plan.step_chunks - budget.num_loaded, 0)
+    """How many chunks the step may still load; None: all."""
+    found = sequence.found
+    if found is None or found.plan is None or not has_others:
+        return None
+    limit = max(found.plan.step_chunks - budget.num_loaded, 0)
+    return limit if found.is_in_memory or limit == 0 else None

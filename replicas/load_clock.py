@@ -39,6 +39,10 @@ class LoadClock:
         self.start()
         self._num_ready, self._load_began_s = self.num_brought, self._clock()
 
+    @property
+    def is_all_brought(self) -> bool:
+        return self.num_brought == self._num_layers
+
     def left_to_wait_s(self) -> float:
         """Beside others, until the next layer must be in memory; until somebody must read, where nobody does yet."""
         self.start()

@@ -344,7 +344,8 @@ def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
 class Many:
     """Histories of three chunks each, of as many sessions, come back at once beside a stream."""
 
-    def __init__(self, histories: list[list[int]], **options: Any) -> None:
+    def __init__(self, histories: list[list[int]], edge: Any = "host", **options: Any) -> None:
+        """Nothing is read from the disk before a step loads it."""
         store = FakeStore()
         for ids in histories:
             filling = Played(store)
@@ -352,21 +353,16 @@ class Many:
             filling.cache.play()
             run(filling.engine)
         store.waiting.clear()
+        store.edge = edge
         self.case, self.histories = Played(store, step_chunks=1, **options), histories
         self.case.submit("other", [4] * 10, 30)
         self.case.cache.play()
         run_some(self.case.engine, 2)
         for index, ids in enumerate(histories):
             self.case.submit(f"a{index}", ids, session_id=f"s{index}")
-        self.case.cache.play()
+        self.case.cache.play(None, 0)
         self.events: list[TokenEvent] = []
-        self.num_loaded: list[int] = []  # chunks, by step
-        self._load = self.case.cache.mover.load
-        self.case.cache.mover.load = self._count  # type: ignore[method-assign]
-
-    def _count(self, grafts: Any, slots: Any) -> Any:
-        self.num_loaded.append(sum(len(graft.pieces) for graft in grafts))
-        return self._load(grafts, slots)
+        self.num_loaded = count_loads(self.case)
 
     def finish(self) -> None:
         while self.case.engine.has_work:
@@ -375,6 +371,18 @@ class Many:
         for index, ids in enumerate(self.histories):
             assert tokens_of(self.events, f"a{index}") == continuation(ids, 3, 5)
         self.case.check_rest()
+
+
+def count_loads(case: Played) -> list[int]:
+    """Chunks that each step loads from now on."""
+    mover, load, num_loaded = case.cache.mover, case.cache.mover.load, list[int]()
+
+    def counted(grafts: Any, slots: Any) -> Any:
+        num_loaded.append(sum(len(graft.pieces) for graft in grafts))
+        return load(grafts, slots)
+
+    mover.load = counted  # type: ignore[method-assign]
+    return num_loaded
 
 
 def history(seed: int) -> list[int]:
@@ -408,3 +416,14 @@ def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> N
     readers.play(1)  # all of its three chunks
     assert queue.step() == []
     queue.finish()
+
+
+def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
+    """It is read layer by layer, of all chunks: those of a later part would be read with the first. One in a step."""
+    many = Many([history(i) for i in range(3)], edge="disk")
+    for sequence in many.case.engine.scheduler.waiting:
+        assert sequence.found is not None
+        sequence.found._is_there = True  # as far as it can be
+    many.finish()
+    assert many.num_loaded[0] == 3
+    assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
