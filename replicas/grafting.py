@@ -54,6 +54,11 @@ class Grafting:
         found, path = sequence.found, sequence.path
         return 0 if found is None or path is None else max(found.end - path.num_tokens, 0)
 
+    def pause(self, sequence: Sequence | None) -> None:
+        """What the cache tier has of one that waits costs nothing while that is not what it waits for."""
+        if sequence is not None and sequence.found is not None:
+            sequence.found.pause()
+
     def forget(self, sequence: Sequence) -> None:
         """What did not come is computed."""
         if sequence.found is not None:

@@ -151,12 +151,12 @@ class Scheduler:
             self._graft_more(sequence, chunks)
         self._admit(chunks, budget)
         self._widen(chunks, budget)
-        for chunk in chunks:
-            if chunk.samples:
-                self.waiting.charge(chunk.sequence, OUTPUT_WEIGHT)
+        for sequence in [chunk.sequence for chunk in chunks if chunk.samples]:
+            self.waiting.charge(sequence, OUTPUT_WEIGHT)
         return chunks
 
     def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        self._grafting.pause(self.waiting.chosen)
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):

@@ -427,3 +427,26 @@ def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
     many.finish()
     assert many.num_loaded[0] == 3
     assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
+
+
+@pytest.mark.parametrize("what", ["running", "budget", "suspended"])
+def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: FakeStore, what: str) -> None:
+    """It was asked for once; then others take the places or the rows, or are suspended and go before it."""
+    queue = Queue(store, max_running=2)
+    assert queue.step() == []
+    scheduler = queue.case.engine.scheduler
+    if what == "running":
+        scheduler._max_running = 1
+    elif what == "budget":
+        scheduler._max_batch_tokens = 1
+    else:
+        scheduler._suspend(scheduler.running[0])
+        scheduler._max_running = 0
+    queue.step()
+    queue.case.cache.now_s += 1000.0
+    queue.step()
+    scheduler._max_running, scheduler._max_batch_tokens = 2, 128
+    queue.step()
+    assert queue.case.cache.cache.stats()["given_up"] == {}
+    queue.finish()
+    assert queue.case.cache.mover.num_loaded == 1
