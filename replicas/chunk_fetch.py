@@ -107,10 +107,10 @@ class Fetch:
         """Whether a load of it would not wait for what is read."""
         return self._times is not None and self._times.is_all_brought
 
-    def begin_load(self) -> None:
-        """Pages were taken for it."""
+    def begin_load(self, beside_s: float = 0.0) -> None:
+        """Pages were taken for it; the step's other loads are predicted to take so long."""
         assert self._times is not None
-        self._times.begin_load()
+        self._times.begin_load(beside_s)
 
     def left_s(self, layer: int) -> float:
         """Until a layer must have come, or the rest is given up."""
