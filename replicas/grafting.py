@@ -2,8 +2,8 @@
 
 Beside others that already have tokens to give, a step loads no more than in the time that a full step computes, of all
 sequences together: a long history comes in parts, and its sequence has rows from the last of them on. The oldest loads
-first. Whoever has the same prompt follows it. What is still read comes at once, though: it is read layer by layer of all
-chunks, and would pile up in the read buffer while a first part waits for its last layer.
+first. Whoever has the same prompt follows it. What is still read comes at once, though: all chunks are read layer by
+layer, and would pile up in the read buffer while a first part waits for its last layer.
 """
 
 from __future__ import annotations

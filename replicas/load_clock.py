@@ -1,8 +1,8 @@
 """How long a load may still take, of the time that it costs the request. Policy only: no tensors.
 
 That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
-for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What a
-step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too.
+for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What
+a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too.
 """
 
 from __future__ import annotations
