@@ -53,8 +53,7 @@ class Fetch:
         on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
         """`is_alone`: nothing else ran when it began. `on_given_up` is called once at most, on the engine's thread."""
-        self.query = query
-        self.num_resident = num_resident
+        self.query, self.num_resident = query, num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
         self.plan: LoadPlan | None = None
         self.reads: dict[Edge, Reads] = {}  # so far
@@ -103,10 +102,15 @@ class Fetch:
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
 
-    def begin_load(self) -> None:
-        """Pages were taken for it."""
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a load of it would not wait for what is read."""
+        return self._times is not None and self._times.is_all_brought
+
+    def begin_load(self, beside_s: float = 0.0) -> None:
+        """Pages were taken for it; the step's other loads are predicted to take so long."""
         assert self._times is not None
-        self._times.begin_load()
+        self._times.begin_load(beside_s)
 
     def left_s(self, layer: int) -> float:
         """Until a layer must have come, or the rest is given up."""
@@ -120,19 +124,20 @@ class Fetch:
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
         if self.is_settled or (self._has_looked and is_alone):
-            if self._times is not None:
-                self._times.stop()
+            self.pause()
             return True
         times = self._times
         left_s = self._look_until_s - self._clock() if times is None else times.left_to_wait_s()
         if left_s > 0:
             return False
-        if times is None:
-            self.give_up("lookup")
-        else:
-            self.give_up("waiting", self._at)
+        self.give_up("lookup" if times is None else "waiting", None if times is None else self._at)
         self.close()
         return True
+
+    def pause(self) -> None:
+        """Until it is asked for again, the sequence waits for something else, or for nothing."""
+        if self._times is not None:
+            self._times.stop()
 
     def give_up(self, what: GivenUp, index: int | None = None) -> None:
         """It took too long, for this chunk; its edge is told so when it ends."""

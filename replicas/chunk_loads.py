@@ -52,8 +52,9 @@ class ChunkLoad:
         self._is_over = False
         self._after = pages.issued()
         self.num_lost = 0
+        step_s = sum(map(_predicted_s, self._pieces))
         for pieces in self._pieces:
-            pieces[0].fetch.begin_load()
+            pieces[0].fetch.begin_load(step_s - _predicted_s(pieces))
 
     def wait_layer(self, layer: int) -> None:
         """Return when this layer's pages may be read, but for what is lost."""
@@ -149,6 +150,12 @@ def _run(loads: queue.SimpleQueue[ChunkLoad | None]) -> None:
 
 def _has(pieces: Sequence[_Piece], layer: int) -> bool:
     return all(piece.is_lost or piece.num_done > layer for piece in pieces)
+
+
+def _predicted_s(pieces: Sequence[_Piece]) -> float:
+    """What one sequence's part of a load should take."""
+    plan = pieces[0].fetch.plan
+    return 0.0 if plan is None else plan.predicted_load_s * len(pieces) / plan.num_chunks
 
 
 def _piece(graft: Graft, given: GraftPiece) -> _Piece:

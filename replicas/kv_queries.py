@@ -25,7 +25,7 @@ from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
 from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.kv_shown import shown_amount, shown_lookup, shown_pin
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.session_pages import delete_pages
 from mneme.replicas.sessions import SessionKey, session_key
 
@@ -181,9 +181,10 @@ def tier_part(query: KvQuery, tier: KvTier) -> Any:
 
 def _drop(engine: Engine, query: DropKv) -> None:
     if query.session is None:
+        _save_no_more(engine, lambda sequence: _begins_with(sequence, query))
         engine.forest.drop_prefix(query.salt, query.token_ids)
         return
-    _save_no_more(engine, lambda request: session_key(request) == query.session)
+    _save_no_more(engine, lambda sequence: session_key(sequence.request) == query.session)
     log = engine.sessions.get(query.session)
     if log is not None:
         delete_pages(engine.forest, log)
@@ -191,15 +192,20 @@ def _drop(engine: Engine, query: DropKv) -> None:
 
 def _drop_salts(engine: Engine, is_meant: Callable[[str], bool]) -> None:
     """A session that answers is forgotten when it has."""
-    _save_no_more(engine, lambda request: is_meant(request.salt))
+    _save_no_more(engine, lambda sequence: is_meant(sequence.request.salt))
     engine.sessions.delete_salts(is_meant)
     engine.forest.drop_salts(is_meant)
 
 
-def _save_no_more(engine: Engine, is_meant: Callable[[GenerationRequest], bool]) -> None:
+def _begins_with(sequence: RunningSequence, query: DropKv) -> bool:
+    ids = query.token_ids
+    return sequence.request.salt == query.salt and tuple(sequence.context[: len(ids)]) == ids
+
+
+def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -> None:
     """What a request computes that runs meanwhile does not come into the tier behind the deletion."""
     for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
-        if is_meant(sequence.request):
+        if is_meant(sequence):
             sequence.chain = None
 
 

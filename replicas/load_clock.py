@@ -1,7 +1,8 @@
 """How long a load may still take, of the time that it costs the request. Policy only: no tensors.
 
 That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
-for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then.
+for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What
+a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class LoadClock:
         self._since_s: float | None = None  # when it was started; None: it stands
         self._waited_s: float | None = None  # what was spent before a thread began to bring; None: none has
         self._num_ready, self._load_began_s = 0, 0.0  # layers that were in memory when the load began
+        self._beside_s = 0.0  # the step's other loads
 
     def start(self) -> None:
         """The sequence waits for nothing else."""
@@ -34,10 +36,14 @@ class LoadClock:
     def begin_bringing(self) -> None:
         self._waited_s = self._so_far_s()
 
-    def begin_load(self) -> None:
-        """Pages were taken, for all of it or for a part."""
+    def begin_load(self, beside_s: float = 0.0) -> None:
+        """Pages were taken, for all of it or for a part; the step's other loads are predicted to take so long."""
         self.start()
-        self._num_ready, self._load_began_s = self.num_brought, self._clock()
+        self._num_ready, self._load_began_s, self._beside_s = self.num_brought, self._clock(), beside_s
+
+    @property
+    def is_all_brought(self) -> bool:
+        return self.num_brought == self._num_layers
 
     def left_to_wait_s(self) -> float:
         """Beside others, until the next layer must be in memory; until somebody must read, where nobody does yet."""
@@ -48,9 +54,10 @@ class LoadClock:
 
     def left_s(self, layer: int) -> float:
         """Until a layer must be in its pages."""
+        beside_s = self._beside_s * (layer + 1) / self._num_layers
         if layer < self._num_ready:
-            return self._plan.due_s(layer, self._num_layers) - (self._clock() - self._load_began_s)
-        return self._due_s(layer, is_alone=True) - self._so_far_s()
+            return self._plan.due_s(layer, self._num_layers) + beside_s - (self._clock() - self._load_began_s)
+        return self._due_s(layer, is_alone=True) + beside_s - self._so_far_s()
 
     def _due_s(self, layer: int, *, is_alone: bool) -> float:
         return self._plan.due_s(layer, self._num_layers, waited_s=self._waited_s or 0.0, is_alone=is_alone)

@@ -151,12 +151,12 @@ class Scheduler:
             self._graft_more(sequence, chunks)
         self._admit(chunks, budget)
         self._widen(chunks, budget)
-        for chunk in chunks:
-            if chunk.samples:
-                self.waiting.charge(chunk.sequence, OUTPUT_WEIGHT)
+        for sequence in [chunk.sequence for chunk in chunks if chunk.samples]:
+            self.waiting.charge(sequence, OUTPUT_WEIGHT)
         return chunks
 
     def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        self._grafting.pause(self.waiting.chosen)
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
@@ -177,7 +177,7 @@ class Scheduler:
         num_kept = self._room.num_pages(head)
         for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
             is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
-            is_ready = sequence.found is None or sequence.found.is_settled
+            is_ready = self._grafting.comes_whole(sequence, self._budget, has_others=self._has_streams)
             can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
             if can_run and self._room.open(sequence, len(self.running), self._budget, num_kept=num_kept):
                 self.waiting.overtake(sequence, self._start(sequence))
@@ -185,7 +185,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> int:
         """It has a path, and runs; returns how many tokens it has to compute."""
-        self._grafting.graft(sequence, has_others=self._has_streams)
+        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
         _insert_by_arrival(self.running, sequence)
         return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
 
@@ -193,7 +193,7 @@ class Scheduler:
         """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more."""
         assert sequence.path is not None
         self._forest.extend(sequence.path, sequence.context, len(sequence.context))
-        self._grafting.graft(sequence, has_others=self._has_streams)
+        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
             self._begin(sequence, chunks, has_others=bool(self.waiting))
 

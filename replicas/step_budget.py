@@ -25,12 +25,13 @@ class _Cut(NamedTuple):
 
 
 class StepBudget:
-    """Rows that are left for prefill chunks, and the prompts that were cut in this step."""
+    """Rows that are left for prefill chunks, chunks that are loaded, and the prompts that were cut in this step."""
 
     def __init__(self, num_rows: int, page_size: int) -> None:
         self.num_left = max(num_rows, 0)
+        self.num_loaded = 0  # the cache tier's chunks
         self._page_size = page_size
-        self._cut_by_tail: dict[Node, _Cut] = {}
+        self._cuts: dict[tuple[Node, int], _Cut] = {}  # by the last node and the token that comes next
 
     def limit(self, *, has_others: bool) -> int:
         """Rows that the next prompt may have."""
@@ -48,8 +49,8 @@ class StepBudget:
         """The sequence goes on from there in later steps, and will take so many pages."""
         path = sequence.path
         assert path is not None
-        self._cut_by_tail = {tail: cut for tail, cut in self._cut_by_tail.items() if cut.sequence is not sequence}
-        self._cut_by_tail[path.tail] = _Cut(sequence, end, num_pages)
+        self._cuts = {place: cut for place, cut in self._cuts.items() if cut.sequence is not sequence}
+        self._cuts[path.tail, sequence.context[end]] = _Cut(sequence, end, num_pages)
 
     def follows(self, path: Path, ids: list[int]) -> bool:
         """Whether another prompt was cut where this one is, and goes on alike."""
@@ -58,10 +59,9 @@ class StepBudget:
     def num_promised(self, path: Path, ids: list[int]) -> int:
         """Pages that prompts which were cut will take, but for what this path would share."""
         leader = self._leader(path, ids)
-        return sum(cut.num_pages for cut in self._cut_by_tail.values() if cut is not leader)
+        return sum(cut.num_pages for cut in self._cuts.values() if cut is not leader)
 
     def _leader(self, path: Path, ids: list[int]) -> _Cut | None:
-        cut, position = self._cut_by_tail.get(path.tail), path.num_tokens
-        if cut is None or cut.end != position or position >= len(ids):
-            return None
-        return cut if cut.sequence.context[position] == ids[position] else None
+        position = path.num_tokens
+        cut = self._cuts.get((path.tail, ids[position])) if position < len(ids) else None
+        return cut if cut is not None and cut.end == position else None

@@ -106,6 +106,11 @@ class WaitingQueue:
             raise IndexError("nobody waits")
         return self._chosen.waiting[0]
 
+    @property
+    def chosen(self) -> Sequence | None:
+        """Who was the head, and is again behind those that are suspended."""
+        return None if self._chosen is None else self._chosen.waiting[0]
+
     def add(self, sequence: Sequence) -> None:
         """A request has arrived."""
         key = _flow_key(sequence.request)

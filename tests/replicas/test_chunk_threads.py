@@ -17,7 +17,7 @@ from mneme.cachetier.node_admin import NodeAdmin
 from mneme.replicas import chunk_saver
 from mneme.replicas.chunk_saver import ChunkSaver
 from mneme.replicas.engine import Engine
-from mneme.replicas.kv_queries import DropTenantKv, KvTier, answer_kv, engine_part
+from mneme.replicas.kv_queries import DropKv, DropTenantKv, KvTier, answer_kv, engine_part
 from mneme.replicas.llm import LLM
 from mneme.replicas.model import Decoder
 from mneme.replicas.request import SamplingParams
@@ -333,6 +333,24 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
     assert answers(run(engine))["a"]
     engine.close()
     assert store.chunks == {}
+
+
+@pytest.mark.parametrize(("last", "are_saved"), [(0, False), (1, True)])
+def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_it(
+    decoder: Decoder, last: int, are_saved: bool
+) -> None:
+    """One that only begins alike does."""
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    ids = draw(1, 40)
+    submit(engine, "a", ids, NUM_NEW)
+    while engine.is_blocked or not engine.scheduler.running:
+        engine.step()
+    engine_part(engine, DropKv("", (*ids[:29], ids[29] + last), in_tier=False))
+    engine_part(engine, DropKv("other", tuple(ids), in_tier=False))
+    assert answers(run(engine))["a"]
+    engine.close()
+    assert bool(store.chunks) == are_saved
 
 
 def test_nothing_is_left_of_a_request_that_could_not_begin(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,13 @@ def test_alone_it_is_computed_meanwhile() -> None:
     times.begin_bringing()
     assert times.left_s(0) == pytest.approx(0.088)
     assert times.left_s(9) == pytest.approx(0.88)
+
+
+def test_it_may_take_as_long_as_what_is_loaded_with_it_too() -> None:
+    times, clock = make()
+    times.begin_bringing()
+    times.num_brought = 5
+    times.begin_load(10.0)
+    clock.now_s += 0.01
+    assert times.left_s(0) == pytest.approx(0.09 - 0.01 + 1.0)
+    assert times.left_s(9) == pytest.approx(0.9 - 0.01 + 10.0)

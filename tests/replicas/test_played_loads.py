@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -338,3 +339,114 @@ def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
     left = queue.case.engine.forest.num_available
     assert left >= 9 + queue.case.engine.forest.num_reserved
     queue.finish()
+
+
+class Many:
+    """Histories of three chunks each, of as many sessions, come back at once beside a stream."""
+
+    def __init__(self, histories: list[list[int]], edge: Any = "host", **options: Any) -> None:
+        """Nothing is read from the disk before a step loads it."""
+        store = FakeStore()
+        for ids in histories:
+            filling = Played(store)
+            filling.submit("fill", ids[:25], 1)
+            filling.cache.play()
+            run(filling.engine)
+        store.waiting.clear()
+        store.edge = edge
+        self.case, self.histories = Played(store, step_chunks=1, **options), histories
+        self.case.submit("other", [4] * 10, 30)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for index, ids in enumerate(histories):
+            self.case.submit(f"a{index}", ids, session_id=f"s{index}")
+        self.case.cache.play(None, 0)
+        self.events: list[TokenEvent] = []
+        self.num_loaded = count_loads(self.case)
+
+    def finish(self) -> None:
+        while self.case.engine.has_work:
+            self.events += self.case.engine.step()
+            self.case.engine.forest.check()
+        for index, ids in enumerate(self.histories):
+            assert tokens_of(self.events, f"a{index}") == continuation(ids, 3, 5)
+        self.case.check_rest()
+
+
+def count_loads(case: Played) -> list[int]:
+    """Chunks that each step loads from now on."""
+    mover, load, num_loaded = case.cache.mover, case.cache.mover.load, list[int]()
+
+    def counted(grafts: Any, slots: Any) -> Any:
+        num_loaded.append(sum(len(graft.pieces) for graft in grafts))
+        return load(grafts, slots)
+
+    mover.load = counted  # type: ignore[method-assign]
+    return num_loaded
+
+
+def history(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(5), k=30)
+
+
+@pytest.mark.parametrize(
+    ("histories", "num_chunks"),
+    [
+        ([history(i) for i in range(4)], 12),
+        ([history(0)] * 4, 3),
+        ([[*history(0)[:8], *history(i)[8:]] for i in range(4)], 1 + 4 * 2),  # they part behind the first chunk
+    ],
+)
+def test_what_a_step_loads_beside_a_stream_is_bounded_for_all_together(
+    histories: list[list[int]], num_chunks: int
+) -> None:
+    many = Many(histories)
+    many.finish()
+    assert many.num_loaded == [1] * num_chunks
+    assert many.case.cache.mover.num_lost == 0
+
+
+def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> None:
+    """Its chunks would come before the head's."""
+    queue = Queue(store, step_chunks=1)
+    queue.case.submit("b", IDS[:25], session_id="b")
+    queue.case.cache.play(None, 0)
+    readers = queue.case.cache.workers["kv-read"]
+    readers.tasks.rotate(-1)
+    readers.play(1)  # all of its three chunks
+    assert queue.step() == []
+    queue.finish()
+
+
+def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
+    """It is read layer by layer, of all chunks: those of a later part would be read with the first. One in a step."""
+    many = Many([history(i) for i in range(3)], edge="disk")
+    for sequence in many.case.engine.scheduler.waiting:
+        assert sequence.found is not None
+        sequence.found._is_there = True  # as far as it can be
+    many.finish()
+    assert many.num_loaded[0] == 3
+    assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
+
+
+@pytest.mark.parametrize("what", ["running", "budget", "suspended"])
+def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: FakeStore, what: str) -> None:
+    """It was asked for once; then others take the places or the rows, or are suspended and go before it."""
+    queue = Queue(store, max_running=2)
+    assert queue.step() == []
+    scheduler = queue.case.engine.scheduler
+    if what == "running":
+        scheduler._max_running = 1
+    elif what == "budget":
+        scheduler._max_batch_tokens = 1
+    else:
+        scheduler._suspend(scheduler.running[0])
+        scheduler._max_running = 0
+    queue.step()
+    queue.case.cache.now_s += 1000.0
+    queue.step()
+    scheduler._max_running, scheduler._max_batch_tokens = 2, 128
+    queue.step()
+    assert queue.case.cache.cache.stats()["given_up"] == {}
+    queue.finish()
+    assert queue.case.cache.mover.num_loaded == 1
