@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import Enum
 
 from mneme.cachetier.disk_names import ChunkName, folder_of, folders, is_temporary, parse_name, temporary_name
-from mneme.cachetier.file_operations import FileOperations, is_ours
+from mneme.cachetier.file_operations import FileOperations, HeldLock, is_ours
 from mneme.errors import ConfigError
 
 OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
@@ -63,10 +63,9 @@ class DiskFolder:
         self._files = files
         self._root = os.path.join(path, OWN_FOLDER)
         self._number = 0
-        self._lock: int | None = None
         try:
             files.make_folder(self._root)
-            self._lock = files.lock(os.path.join(self._root, LOCK))
+            self._lock = HeldLock(files, os.path.join(self._root, LOCK))
         except BlockingIOError:
             raise ConfigError(f"disk tier: {path} is in use by another cluster") from None
         except OSError as error:
@@ -105,11 +104,8 @@ class DiskFolder:
         return found
 
     def close(self) -> None:
-        """Let the lock go. Called twice it does nothing: its descriptor may be another's by then."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with suppress(OSError):
-                self._files.close(lock)
+        """Let the lock go; twice is as once."""
+        self._lock.close()
 
     def _reject(self, kind: Kind, path: str, counters: Counter[str]) -> None:
         """What is no sound chunk is removed if a crash may have left it."""

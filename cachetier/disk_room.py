@@ -139,11 +139,10 @@ class DiskRoom:
 
     def swept(self, path: str, *, is_gone: bool) -> None:
         self._claimed.discard(path)
+        self._stuck.pop(path, None)
         if is_gone:
-            self._stuck.pop(path, None)
             del self._litter[path]
         else:
-            self._stuck.pop(path, None)
             self._stuck[path] = None
 
     def num_stuck(self, owner: bytes) -> int:

@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
 _WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -125,6 +126,21 @@ class FileOperations:
                 time.sleep(_LOCK_PAUSE_S)
             else:
                 return
+
+
+class HeldLock:
+    """A lock of a folder, until it is closed; raises as `FileOperations.lock` does."""
+
+    def __init__(self, files: FileOperations, path: str) -> None:
+        self._files = files
+        self._fd: int | None = files.lock(path)
+
+    def close(self) -> None:
+        """Let it go. Called twice it does nothing: its descriptor may be another's by then."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                self._files.close(fd)
 
 
 class PatientFiles(FileOperations):

@@ -35,10 +35,11 @@ from mneme.cachetier.peer_actors import PeerActors
 from mneme.cachetier.process_store import make_disk_tier
 from mneme.cachetier.ray_directory import DirectoryShards
 from mneme.cachetier.ray_memory import HeldObjects, RayMemory, Refs
-from mneme.cachetier.ray_node_logs import LogRead, NodeSessionLogs, open_node_logs
+from mneme.cachetier.ray_node_logs import LogRead, NodeSessionLogs
 from mneme.cachetier.ray_puts import PutAnswer
 from mneme.cachetier.saving import HostPut
 from mneme.cachetier.session_log_store import Appended, LogKey
+from mneme.cachetier.session_logs import open_session_logs
 from mneme.errors import ConfigError, MnemeError
 
 _logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class NodeActor:
         identity = self._identity
         if self._config.disk is not None:
             self._logs = NodeSessionLogs(
-                lambda: self._unless_unusable(lambda: open_node_logs(self._config, identity.session_ttl_s)),
+                lambda: self._unless_unusable(lambda: open_session_logs(self._config, identity.session_ttl_s)),
                 identity.node_id,
                 identity.namespace,
             )

@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.disk_folder import make_root
 from mneme.cachetier.ray_log_copies import MAX_COPIES, LogCopies
 from mneme.cachetier.ray_log_peers import LogPeers
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
-from mneme.cachetier.session_logs import SessionLogs, open_session_logs
+from mneme.cachetier.session_logs import SessionLogs
 from mneme.cachetier.session_record import taken_over
 
 _logger = logging.getLogger(__name__)
@@ -170,13 +168,6 @@ class NodeSessionLogs:
 
     async def _in(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
-
-
-def open_node_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
-    """None without a disk; its folder is made if there is none. Raises `ConfigError` if it cannot be used."""
-    if config.disk is not None:
-        make_root(config.disk.folder)
-    return open_session_logs(config, ttl_s)
 
 
 def _version(content: bytes, key: LogKey) -> int:

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import NamedTuple
 
-from mneme.cachetier.file_operations import FileOperations, is_ours
+from mneme.cachetier.file_operations import FileOperations, HeldLock, is_ours
 from mneme.cachetier.session_log_store import MAX_LOG_BYTES, LogKey
 from mneme.errors import ConfigError
 
@@ -39,7 +39,7 @@ class SessionLogFolder:
         self._numbers = itertools.count()
         try:
             files.make_folder(self._root)
-            self._lock: int | None = files.lock(os.path.join(self._root, _LOCK))
+            self._lock = HeldLock(files, os.path.join(self._root, _LOCK))
         except BlockingIOError:
             raise ConfigError(f"session logs: {path} is in use by another cluster") from None
         except OSError as error:
@@ -156,11 +156,8 @@ class SessionLogFolder:
             self._files.unlink(self._path(key))
 
     def close(self) -> None:
-        """Let the lock go. Called twice it does nothing: its descriptor may be another's by then."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with suppress(OSError):
-                self._files.close(lock)
+        """Let the lock go; twice is as once."""
+        self._lock.close()
 
     def _write(self, fd: int, content: bytes, at: int) -> None:
         view = memoryview(content)

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.disk_folder import make_root
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.session_log_files import Clock, SessionLogFiles
 from mneme.cachetier.session_log_folder import SessionLogFolder
@@ -166,9 +167,10 @@ class SessionLogs:
 
 
 def open_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
-    """Beside the disk tier, whose folder is there; None: there is none. Raises `ConfigError`."""
+    """Beside the disk tier, in its folder, which is made; None: there is none. Raises `ConfigError`."""
     if config.disk is None:
         return None
+    make_root(config.disk.folder)
     return SessionLogs(
         SessionLogConfig(
             folder=config.disk.folder,
