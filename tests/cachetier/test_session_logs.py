@@ -490,15 +490,20 @@ def test_a_deletion_on_a_disk_that_is_read_only_for_a_while_is_one(tmp_path: Pat
     logs.close()
 
 
-def test_deletions_on_a_disk_that_takes_nothing_for_a_while_are_ones_also_after_a_crash(tmp_path: Path) -> None:
-    """However many: each removes its own file at least."""
+def deleted_in_vain(folder: Path, num: int, *operations: str) -> tuple[SessionLogs, FailingFiles, list[LogKey]]:
+    """Sessions that were written, and deleted while these operations failed, as they still do."""
     files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files)
-    keys = [key_number(number) for number in range(9)]
+    logs, keys = make_logs(folder, files=files), [key_number(number) for number in range(num)]
     for key in keys:
         write(logs, some_state(1), key)
-    files.fails = lambda name, _number: errno.EIO if name == "create" else None
+    files.fails = lambda name, _number: errno.EIO if name in operations else None
     assert all(logs.delete(key) for key in keys)
+    return logs, files, keys
+
+
+def test_deletions_on_a_disk_that_takes_nothing_for_a_while_are_ones_also_after_a_crash(tmp_path: Path) -> None:
+    """However many: each removes its own file at least."""
+    logs, _, keys = deleted_in_vain(tmp_path, 9, "create")
     logs._folder.close()  # a crash: nothing is written any more
     logs = make_logs(tmp_path)
     assert [state_in(logs, key) for key in keys] == [None] * len(keys)
@@ -507,13 +512,7 @@ def test_deletions_on_a_disk_that_takes_nothing_for_a_while_are_ones_also_after_
 
 def test_tombstones_that_could_not_be_written_are_tried_in_turns_and_all_at_the_end(tmp_path: Path) -> None:
     """The first ones keep failing."""
-    files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files)
-    keys = [key_number(number) for number in range(12)]
-    for key in keys:
-        write(logs, some_state(1), key)
-    files.fails = lambda name, _number: errno.EIO if name in ("create", "unlink") else None
-    assert all(logs.delete(key) for key in keys)
+    logs, files, keys = deleted_in_vain(tmp_path, 12, "create", "unlink")
     num_tries = 0
 
     def fails(name: str, _number: int) -> int | None:
@@ -533,13 +532,7 @@ def test_a_session_that_began_anew_is_not_replaced_by_its_old_tombstone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It began while the tombstone before its own was written."""
-    files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files)
-    first, second = key_number(1), key_number(2)
-    for key in (first, second):
-        write(logs, some_state(1), key)
-    files.fails = lambda name, _number: errno.EIO if name == "create" else None
-    assert all(logs.delete(key) for key in (first, second))
+    logs, files, (first, second) = deleted_in_vain(tmp_path, 2, "create")
     files.fails = lambda _name, _number: None
     anew = SessionState(version=1 << 120, ids=ids_of(7, 7), num_turns=1)
     write_new, written = SessionLogFolder.write_new, []
