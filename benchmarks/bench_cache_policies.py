@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
 from session_plots import plot_bars, plot_rows
 from workloads import cpu_name, load_average
 
@@ -151,7 +151,7 @@ def main() -> None:
         "trace": None if args.trace is None else args.trace.name, "num_requests": len(trace), "num_blocks": num_blocks,
         "block_tokens": BLOCK_TOKENS, "no_bound": round(no_bound, 6), "results": rounded(rows),
         "tiers": rounded(tiers), "capacity": rounded(capacity),
-        "checks": [check.as_json() for check in checks],
+        **closing_checks(checks),
     }  # fmt: skip
     if args.out is not None:
         _write(args.out, closing, rows)

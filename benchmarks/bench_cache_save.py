@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from arguments import cache_arguments
-from attention.report import Check, PartResult, at_most, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
 from cache_saving import (
@@ -126,7 +126,10 @@ def cost(times: Sequence[float], base: Sequence[float]) -> float:
 
 def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) -> list[Check]:
     found = {(row["part"], row["model"]): row["cost"] for row in rows if row["arm"] == SAVING}
-    checks = [at_most("saving_cost", found.get(("decodes", MODEL)), MAX_COST, "of a decode step")]
+    checks = [
+        at_most(f"saving_cost_{model}", found.get(("decodes", model)), MAX_COST, "of a decode step")
+        for model in (MODEL, SMALL_MODEL)
+    ]
     served = found.get(("decodes, served", MODEL))
     checks.append(at_most("served_saving_cost", served, MAX_COST, "of a decode step"))
     written = {row["tails"]: row["written over distinct"] for row in writes}
@@ -169,7 +172,7 @@ def main() -> None:
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
         "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
         "batch": BATCH, "steps": NUM_STEPS, "prompt_tokens": PROMPT_TOKENS, "pairs": num_pairs,
-        "results": rounded(rows), "writes": rounded(writes), "checks": [check.as_json() for check in result.checks],
+        "results": rounded(rows), "writes": rounded(writes), **closing_checks(result.checks),
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)

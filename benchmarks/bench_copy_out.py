@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from attention.report import Check, PartResult, at_most, print_part, rounded
+from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded
 from random_models import kv_bytes_per_token
 from session_engines import DTYPE, PAGE_SIZE, TWO_TIER, make_decoder, make_runner
 from workloads import MODEL_SHAPE, VOCAB_SIZE, cpu_name, load_average
@@ -186,7 +186,7 @@ def main() -> None:
         "elapsed_s": round(time.perf_counter() - started, 1), "dtype": str(DTYPE),
         "model": MODEL_SHAPE | {"max_position_embeddings": max_context},
         "batch": BATCH, "context": NUM_CONTEXT, "pairs": num_pairs, "steps": NUM_STEPS, "times": args.times,
-        "results": rounded(rows), "checks": [check.as_json() for check in result.checks],
+        "results": rounded(rows), **closing_checks(result.checks),
     }  # fmt: skip
     print(json.dumps(closing))
 

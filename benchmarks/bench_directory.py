@@ -30,7 +30,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from attention.report import PartResult, at_most, print_part, rounded, write_closing
+from attention.report import PartResult, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
 from workloads import cpu_name, load_average
 
@@ -215,7 +215,7 @@ def main() -> None:
         "benchmark": "directory", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started_s, 1),
         "chunks": num_chunks, "results": rounded({part.name: part.rows for part in (lookups, whole)}),
-        "checks": [check.as_json() for check in whole.checks],
+        **closing_checks(whole.checks),
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)

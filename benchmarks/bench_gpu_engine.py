@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attention.machine import Ceilings, measure_ceilings
-from attention.report import NOT_RUN, PartResult, print_part, rounded
+from attention.report import NOT_RUN, PartResult, closing_checks, print_part, rounded
 from attention.suite import device_name
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config, random_weights
 from workloads import load_average
@@ -203,7 +203,7 @@ def main() -> None:
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
         "copy_GB_per_s": rounded(run.ceilings.copy_bytes_per_s / 1e9),
         "TFLOP_per_s": rounded(run.ceilings.flops_per_s[dtype] / 1e12),
-        "shapes": {name: SHAPES[name] for name in names}, "results": rounded(rows), "checks": [],
+        "shapes": {name: SHAPES[name] for name in names}, "results": rounded(rows), **closing_checks([]),
     }  # fmt: skip
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

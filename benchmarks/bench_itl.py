@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from attention.report import PartResult, at_most, print_part, rounded
+from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded
 from random_models import SHAPES, random_weights
 from workloads import cpu_name, load_average
 
@@ -167,8 +167,13 @@ def pressure_part(model: Model, grid: Grid, num_runs: int) -> PartResult:
         }  # fmt: skip
         part.rows.append(row)
         if chunk < grid.prompt:
-            part.checks.append(at_most(f"itl_p99_over_a_chunk_{chunk}", p99 / bound, 1.0, noise=NOISE))
+            part.checks.append(_within_a_chunk(chunk, p99 / bound))
+    part.checks += [_within_a_chunk(chunk, None) for chunk in FULL.chunks if chunk not in grid.chunks]
     return part
+
+
+def _within_a_chunk(chunk: int, ratio: float | None) -> Check:
+    return at_most(f"itl_p99_over_a_chunk_{chunk}", ratio, 1.0, noise=NOISE)
 
 
 def behind_part(model: Model, grid: Grid, num_runs: int) -> PartResult:
@@ -209,7 +214,7 @@ def main() -> None:
             "runs": num_runs, "seed": args.seed, "threads": 1, "torch": torch.__version__,
             "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
             "results": {part.name: rounded(part.rows) for part in parts},
-            "checks": [check.as_json() for part in parts for check in part.checks],
+            **closing_checks(check for part in parts for check in part.checks),
         }
     )  # fmt: skip
     if args.json:

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from attention.report import Check, at_least, closing_checks, print_check
 from torch import Tensor
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
 from mneme.kernels.native_linear import PackedLinear, can_pack
 
 ROWS = (1, 8, 32, 128, 512, 2048)
+MAX_FEW_ROWS = 32
 QUICK_ROWS = (1, 8, 128)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -74,6 +76,15 @@ def measure(dtype: torch.dtype, rows: tuple[int, ...], num_runs: int) -> list[di
     return results
 
 
+def checks_of(results: dict[str, list[dict[str, Any]]]) -> list[Check]:
+    """The engine packs weights because few rows, a decode step's, are sooner multiplied so."""
+    checks = []
+    for name, entries in results.items():
+        ratios = [entry["ms"]["torch"] / entry["ms"]["packed"] for entry in entries if entry["rows"] <= MAX_FEW_ROWS]
+        checks.append(at_least(f"packed_over_torch_to_{MAX_FEW_ROWS}_rows_{name}", min(ratios), 1.0))
+    return checks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=15)
@@ -85,19 +96,24 @@ def main() -> None:
     if not can_pack(torch.empty(1, 1)):
         raise SystemExit("no compiled kernels here: nothing to compare")
     rows, num_runs = (QUICK_ROWS, 5) if args.quick else (ROWS, args.runs)
-    load_before = load_average()
+    load_before, started = load_average(), time.perf_counter()
     with torch.inference_mode():
         results = {name: measure(dtype, rows, num_runs) for name, dtype in DTYPES.items()}
+    checks = checks_of(results)
     print(f"{'dtype':<10}{'rows':>6}{'packed ms':>11}{'torch ms':>10}{'ratio':>7}{'GF/s':>6}{'read floor ms':>15}")
     for name, entries in results.items():
         for entry in entries:
             ours, theirs = entry["ms"]["packed"], entry["ms"]["torch"]
             rate, floor = entry["gflop_per_s"]["packed"], entry["read_floor_ms"]
             print(f"{name:<10}{entry['rows']:>6}{ours:>11}{theirs:>10}{theirs / ours:>7.2f}{rate:>6}{floor:>15}")
+    for check in checks:
+        print_check(check)
     closing = json.dumps(
         {
-            "benchmark": "linear", "model": MODEL_SHAPE, "runs": num_runs, "seed": 0, "cpu": cpu_name(), "threads": 1,
-            "torch": torch.__version__, "load_average": [load_before, load_average()], "results": results, "checks": [],
+            "benchmark": "linear", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 0, "threads": 1,
+            "torch": torch.__version__, "load_average": [load_before, load_average()],
+            "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL_SHAPE, "runs": num_runs,
+            "results": results, **closing_checks(checks),
         }
     )  # fmt: skip
     if args.json:

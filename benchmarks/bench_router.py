@@ -1,11 +1,16 @@
-"""What routing adds to a handle call: ours against Ray's power of two choices and its ConsistentHashRouter.
+"""What routing adds to a request on its way to a replica: ours against Ray Serve's own routers.
 
     python benchmarks/bench_router.py [--quick] [--json]
 
-A driver calls a no-op deployment (two replicas, 2 KB prompt: 512 token ids of 4 bytes, a session id) one call at a
-time, as latency is what routing adds to a request; throughput is bound by the two processes that exchange the calls.
-The arms take turns call by call in one run. Added: our p50 less the smaller p50 of Ray's two. The routing decision
-alone, without Ray, is timed as well. Bound: one actor call through the raylet-free path of Ray, about 1-3 ms.
+Requests are placed inside the ingress: `RayEngineClient` asks its `ReplicaChooser` for a replica, sends the request
+there by a call that names it (`HandleCalls.submit_many`, over the handle's `MnemeRequestRouter`, which only follows the
+name), and notes the answer's tokens when it ends. The arm `ours` does these steps with the same classes. The others
+are the same call, by the same transport, that names no replica: Ray's power of two choices and its
+ConsistentHashRouter choose. All go to no-op deployments of two replicas, one call at a time, as latency is what routing
+adds to a request: prompts of 512 tokens, half of them shared, of 64 sessions.
+
+The arms take turns call by call in one run. Added: our p50 less the smaller p50 of Ray's two. `decision`: the
+chooser's part of it alone, among eight replicas. What bounds it: one actor call, about 1 to 3 ms.
 """
 
 from __future__ import annotations
@@ -13,74 +18,76 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import secrets
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from attention.report import at_most, closing_checks, print_check
+from workloads import cpu_name, load_average
+
+from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import ReplicaChooser
 from mneme.router.score import RouterConfig
 
-PROMPT_TOKENS = 512  # 2 KB as 32-bit ids
+PROMPT_TOKENS = 512
+NUM_ANSWER = 64  # tokens: the router notes prompt and answer together when a request ends
 NUM_SESSIONS = 64
 SEED = 0
 ADDED_P50_TARGET_MS = 0.5
+OURS = "ours"
 ROUTERS = {
-    "ours": "mneme.router.serve_router.MnemeRequestRouter",
+    OURS: "mneme.router.serve_router.MnemeRequestRouter",
     "power_of_two": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
     "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
 }
+Call = Callable[[GenerationRequest], Awaitable[Any]]
+
+
+def make_request(rng: random.Random, number: int) -> GenerationRequest:
+    """A prompt whose first half is shared by many, as a system prompt is."""
+    own = (rng.randrange(32_000) for _ in range(PROMPT_TOKENS // 2))
+    return GenerationRequest(
+        request_id=str(number),
+        prompt_token_ids=(*range(PROMPT_TOKENS // 2), *own),
+        sampling=SamplingParams(seed=0),
+        session_id=f"s{rng.randrange(NUM_SESSIONS)}",
+    )
+
+
+def place(chooser: ReplicaChooser, request: GenerationRequest) -> str:
+    """Choose a replica for a request that ends at once, and note what that replica holds then."""
+    ids = request.prompt_token_ids
+    reservation = chooser.select_and_reserve(ids, salt=request.salt, session_id=request.session_id)
+    assert reservation is not None
+    reservation.release()
+    chooser.record((*ids, *ids[:NUM_ANSWER]), reservation.replica_id, salt=request.salt)
+    return reservation.replica_id
 
 
 def decision_ms(num_calls: int) -> float:
-    """p50 of a select-and-reserve among eight replicas."""
-    rng = random.Random(SEED)
+    """p50 of the chooser's part among eight replicas."""
+    rng, times = random.Random(SEED), []
     chooser = ReplicaChooser(RouterConfig())
     chooser.set_replicas([f"replica-{i}" for i in range(8)])
-    times = []
-    for i in range(num_calls):
-        prompt = prompt_of(rng)
+    for number in range(num_calls):
+        request = make_request(rng, number)
         started = time.perf_counter()
-        reservation = chooser.select_and_reserve(prompt, session_id=f"s{i % NUM_SESSIONS}")
+        place(chooser, request)
         times.append(time.perf_counter() - started)
-        assert reservation is not None
-        reservation.release()
     return statistics.median(times) * 1e3
 
 
-def prompt_of(rng: random.Random) -> list[int]:
-    """A prompt whose first half is shared by many, as a system prompt is."""
-    return [*range(PROMPT_TOKENS // 2), *(rng.randrange(32_000) for _ in range(PROMPT_TOKENS // 2))]
-
-
-async def call_times_ms(handles: dict[str, Any], num_calls: int) -> dict[str, list[float]]:
-    """Times of calls, the arms taking turns in an order that changes every round."""
-    rng = random.Random(SEED)
-    times: dict[str, list[float]] = {arm: [] for arm in handles}
-    for i in range(num_calls):
-        prompt, session = prompt_of(rng), f"s{rng.randrange(NUM_SESSIONS)}"
-        for arm in rng.sample(list(handles), len(handles)):
-            handle = handles[arm].options(session_id=session)
-            started = time.perf_counter()
-            await handle.remote(prompt_token_ids=prompt, salt="")
-            if i >= num_calls // 10:  # the first tenth warms up
-                times[arm].append((time.perf_counter() - started) * 1e3)
-    return times
-
-
 def deploy() -> dict[str, Any]:
-    """One no-op application per router."""
+    """One no-op application per router; their handles."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     class NoOp:
-        async def __call__(self, prompt_token_ids: list[int], salt: str) -> int:
-            return len(prompt_token_ids)
+        async def submit_many(self, requests: Sequence[Any], replica_id: str = "", subscriber: str = "") -> list[None]:
+            return [None] * len(requests)
 
     handles = {}
     for arm, path in ROUTERS.items():
@@ -94,6 +101,45 @@ def deploy() -> dict[str, Any]:
         )(NoOp)
         handles[arm] = serve.run(deployment.bind(), name=arm, route_prefix=None)
     return handles
+
+
+async def placed_by_us(handle: Any) -> Call:
+    """Calls as an ingress makes them."""
+    from mneme.cluster.ray_private import HandleCalls, start_router
+    from mneme.router import replica_set
+
+    chooser, calls, loop = ReplicaChooser(RouterConfig()), HandleCalls(handle), asyncio.get_running_loop()
+    known = asyncio.Event()
+
+    def changed(replica_ids: frozenset[str]) -> None:
+        chooser.set_replicas(replica_ids)
+        if replica_ids:
+            known.set()
+
+    start_router(handle)
+    replica_set.listen(handle.deployment_name, lambda replica_ids: loop.call_soon_threadsafe(changed, replica_ids))
+    await known.wait()
+    return lambda request: calls.submit_many(place(chooser, request), "bench", [request])
+
+
+def placed_by_ray(handle: Any) -> Call:
+    """The same call, for whichever replica Ray's router chooses."""
+    method = handle.options(method_name="submit_many", _by_reference=False)
+    return lambda request: method.options(session_id=request.session_id).remote(requests=[request])
+
+
+async def call_times_ms(calls: dict[str, Call], num_calls: int) -> dict[str, list[float]]:
+    """Times of calls, the arms taking turns in an order that changes every round."""
+    rng = random.Random(SEED)
+    times: dict[str, list[float]] = {arm: [] for arm in calls}
+    for number in range(num_calls):
+        request = make_request(rng, number)
+        for arm in rng.sample(list(calls), len(calls)):
+            started = time.perf_counter()
+            await calls[arm](request)
+            if number >= num_calls // 10:  # the first tenth warms up
+                times[arm].append((time.perf_counter() - started) * 1e3)
+    return times
 
 
 def measure(num_calls: int) -> dict[str, list[float]]:
@@ -129,7 +175,8 @@ async def _deploy_and_call(num_calls: int) -> dict[str, list[float]]:
 
     try:
         handles = await asyncio.to_thread(deploy)
-        return await call_times_ms(handles, num_calls)
+        calls = {arm: placed_by_ray(handle) for arm, handle in handles.items() if arm != OURS}
+        return await call_times_ms({OURS: await placed_by_us(handles[OURS]), **calls}, num_calls)
     finally:
         await asyncio.to_thread(ray.shutdown)  # its callbacks need the loop
 
@@ -139,39 +186,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer calls; at most 90 s on 2 cores")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args()
+    load_before, started = load_average(), time.perf_counter()
     num_calls = 400 if args.quick else 2000
     decision = decision_ms(num_calls)
     times = measure(num_calls)
     p50 = {arm: statistics.median(values) for arm, values in times.items()}
     p99 = {arm: statistics.quantiles(values, n=100)[98] for arm, values in times.items()}
-    added = p50["ours"] - min(p50["power_of_two"], p50["consistent_hash"])
+    added = p50[OURS] - min(rate for arm, rate in p50.items() if arm != OURS)
+    check = at_most("added_p50", added, ADDED_P50_TARGET_MS, "ms")
     result = {
-        "benchmark": "router",
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "load_average": os.getloadavg(),
-        "calls": num_calls,
-        "prompt_tokens": PROMPT_TOKENS,
-        "seed": SEED,
-        "p50_ms": p50,
-        "p99_ms": p99,
-        "decision_p50_ms": decision,
-        "checks": [
-            {
-                "name": "added_p50",
-                "value": added,
-                "unit": "ms",
-                "target": f"<= {ADDED_P50_TARGET_MS}",
-                "ok": added <= ADDED_P50_TARGET_MS,
-            }
-        ],
-    }
+        "benchmark": "router", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": SEED,
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "calls": num_calls, "prompt_tokens": PROMPT_TOKENS,
+        "results": {"p50_ms": p50, "p99_ms": p99, "decision_p50_ms": decision}, **closing_checks([check]),
+    }  # fmt: skip
     if not args.json:
         for arm in ROUTERS:
             print(f"{arm:16} p50 {p50[arm]:.2f} ms  p99 {p99[arm]:.2f} ms")
-        print(f"decision alone   p50 {decision:.3f} ms, load average {os.getloadavg()[0]:.1f}")
+        print(f"decision alone   p50 {decision:.3f} ms")
+        print_check(check)
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()

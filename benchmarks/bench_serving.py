@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from attention.report import at_most, closing_checks, print_check  # noqa: E402
+from workloads import cpu_name, load_average  # noqa: E402
+
 from benchmarks.timed_engine import TIMES_DIR_VARIABLE  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
 
@@ -193,10 +195,6 @@ def summary(rounds: Sequence[Sequence[float]]) -> dict[str, float]:
 PARTS = {"--client": run_client, "--server": run_server}
 
 
-def check(name: str, value: float, unit: str, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "target": f"<= {limit:g}", "ok": value <= limit}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; at most 90 s on 2 cores")
@@ -209,28 +207,26 @@ def main() -> None:
         if given is not None:
             run(*given)
             return
-    load_before = os.getloadavg()
+    load_before, started = load_average(), time.perf_counter()
     figures = measure(num_rounds=3 if args.quick else 9, idle_s=10 if args.quick else 30)
+    checks = [
+        at_most("ready", figures["ready_s"], READY_TARGET_S, "s"),
+        at_most("itl_p99_above_engine", figures["itl_p99_above_engine_ms"], ITL_TARGET_MS, "ms"),
+        at_most("idle_cpu", figures["idle_percent"]["all"], IDLE_TARGET_PERCENT, "% of a core"),
+        at_most("stop", figures["stop_s"], 5.0, "s"),
+        at_most("left_behind", len(figures["left_behind"]), 0, "items"),
+    ]
     result = {
-        "benchmark": "serving",
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "load_average_before": load_before,
-        "load_average": os.getloadavg(),
-        "model": "mneme-tiny",
-        "streams": NUM_STREAMS,
-        "tokens": NUM_TOKENS,
-        **figures,
-        "checks": [
-            check("ready", figures["ready_s"], "s", READY_TARGET_S),
-            check("itl_p99_above_engine", figures["itl_p99_above_engine_ms"], "ms", ITL_TARGET_MS),
-            check("idle_cpu", figures["idle_percent"]["all"], "% of a core", IDLE_TARGET_PERCENT),
-            check("stop", figures["stop_s"], "s", 5.0),
-            check("left_behind", len(figures["left_behind"]), "items", 0),
-        ],
-    }
+        "benchmark": "serving", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 0,
+        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
+        "cores": os.cpu_count(), "model": "mneme-tiny", "streams": NUM_STREAMS, "tokens": NUM_TOKENS,
+        "results": figures, **closing_checks(checks),
+    }  # fmt: skip
     if not args.json:
         for key, value in figures.items():
             print(f"{key:16} {value}")
+        for check in checks:
+            print_check(check)
     print(json.dumps(result))
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
 from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
 from rate_search import Point, Reading, throughput_at
 from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
@@ -163,7 +163,9 @@ def main() -> None:
         "think": {"s_per_token": THINK_S_PER_TOKEN, "min_s": MIN_THINK_S, "factor": scale.think_scale},
         "bound": f"{BOUND:g} x the unloaded p90 of {STATELESS}",
         "results": {name: rounded({**each.figures, "rows": each.result.rows}) for name, each in found.items()},
-        "checks": [check.as_json() for each in found.values() for check in each.result.checks],
+        **closing_checks(
+            check for name in TARGETS for check in (found[name].result.checks if name in found else _checks(name, {}))
+        ),
     }  # fmt: skip
     if args.out is not None:
         _write(args.out, closing, found)

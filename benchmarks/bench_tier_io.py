@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from arguments import cache_arguments
-from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
 from session_plots import plot_rows
 from tier_io.chunks import LARGE, TINY, Chain, Shape
 from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
@@ -128,7 +128,7 @@ def main() -> None:
         "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
         "elapsed_s": round(time.perf_counter() - started, 1), "dtype": "bfloat16", "tokens": LARGE.num_tokens,
         "shapes": [shape._asdict() for shape in SHAPES.values()], "rounds": num_rounds,
-        "results": rounded(rows), "checks": [check.as_json() for check in result.checks],
+        "results": rounded(rows), **closing_checks(result.checks),
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)

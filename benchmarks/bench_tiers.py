@@ -40,7 +40,7 @@ from typing import Any, get_args
 
 import torch
 from arguments import cache_arguments
-from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
 from cache_engines import (
     CHUNK_TOKENS,
     DTYPE,
@@ -182,7 +182,7 @@ def main() -> None:
         "queue_places": QUEUE_PLACES, "queue_device_tokens": pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE,
         "device_tokens": tiers.num_pages * PAGE_SIZE, "host_bytes": tiers.host_bytes,
         "results": rounded(rows), "policies": rounded(policies), "read_buffers": rounded(buffers),
-        "write_overlap": rounded(overlap), "checks": [check.as_json() for check in last.checks],
+        "write_overlap": rounded(overlap), **closing_checks(last.checks),
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)

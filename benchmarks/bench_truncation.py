@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attention.report import Check, PartResult, at_least, at_most, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
 from session_plots import plot_bars
 from truncation_arms import Arm, Heard, Thought, load_decoder
 from truncation_dense import DenseDecoder
@@ -239,7 +239,7 @@ def main() -> None:
         "model": "mneme-tiny", "load_average": [load_before, load_average()],
         "elapsed_s": round(time.perf_counter() - started, 1),
         "results": {name: rounded(part.rows) for name, part in results.items()},
-        "checks": [check.as_json() for check in checks],
+        **closing_checks(checks),
     }  # fmt: skip
     if args.out is not None:
         _write(args.out, closing, results)

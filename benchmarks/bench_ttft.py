@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention.report import Check, PartResult, at_least, print_part, rounded, write_closing
+from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
 from session_engines import DTYPE, make_decoder
 from session_plots import plot_bars
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
@@ -114,7 +114,7 @@ def main() -> None:
         "elapsed_s": round(time.perf_counter() - started, 1), "dtype": str(DTYPE),
         "model": MODEL_SHAPE | {"max_position_embeddings": max_context},
         "new_tokens": NUM_NEW, "output_tokens": NUM_OUT, "results": rounded(rows),
-        "checks": [check.as_json() for check in result.checks],
+        **closing_checks(result.checks),
     }  # fmt: skip
     if args.out is not None:
         _write(args.out, closing, rows)

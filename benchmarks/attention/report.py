@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NOT_MEASURED = "not measured"
+NOT_MEASURED = "not measured"  # shown in the place of a value
 NOT_RUN = "not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A promised figure. `value` None: it was not measured on this device, and then neither met nor missed."""
+    """A promised figure. `value` None: this run did not measure it, and then it is neither met nor missed."""
 
     name: str
     value: float | None
     unit: str
     target: str
     ok: bool | None
-
-    def as_json(self) -> dict[str, Any]:
-        """An entry of the closing line's `checks`."""
-        value = NOT_MEASURED if self.value is None else round(self.value, 4)
-        return {"name": self.name, "value": value, "unit": self.unit, "target": self.target, "ok": self.ok}
 
 
 def at_least(name: str, value: float | None, target: float, unit: str = "x", noise: float = 0.0) -> Check:
@@ -39,6 +34,22 @@ def at_most(name: str, value: float | None, target: float, unit: str = "x", nois
     """A figure that must not pass its target."""
     ok = None if value is None else value <= target * (1 + noise)
     return Check(name=name, value=value, unit=unit, target=f"<={target:g}{_margin(noise)}", ok=ok)
+
+
+def closing_checks(checks: Iterable[Check]) -> dict[str, Any]:
+    """Part of every benchmark's closing line: `checks`, each of which was met or missed, and the names `not_measured`.
+
+    A benchmark hands over all that it promises; what needs a GPU, or more than `--quick`, has no value.
+    """
+    found = list(checks)
+    return {
+        "checks": [
+            {"name": c.name, "value": round(c.value, 4), "unit": c.unit, "target": c.target, "ok": c.ok}
+            for c in found
+            if c.value is not None
+        ],
+        "not_measured": [c.name for c in found if c.value is None],
+    }
 
 
 def _margin(noise: float) -> str:

@@ -28,7 +28,7 @@ from attention import (
 from attention.arms import backends
 from attention.bench import DTYPES, Bench
 from attention.machine import measure_ceilings
-from attention.report import PartResult, print_part, rounded, write_closing
+from attention.report import PartResult, closing_checks, print_part, rounded, write_closing
 from attention.scenes import Heads, prefix_scene
 from workloads import cpu_name, load_average
 
@@ -130,7 +130,7 @@ def _closing(
         },
         "notes": bench.notes,
         "results": {part.name: {"title": part.title, "rows": rounded(part.rows)} for part in parts},
-        "checks": [check.as_json() for part in parts for check in part.checks],
+        **closing_checks(check for part in parts for check in part.checks),
     }  # fmt: skip
 
 

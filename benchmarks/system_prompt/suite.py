@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention.report import PartResult, print_part, rounded, write_closing
+from attention.report import PartResult, closing_checks, print_part, rounded, write_closing
 from random_models import SHAPES
 from system_prompt import plots
 from system_prompt.arms import ARMS, DTYPES, PAGE_SIZE, pool_pages
@@ -80,7 +80,7 @@ def _closing(
         "batch_limit": bench.batch_limit, "normalized_latency_limit_ms": LIMIT_MS,
         "arms": {arm.name: {"prefix_sharing": arm.prefix_sharing, "share": arm.share} for arm in ARMS},
         "results": {part.name: {"title": part.title, "rows": rounded(part.rows)} for part in parts},
-        "checks": [check.as_json() for part in parts for check in part.checks],
+        **closing_checks(check for part in parts for check in part.checks),
     }  # fmt: skip
 
 

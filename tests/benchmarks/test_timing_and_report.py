@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention.bench import Bench, NotRun, ran
 from attention.machine import Ceilings, measure_ceilings
-from attention.report import at_least, at_most, geometric_mean, rounded
+from attention.report import at_least, at_most, closing_checks, geometric_mean, rounded
 from attention.timing import Arm, interleaved
 
 CPU = torch.device("cpu")
@@ -61,14 +61,19 @@ def test_the_fastest_of_a_family_counts() -> None:
 
 
 def test_checks() -> None:
-    assert at_least("n", 3.0, 3.0).as_json() == {"name": "n", "value": 3.0, "unit": "x", "target": ">=3", "ok": True}
+    assert at_least("n", 3.0, 3.0).ok is True
     assert at_least("n", 2.99, 3.0).ok is False
     assert at_least("n", 0.99, 1.0, noise=0.02).ok is True
     assert at_least("n", 0.97, 1.0, noise=0.02).ok is False
     assert at_most("n", 1.11, 1.1).ok is False
     assert at_most("n", float("nan"), 1.1).ok is False
-    unmeasured = at_most("n", None, 1.1, "of it").as_json()
-    assert unmeasured == {"name": "n", "value": "not measured", "unit": "of it", "target": "<=1.1", "ok": None}
+    assert at_most("n", None, 1.1).ok is None
+
+
+def test_closing_checks_are_met_or_missed_and_the_rest_is_named() -> None:
+    found = closing_checks([at_least("faster", 3.00004, 3.0), at_most("gpu", None, 1.1, "of it")])
+    met = {"name": "faster", "value": 3.0, "unit": "x", "target": ">=3", "ok": True}
+    assert found == {"checks": [met], "not_measured": ["gpu"]}
 
 
 def test_figures() -> None:
