@@ -12,8 +12,9 @@ import torch
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.session_logs import open_session_logs
-from mneme.errors import ConfigError, InvalidRequest
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels import native_library
+from mneme.kernels.triton_configs import MAX_GROUPS
 from mneme.replicas.cache_tier import OpenStore, open_cache_tier, process_store
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import decode_graphs_for
@@ -70,6 +71,7 @@ def load_engine(
     if device.type == "cpu":
         compiled_kernels()  # the first time takes as long as a compiler does
         report("CPU kernels", 1.0)
+    check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
     weights = load_weights(model_dir, model_config, device, dtype, report)
     num_pages = choose_num_pages(config, model_config, device, dtype)
@@ -132,6 +134,15 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"engine.device: {name!r} is not available on this machine")
     return device
+
+
+def check_heads(model: DecoderConfig, device: torch.device) -> None:
+    """Raise `CheckpointError` for heads that attention on CUDA would have to leave to torch, several times slower."""
+    if device.type == "cuda" and model.num_q_heads > MAX_GROUPS * model.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads: on CUDA at most {MAX_GROUPS} for each of num_key_value_heads "
+            f"(got {model.num_q_heads} for {model.num_kv_heads}); engine.device: cpu serves such a model"
+        )
 
 
 def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtype:

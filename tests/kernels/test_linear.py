@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mneme.kernels.linear import PlainLinear, make_linear
 from mneme.kernels.native_linear import PackedLinear
@@ -121,6 +124,41 @@ def test_plain_equals_float64(dtype: torch.dtype) -> None:
     assert_close(linear(x), x, weight, bias)
     assert linear(x, torch.float32).dtype == torch.float32
     assert torch.equal(linear.weight_rows(torch.tensor([6, 0])), weight[[6, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_cuda_float32_comes_from_the_product(dtype: torch.dtype, with_bias: bool) -> None:
+    """Traced without a device: logits that were rounded to 16 bits and widened again would show as a cast."""
+    with FakeTensorMode():
+        x, weight, bias = (torch.empty(size, dtype=dtype, device="cuda") for size in ((3, 8), (5, 8), (5,)))
+        linear = PlainLinear(weight, bias if with_bias else None)
+        with _Operations() as traced:
+            y = linear(x, torch.float32)
+    assert (y.dtype, y.shape) == (torch.float32, (3, 5))
+    assert not [name for name in traced.names if "_to_copy" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_cuda_logits_are_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    x, weight, bias = (t.cuda() for t in (draw(5, 256, dtype=dtype), draw(96, 256, dtype=dtype), draw(96, dtype=dtype)))
+    linear = PlainLinear(weight, bias)
+    assert_close(linear(x, torch.float32), x, weight, bias)
+    assert linear(x).dtype == dtype
+
+
+class _Operations(TorchDispatchMode):
+    """Names of what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_type_without_compiled_code_stays_plain() -> None:
