@@ -18,6 +18,7 @@ from mneme.cluster.json_body import parse_json_object
 from mneme.cluster.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.protocol import Message, conversation
+from mneme.cluster.request_body import check_json_type
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.append_template import render_appended
 from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
@@ -76,6 +77,7 @@ class ApiState:
 
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
+        check_json_type(request.headers)
         body: bytes = request.state.body.take()
         return await self.off_loop(len(body), lambda: parse_json_object(body))
 

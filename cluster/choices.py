@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest
+from mneme.errors import InvalidRequest
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
@@ -18,11 +18,10 @@ class FieldNames(NamedTuple):
     prompt: str
     max_tokens: str  # the prompt's name where the client gave no limit
 
-    def worded(self, error: InvalidRequest, num_prompt: int) -> InvalidRequest:
-        """The refusal of a prompt of `num_prompt` tokens, in the client's words."""
+    def worded(self, error: InvalidRequest) -> InvalidRequest:
+        """The refusal in the client's words."""
         field = {"prompt": self.prompt, "max_tokens": self.max_tokens}.get(error.field or "", error.field)
-        is_length = isinstance(error, ContextLengthExceeded) and field == self.prompt
-        return type(error)(field, num_prompt if is_length else error.value, error.rule)
+        return type(error)(field, error.value, error.rule)
 
 
 class Delta(NamedTuple):
@@ -58,7 +57,6 @@ class Choice:
         prompt_index: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
-        skip_special_tokens: bool,
         fields: FieldNames,
     ) -> Choice:
         params = request.sampling
@@ -66,7 +64,7 @@ class Choice:
             index=index,
             prompt_index=prompt_index,
             request=request,
-            stream=TextStream(tokenizer, params.stop, skip_special_tokens, params.min_tokens),
+            stream=TextStream.of(tokenizer, params),
             fields=fields,
             usage=PromptUsage(len(request.prompt_token_ids), 0),
             _logprobs=None if params.logprobs is None else [],

@@ -141,9 +141,8 @@ def _run(
     latency: RequestLatency,
 ) -> RunResponse:
     requests = _requests(request, body, turn, params, prompts, _time_left_s(api, request, body))
-    skip_special_tokens = body.skip_special_tokens is not False
     choices = [
-        Choice.start(i, i // params.n, engine_request, api.tokenizer, skip_special_tokens, fields[i // params.n])
+        Choice.start(i, i // params.n, engine_request, api.tokenizer, fields[i // params.n])
         for i, engine_request in enumerate(requests)
     ]
     return RunResponse(

@@ -73,7 +73,7 @@ class Generation:
             await self._read(events)
         except InvalidRequest as error:
             choice = self._choice_by_request.get(error.request_id or "", self.choices[0])
-            self.failure = choice.fields.worded(error, len(choice.request.prompt_token_ids))
+            self.failure = choice.fields.worded(error)
         except MnemeError as error:
             self.failure = error
         except Exception:  # the edge of the engine client: the client gets an answer, the log the cause

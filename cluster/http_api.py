@@ -30,6 +30,7 @@ from mneme.cluster.prometheus import CONTENT_TYPE
 from mneme.cluster.request_body import Receive
 from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
 from mneme.cluster.token_routes import detokenize, tokenize
+from mneme.errors import shown
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
 
@@ -133,6 +134,12 @@ async def _metrics(api: ApiState, request: Request) -> Response:
 
 async def _refused_by_framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = shown(request.scope["path"])
+    if error.status_code == 404:
+        known = dict.fromkeys(route.path.partition("/{")[0] for route in request.app.routes)
+        error.detail = f"{path} is not offered; there are {', '.join(known)}"
+    elif error.status_code == 405:
+        error.detail = f"{path} does not take {request.method}"
     return http_exception_response(error)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from mneme.cluster.protocol import Body, Messages, TemplateKwargs, checked_ttl
+from mneme.cluster.protocol import Body, Messages, checked_ttl
 
 _PIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -21,7 +21,7 @@ class PromptSelector(Body):
     token_ids: Any = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
 
 

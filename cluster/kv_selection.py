@@ -32,7 +32,7 @@ def one_given(body: PromptSelector, *others: str) -> str:
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
         rule = f"give exactly one of {', '.join(names)}"
-        raise InvalidRequest("prompt", " and ".join(given) or "none", rule)
+        raise InvalidRequest("prompt", " and ".join(given), rule)
     return given[0]
 
 
@@ -80,7 +80,7 @@ async def _prompt(api: ApiState, request: Request, body: PromptSelector, field: 
     if body.messages is not None:
         ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
         if not ids:
-            raise InvalidRequest(field, "nothing", "the chat template writes nothing for them alone")
+            raise InvalidRequest(field, None, "the chat template writes nothing for them alone")
         return Selection(field, salt, _bounded(field, ids, model))
     if field != "prompt" and not isinstance(given, list):
         raise InvalidRequest(field, given, "must be a list of token ids")

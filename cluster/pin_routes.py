@@ -39,7 +39,7 @@ async def warm(api: ApiState, request: Request) -> JSONResponse:
     try:
         described = await _warm(api, WarmPrompt(key, salt, ids, body.ttl_s, body.pin), chosen)
     except ContextLengthExceeded as error:
-        raise FieldNames(field, field).worded(error, len(ids)) from None
+        raise FieldNames(field, field).worded(error) from None
     for replica_id in chosen:
         api.client.note_prefix(ids, replica_id, salt=salt)
     if not body.pin:

@@ -28,7 +28,6 @@ from mneme.replicas.warm_prompts import MAX_TTL_S, MIN_TTL_S
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
-MAX_TEMPLATE_KWARGS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
@@ -95,6 +94,7 @@ class SamplingBody(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     session: SessionOptions | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
@@ -111,10 +111,9 @@ class SamplingBody(Body):
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
         """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""
-        if self.stop and self.skip_special_tokens is False:
-            raise InvalidRequest("stop", "stop strings", "must be absent when skip_special_tokens is false")
         plain = ("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        names = (*plain, "presence_penalty", "frequency_penalty", "ignore_eos")
+        flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+        names = (*plain, "presence_penalty", "frequency_penalty", *flags)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given,
@@ -132,7 +131,7 @@ class SamplingBody(Body):
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "", "only allowed when stream is true")
+            raise InvalidRequest("stream_options", None, "only allowed when stream is true")
 
 
 class TextPart(Body):
@@ -151,14 +150,13 @@ class Message(Body):
 
     def for_template(self, index: int) -> dict[str, str]:
         if self.tool_calls:
-            raise InvalidRequest(f"messages[{index}].tool_calls", "", "tool calling is not supported")
+            raise InvalidRequest(f"messages[{index}].tool_calls", None, "tool calling is not supported")
         content = [part.text for part in self.content] if isinstance(self.content, list) else self.content
         others = {"name": self.name, "tool_call_id": self.tool_call_id}
         return template_message(index, self.role, content, others)
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-TemplateKwargs = Annotated[dict[str, str | int | float | bool | None], Field(max_length=MAX_TEMPLATE_KWARGS)]
 
 
 class ChatRequest(SamplingBody):
@@ -167,7 +165,7 @@ class ChatRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     echo: Literal[False] | None = None
 
     @property

@@ -51,8 +51,7 @@ class BodyReader:
         self._num_held += num_bytes
 
     async def read(self, body: HeldBody, headers: Mapping[str, str], receive: Receive) -> None:
-        """Fill `body`; raises `InvalidRequest` for what is not JSON by its headers, too large or too slow."""
-        _check_type(headers)
+        """Fill `body`; raises `RequestTooLarge` or `RequestTimeout`."""
         length = headers.get("content-length", "")
         if length.isdecimal():
             self._check_size(int(length[:20]))
@@ -78,7 +77,8 @@ class BodyReader:
             raise RequestTooLarge("body", num_bytes, f"may have {self._config.max_body_bytes} bytes")
 
 
-def _check_type(headers: Mapping[str, str]) -> None:
+def check_json_type(headers: Mapping[str, str]) -> None:
+    """Raise `InvalidRequest` for a body that is not JSON by its headers."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidRequest("content-encoding", encoding, "compressed bodies are not accepted")

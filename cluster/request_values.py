@@ -78,7 +78,7 @@ def first_breach(error: ValidationError) -> InvalidRequest:
     first = max(breaches, key=lambda breach: len(_path(breach["loc"])))
     same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
     rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
-    value = "nothing" if first["type"] == "missing" else brief(first["input"])
+    value = None if first["type"] == "missing" else brief(first["input"])
     return InvalidRequest(_path_text(first["loc"]), value, rule)
 
 

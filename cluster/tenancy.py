@@ -14,7 +14,6 @@ from mneme.errors import InvalidRequest, Unauthorized
 from mneme.replicas.warm_prompts import PUBLIC, Tenant
 
 MAX_SESSION_ID_CHARS = 256
-MAX_CACHE_SALT_CHARS = 256
 
 
 def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
@@ -42,7 +41,8 @@ def kv_salt(tenant: str, cache_salt: str | None) -> str:
     own = PUBLIC.salt if tenant == PUBLIC.name else tenant
     if cache_salt is None:
         return own
-    _check_label("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
+    if not cache_salt:
+        raise InvalidRequest("cache_salt", None, "must not be empty")
     return f"{own}:{_digest('salt', tenant, cache_salt)}"
 
 
@@ -50,13 +50,10 @@ def session_key(tenant: str, session_id: str | None, field: str = "session_id") 
     """A session's name within its tenant; opaque, never part of a path."""
     if session_id is None:
         return None
-    _check_label(field, session_id, MAX_SESSION_ID_CHARS)
+    if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS or not session_id.isprintable():
+        rule = f"must have from 1 to {MAX_SESSION_ID_CHARS} printable characters"
+        raise InvalidRequest(field, session_id, rule)
     return f"{tenant}:{session_id}"
-
-
-def _check_label(field: str, text: str, max_chars: int) -> None:
-    if not 1 <= len(text) <= max_chars or not text.isprintable():
-        raise InvalidRequest(field, text, f"must have from 1 to {max_chars} printable characters")
 
 
 def _digest(*parts: str) -> str:

@@ -46,7 +46,7 @@ def _model(api: ApiState, name: str | None) -> ServedModel:
 async def _prompt(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
     text, messages = body.prompt, body.messages
     if (text is None) == (messages is None):
-        raise InvalidRequest("prompt", "both" if text is not None else "neither", "give a prompt or messages")
+        raise InvalidRequest("prompt", None, "give either a prompt or messages")
     if messages is not None:
         return await api.render(messages, model, add_generation_prompt=body.add_generation_prompt)
     if not text:

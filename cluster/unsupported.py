@@ -58,7 +58,6 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
     "prompt_logprobs": (_is_off, "log-probabilities of the prompt are not supported"),
     "truncate_prompt_tokens": (_is_off, "not supported; `truncation` says what happens to a prompt that is too long"),
-    "include_stop_str_in_output": (_is_off, "stop strings are never part of the output"),
     "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),
     "documents": (_is_off, "documents are not supported"),
@@ -73,4 +72,4 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
             raise InvalidRequest(field, body[field], rule)
     tools = body.get("tools")
     if not _is_off(tools) and body.get("tool_choice") != "none":
-        raise InvalidRequest("tools", "tools", _TOOLS)
+        raise InvalidRequest("tools", None, _TOOLS)

@@ -27,7 +27,7 @@ def check_request(request: GenerationRequest, vocab_size: int, window: int, *, i
 def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
     params = request.sampling
     if not request.prompt_token_ids:
-        raise InvalidRequest("prompt", "", "must have at least one token")
+        raise InvalidRequest("prompt", None, "must have at least one token")
     listed = {
         "prompt": request.prompt_token_ids,
         "logit_bias": tuple(params.logit_bias),
@@ -67,10 +67,10 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
         return wanted or room
     if request.truncation is not None:
         rule = f"at most {MAX_WINDOWS} windows of {capacity} tokens, however often it is truncated"
-        raise ContextLengthExceeded("max_tokens", wanted or 0, rule)
+        raise ContextLengthExceeded("max_tokens", wanted, rule)
     asked = f"{num_prompt} prompt tokens" + (f" and {wanted} more" if wanted else "")
     rule = f"prompt and output must fit {capacity} tokens together; this asks for {asked}"
-    raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", wanted or num_prompt, rule)
+    raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", None, rule)
 
 
 def stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:
@@ -81,10 +81,9 @@ def stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> Text
     if tokenizer is None:
         raise InvalidRequest("stop", params.stop, "needs a tokenizer; this engine has none")
     emitted = request.prompt_token_ids[len(request.prompt_token_ids) - offset :]
-    min_tokens = params.min_tokens + offset if params.min_tokens else 0
-    stream = TextStream(tokenizer, params.stop, min_tokens=min_tokens)
+    stream = TextStream.of(tokenizer, params, min_tokens=params.min_tokens + offset if params.min_tokens else 0)
     stream.push(emitted)
     if stream.stopped:  # in what was emitted under `min_tokens` that are used up: passed over again
-        stream = TextStream(tokenizer, params.stop, min_tokens=offset)
+        stream = TextStream.of(tokenizer, params, min_tokens=offset)
         stream.push(emitted)
     return stream

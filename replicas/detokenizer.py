@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mneme.replicas.request import SamplingParams
 from mneme.replicas.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
@@ -22,7 +23,8 @@ _RUBBLE_WINDOW = 12
 class TextStream:
     """The text of one choice.
 
-    `stop` strings are looked for in the text after the first `min_tokens` tokens; the text ends before one.
+    `stop` strings are looked for in the text after the first `min_tokens` tokens; the text ends before one, or
+    behind it with `includes_stop`.
     """
 
     def __init__(
@@ -31,14 +33,22 @@ class TextStream:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         self._characters = _CharacterStream(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
-        self._max_held = max((len(text) for text in self._stop), default=1) - 1
+        self._includes_stop = includes_stop
         self._unstoppable = min_tokens
         self._held = ""  # the longest end of the text that a stop string may begin with
         self._pieces: list[str] = []
         self.stopped = False
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, params: SamplingParams, min_tokens: int | None = None) -> TextStream:
+        """The text that a request's client gets; `min_tokens` of the output, where others than the request's."""
+        num_unstoppable = params.min_tokens if min_tokens is None else min_tokens
+        includes_stop = params.include_stop_str_in_output
+        return TextStream(tokenizer, params.stop, params.skip_special_tokens, num_unstoppable, includes_stop)
 
     @property
     def text(self) -> str:
@@ -75,21 +85,20 @@ class TextStream:
     def _release(self, text: str) -> str:
         """Append complete characters; return those that no stop string can contain any more."""
         pending = self._held + text
-        starts = [start for stop in self._stop if (start := pending.find(stop)) >= 0]
-        if starts:
+        found = [(start, len(stop)) for stop in self._stop if (start := pending.find(stop)) >= 0]
+        if found:
             self.stopped = True
             self._held = ""
-            return pending[: min(starts)]
-        first_held = self._first_held(pending)
-        self._held = pending[first_held:]
-        return pending[:first_held]
+            start, size = min(found)
+            return pending[: start + size if self._includes_stop else start]
+        num_safe = len(pending) - self._num_held(pending)
+        self._held = pending[num_safe:]
+        return pending[:num_safe]
 
-    def _first_held(self, pending: str) -> int:
-        """Where the longest end of `pending` starts that is the beginning of a stop string."""
-        for start in range(max(0, len(pending) - self._max_held), len(pending)):
-            if any(stop.startswith(pending[start:]) for stop in self._stop):
-                return start
-        return len(pending)
+    def _num_held(self, pending: str) -> int:
+        """Characters of the longest end of `pending` that is the beginning of a stop string."""
+        sizes = ((stop, size) for stop in self._stop for size in range(1, min(len(stop), len(pending) + 1)))
+        return max((size for stop, size in sizes if pending.endswith(stop[:size])), default=0)
 
 
 class _CharacterStream:

@@ -80,7 +80,7 @@ class Job:
 class _Choice:
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
         params = request.sampling
-        self._stream = TextStream(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._stream = TextStream.of(tokenizer, params)
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self._finish_reason = ""

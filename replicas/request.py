@@ -17,9 +17,10 @@ from typing import NamedTuple
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.truncation import Truncation
 
-MAX_CHOICES = 8
-MAX_STOPS = 4
+MAX_CHOICES = 128  # OpenAI's
+MAX_STOPS = 16  # more than OpenAI's 4: clients of vLLM send such
 MAX_STOP_BYTES = 256
+MAX_ALL_STOP_BYTES = 1024  # of all together: each token of the text is compared with all of them
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -47,7 +48,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the text; the ids have them
     logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
 
     def __post_init__(self) -> None:
@@ -163,10 +166,12 @@ def _check_stops(stop: object) -> None:
         raise InvalidRequest("stop", stop, "must be a tuple of strings")
     if len(stop) > MAX_STOPS:
         raise InvalidRequest("stop", len(stop), f"at most {MAX_STOPS} stop strings")
-    for text in stop:
-        size = len(text.encode("utf-8", "surrogatepass"))
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in stop]
+    for text, size in zip(stop, sizes, strict=True):
         if not 1 <= size <= MAX_STOP_BYTES:
             raise InvalidRequest("stop", text, f"each stop string has from 1 to {MAX_STOP_BYTES} bytes")
+    if sum(sizes) > MAX_ALL_STOP_BYTES:
+        raise InvalidRequest("stop", sum(sizes), f"all stop strings together have at most {MAX_ALL_STOP_BYTES} bytes")
 
 
 def _check_stop_token_ids(ids: tuple[int, ...]) -> None:

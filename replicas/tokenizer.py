@@ -83,7 +83,7 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # what the Rust side says to text that is not valid Unicode
-            raise InvalidRequest("text", "lone surrogates", "must be valid Unicode") from error
+            raise InvalidRequest("text", None, "must be valid Unicode: it has a lone surrogate") from error
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:

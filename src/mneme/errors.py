@@ -49,7 +49,10 @@ class MnemeError(Exception):
 
 
 class InvalidRequest(MnemeError):
-    """A request breaks a rule; nothing was done for it."""
+    """A request breaks a rule; nothing was done for it.
+
+    value  what was given, for the message; None or "" where the rule says all there is to say
+    """
 
     http_status = 400
     type = "invalid_request_error"
@@ -61,7 +64,8 @@ class InvalidRequest(MnemeError):
         self.value = value
         self.rule = rule
         self.request_id: str | None = None  # which one it refuses, of several that were sent together
-        self.message = f"{field}: {rule} (got {shown(value)})" if field else rule
+        given = "" if value is None or value == "" else f" (got {shown(value)})"
+        self.message = f"{field}: {rule}{given}" if field else rule
 
     def __str__(self) -> str:
         return self.message

@@ -92,7 +92,6 @@ _JSON = [
     BadRequest(name="json null", body=b"null", param=None),
     BadRequest(name="not utf-8", body=b'{"model": "\xff\xfe"}', param=None),
     BadRequest(name="utf-16", body=json.dumps(chat()).encode("utf-16"), param=None),
-    BadRequest(name="byte order mark", body=b"\xef\xbb\xbf" + json.dumps(chat()).encode(), param=None),
     BadRequest(name="duplicate keys", body=_chat_json('"n": 1, "n": 2'), param="n"),
     BadRequest(name="NaN", body=_chat_json('"temperature": NaN'), param=None),
     BadRequest(name="Infinity", body=_chat_json('"temperature": Infinity'), param=None),
@@ -119,6 +118,14 @@ _JSON = [
 
 _PLACES = [
     BadRequest(name="unknown path", path="/v1/nowhere", body=chat(), status=404, param=None),
+    BadRequest(
+        name="form to an unknown path",
+        path="/v1/responses",
+        headers={"content-type": "application/x-www-form-urlencoded"},
+        body=b"a=b",
+        status=404,
+        param=None,
+    ),
     BadRequest(name="unknown path, GET", path="/favicon.ico", method="GET", status=404, param=None),
     BadRequest(
         name="path traversal", path="/v1/models/..%2f..%2fetc%2fpasswd", method="GET", status=404, param="model"
@@ -158,7 +165,6 @@ _MESSAGES = [
     ),
     BadRequest(name="lone surrogate", body=content("a\ud800b"), param="messages[0].content"),
     BadRequest(name="lone low surrogate in a key", body=chat(metadata={"\udc00": 1}), param="metadata key"),
-    BadRequest(name="NUL in content", body=content("a\0b"), param="messages[0].content"),
     BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
     BadRequest(name="seven million letters", body=content("x" * 7 * MIB), param="messages"),
     _case(
@@ -211,7 +217,7 @@ _MODEL_AND_SAMPLING = [
     _case("max_tokens a billion", "max_tokens", max_tokens=10**9),
     _case("n 0", "n", n=0),
     _case("n -1", "n", n=-1),
-    _case("n 9", "n", n=9),
+    _case("n 129", "n", n=129),
     _case("n a billion", "n", n=10**9),
     _case("temperature -1", "temperature", temperature=-1),
     _case("temperature 1e308", "temperature", temperature=1e308),
@@ -227,13 +233,13 @@ _MODEL_AND_SAMPLING = [
     _case("frequency_penalty -3", "frequency_penalty", frequency_penalty=-3),
     _case("seed 2^64", "seed", seed=2**64),
     _case("seed a float", "seed", seed=0.5),
-    _case("five stops", "stop", stop=["a", "b", "c", "d", "e"]),
+    _case("17 stops", "stop", stop=list("abcdefghijklmnopq")),
+    _case("stops of 1,025 bytes", "stop", stop=["x" * 205] * 5),
     _case("100 stops", "stop", stop=["a"] * 100),
     _case("stop empty", "stop", stop=[""]),
     _case("stop of 257 bytes", "stop", stop="é" * 129),
     _case("stop of 1 MB", "stop", stop="x" * MIB),
     _case("stop a number", "stop", stop=5),
-    _case("stop with special tokens shown", "stop", stop="a", skip_special_tokens=False),
     _case("stop_token_ids negative", "stop_token_ids", stop_token_ids=[-1]),
     _case("stop_token_ids out of range", "stop_token_ids", stop_token_ids=[10**8]),
     _case("65 stop_token_ids", "stop_token_ids", stop_token_ids=list(range(65))),
@@ -253,9 +259,9 @@ _MODEL_AND_SAMPLING = [
     _case("session_id empty", "session_id", session_id=""),
     _case("session_id with a newline", "session_id", session_id="a\nb"),
     _case("session_id of 257", "session_id", session_id="x" * 257),
+    _case("include_stop_str_in_output a word", "include_stop_str_in_output", include_stop_str_in_output="yes"),
     _case("prompt_cache_key a number", "prompt_cache_key", prompt_cache_key=7),
     _case("cache_salt empty", "cache_salt", cache_salt=""),
-    _case("cache_salt of 1 MB", "cache_salt", cache_salt="x" * MIB),
     _case("cache_salt an object", "cache_salt", cache_salt={}),
     _case("tool_choice required", "tool_choice", tools=[{"type": "function"}], tool_choice="required"),
     _case("tools with a recursive $ref", "tools", tools=[{"function": {"parameters": {"$ref": "#"}}}]),
@@ -263,9 +269,8 @@ _MODEL_AND_SAMPLING = [
     _case("catastrophic regex", "guided_regex", guided_regex="(a+)+$"),
     _case("audio", "modalities", modalities=["text", "audio"]),
     _case("logits processors", "logits_processors", logits_processors=["os.system"]),
+    _case("template kwargs a list", "chat_template_kwargs", chat_template_kwargs=[1]),
     _case("own chat template", "chat_template", chat_template="{% for a in range(9) %}{% endfor %}"),
-    _case("template kwargs nested", "chat_template_kwargs.a", chat_template_kwargs={"a": {"b": 1}}),
-    _case("17 template kwargs", "chat_template_kwargs", chat_template_kwargs={f"k{i}": 1 for i in range(17)}),
 ]
 
 _TRUNCATION = [
@@ -328,9 +333,7 @@ _SESSIONS = [
     BadRequest(
         name="get session by a path", path="/v1/sessions/..%2f..%2fetc", method="GET", status=404, param="session_id"
     ),
-    BadRequest(
-        name="get session with a bad salt", path="/v1/sessions/s?cache_salt=%0A", method="GET", param="cache_salt"
-    ),
+    BadRequest(name="get session with a bad salt", path="/v1/sessions/s?cache_salt=", method="GET", param="cache_salt"),
     BadRequest(
         name="delete unknown session", path="/v1/sessions/nobody", method="DELETE", status=404, param="session_id"
     ),

@@ -185,7 +185,7 @@ class _Speaker:
         self._tokenizer = client.tokenizer
         self._ids = client.tokenizer.encode(client.sentence, add_special_tokens=False)
         self._is_endless = client.is_endless
-        self._text = TextStream(client.tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._text = TextStream.of(client.tokenizer, params)
         self._usage: PromptUsage | None = PromptUsage(len(ids), client.cached_tokens(request.salt, tuple(ids)))
         self._num_said = 0
         self.is_finished = False
