@@ -1,7 +1,7 @@
 # `make serve` and `make test` need Python (3.11 or newer) and make; they set up the rest in .venv.
 #
 #   PYTHON    the interpreter that .venv is made from
-#   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (README, "CPU or CUDA")
+#   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (docs/serving.md, "CPU or CUDA")
 #   PORT      where `make serve` listens on 127.0.0.1
 #   WORKERS   test processes at a time; one of them runs all that starts a Ray cluster
 #
