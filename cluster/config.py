@@ -10,7 +10,7 @@ from typing import Any
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cluster.http_config import HttpConfig
-from mneme.config import check_range, parse, with_assignments
+from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.model_directory import EMBEDDED_MODEL
@@ -87,9 +87,8 @@ class ClusterConfig:
 def load_config(
     path: Path | None = None, assignments: list[str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ClusterConfig:
-    """The YAML file, then `key=value` assignments, then `overrides`; raises `ConfigError`."""
-    mapping = with_assignments(_read_yaml(path) if path else {}, assignments or [])
-    return parse(ClusterConfig, {**mapping, **(overrides or {})})
+    """The YAML file, then `key=value` assignments, then `overrides` by dotted key; raises `ConfigError`."""
+    return parse(ClusterConfig, with_assignments(_read_yaml(path) if path else {}, assignments or [], overrides or {}))
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -97,9 +96,14 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: cannot be read as YAML: {first_line}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no such date, too many digits
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise ConfigError(f"{path}{place}: is not valid YAML: {yaml_problem(error)}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, Mapping):

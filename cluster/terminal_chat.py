@@ -17,7 +17,10 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _STATUS_OF_SIGPIPE = 128 + 13  # as of any program that a closed pipe ends
-_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+_COMMANDS = ("/exit", "/help", "/reset")
+_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer or clears the line"
+# Fewer tokens or less time say nothing: they came in one or two reads, however fast the server is.
+_MIN_RATE_TOKENS, _MIN_RATE_S = 8, 0.05
 
 
 class ChatFailed(Exception):
@@ -29,14 +32,15 @@ class AnswerFigures:
     """What one answer took, as this client saw it."""
 
     ttft_s: float
-    tokens_per_s: float  # after the first token; 0 where there was only one
+    tokens_per_s: float | None  # after the first token; None: too few of them to tell
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
 
     def __str__(self) -> str:
+        rate = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f}"
         return (
-            f"[TTFT {self.ttft_s * 1e3:.0f} ms, {self.tokens_per_s:.1f} tokens/s, "
+            f"[TTFT {self.ttft_s * 1e3:.0f} ms, {rate} tokens/s, "
             f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached]"
         )
 
@@ -78,7 +82,8 @@ class Conversation:
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
                 if response.status_code != 200:
-                    raise ChatFailed(_message(response.read()))
+                    response.read()
+                    raise ChatFailed(_message(response))
                 yield from _server_sent_events(response)
         except httpx.HTTPError as error:
             raise ChatFailed(f"{self.http.base_url}: {error}") from error
@@ -100,19 +105,20 @@ class _AnswerReader:
                 raise ChatFailed(event["error"]["message"])
             self._usage = event.get("usage") or self._usage
             for choice in event["choices"]:
-                self._last_s = self._clock()
-                self._first_s = self._last_s if self._first_s is None else self._first_s
-                piece = choice["delta"].get("content") or ""
-                self.text += piece
-                yield piece
+                if piece := choice["delta"].get("content"):
+                    self._last_s = self._clock()
+                    self._first_s = self._last_s if self._first_s is None else self._first_s
+                    self.text += piece
+                    yield piece
 
     def figures(self) -> AnswerFigures:
         first_s = self._last_s if self._first_s is None else self._first_s
         num_tokens = self._usage.get("completion_tokens", 0)
         spent_s = self._last_s - first_s
+        can_tell = num_tokens >= _MIN_RATE_TOKENS and spent_s >= _MIN_RATE_S
         return AnswerFigures(
             ttft_s=first_s - self._started_s,
-            tokens_per_s=(num_tokens - 1) / spent_s if num_tokens > 1 and spent_s > 0 else 0.0,
+            tokens_per_s=(num_tokens - 1) / spent_s if can_tell else None,
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             cached_tokens=self._usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
             completion_tokens=num_tokens,
@@ -120,12 +126,18 @@ class _AnswerReader:
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="of a running server (default: %(default)s)")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--max-tokens", type=int, help="per answer")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--api-key", default=os.environ.get("MNEME_API_KEY"), help="default: $MNEME_API_KEY")
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help="a running server, with or without /v1 (default: %(default)s)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="per answer at most (default: what the context leaves)"
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="from 0 (greedy) to 2 (default: the server's)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get("MNEME_API_KEY"), help="default: $MNEME_API_KEY"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: all answers' figures")
 
 
@@ -133,20 +145,28 @@ def run_chat(args: argparse.Namespace) -> int:
     """Returns the exit status; standard input that is no terminal is one message."""
     timeout = httpx.Timeout(10, read=600)
     try:
-        with httpx.Client(base_url=args.url, headers=_headers(args), timeout=timeout) as http:
+        with httpx.Client(base_url=_base_url(args.url), headers=_headers(args), timeout=timeout) as http:
             conversation = _open(http, args)
             talk = _talk if sys.stdin.isatty() else _answer_once
             figures = talk(conversation, sys.stdin, sys.stdout)
         if args.json:
             sys.stdout.write(json.dumps({"answers": [asdict(each) for each in figures]}) + "\n")
         sys.stdout.flush()
-    except (ChatFailed, httpx.HTTPError, httpx.InvalidURL) as error:
-        sys.stderr.write(f"mneme chat: {error or type(error).__name__}\n")
+    except httpx.InvalidURL as error:
+        sys.stderr.write(f"mneme chat: --url {args.url}: {error}\n")
+        return 1
+    except ChatFailed as error:
+        sys.stderr.write(f"mneme chat: {error}\n")
         return 1
     except BrokenPipeError:  # who read the answer has enough
         _forget_output()
         return _STATUS_OF_SIGPIPE
     return 0
+
+
+def _base_url(url: str) -> str:
+    """The server's root: what OpenAI's clients are given ends in /v1, and a scheme is often left out."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
@@ -181,7 +201,7 @@ def _first_model(http: httpx.Client) -> str:
     except httpx.HTTPError as error:
         raise ChatFailed(f"{http.base_url} does not answer ({error}); is `mneme serve` running?") from error
     if response.status_code != 200:
-        raise ChatFailed(_message(response.content))
+        raise ChatFailed(f"{response.url}: {_message(response)}")
     name: str = response.json()["data"][0]["id"]
     return name
 
@@ -203,21 +223,27 @@ def _answer_once(conversation: Conversation, source: TextIO, sink: TextIO) -> li
     if not text:
         raise ChatFailed("nothing to say on standard input")
     figures = conversation.ask(text, _shower(sink))
-    sink.write(f"\n{figures}\n")
+    sink.write(f"\n{_dim(str(figures), sink)}\n")
     return [figures]
 
 
 def _talk(conversation: Conversation, source: TextIO, sink: TextIO) -> list[AnswerFigures]:
     """Until /exit or the end of input; a failed answer does not end the conversation."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (gives `input` line editing)
-    sink.write(f"{conversation.model} at {conversation.http.base_url}. {_HELP}.\n")
+    with contextlib.suppress(ImportError):  # `input` edits lines with it, and completes commands
+        import readline
+
+        readline.set_completer(_complete)
+        readline.set_completer_delims("")
+        readline.parse_and_bind("tab: complete")
+    sink.write(f"{conversation.model} at {conversation.http.base_url}\n{_dim(_HELP, sink)}\n")
     all_figures: list[AnswerFigures] = []
     for text in _lines():
         if text == "/reset":
             conversation.reset()
+            sink.write(f"{_dim('[a new conversation]', sink)}\n")
         elif text.startswith("/"):
-            sink.write(f"{_HELP}\n")
+            unknown = "" if text == "/help" else f"unknown command {text}: "
+            sink.write(f"{_dim(unknown + _HELP, sink)}\n")
         elif (figures := _answer(conversation, text, sink)) is not None:
             all_figures.append(figures)
     return all_figures
@@ -232,20 +258,39 @@ def _answer(conversation: Conversation, text: str, sink: TextIO) -> AnswerFigure
     except ChatFailed as error:
         sink.write(f"\n[{error}]\n")
         return None
-    sink.write(f"\n{figures}\n")
+    sink.write(f"\n{_dim(str(figures), sink)}\n")
     return figures
 
 
 def _lines() -> Iterator[str]:
+    """Lines until the end of input, /exit, or two Ctrl-C in a row: one drops what was typed."""
+    is_interrupted = False
     while True:
         try:
             text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            if is_interrupted:
+                return
+            is_interrupted = True
+            continue
+        is_interrupted = False
         if text == "/exit":
             return
         if text:
             yield text
+
+
+def _complete(text: str, state: int) -> str | None:
+    """The `state`-th command that begins with `text`, as readline asks for them."""
+    found = [command for command in _COMMANDS if text and command.startswith(text)]
+    return found[state] if state < len(found) else None
+
+
+def _dim(text: str, sink: TextIO) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if sink.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def _shower(sink: TextIO) -> Callable[[str], None]:
@@ -262,9 +307,9 @@ def _server_sent_events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def _message(body: bytes) -> str:
+def _message(response: httpx.Response) -> str:
     """What an error answer says, whoever gave it."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace") or "the server refused without a reason"
+        return f"status {response.status_code}: {response.text[:200] or 'no reason given'}"

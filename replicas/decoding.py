@@ -98,4 +98,4 @@ class Decoding:
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
         params = sequence.request.sampling
-        return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+        return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))

@@ -8,14 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self, TypedDict, TypeGuard, TypeVar, overload
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import BLOCKED_S
-from mneme.replicas.llm_output import Job, RequestOutput
+from mneme.replicas.llm_output import Job, RequestOutput, progress_of
 from mneme.replicas.load import load_engine
 from mneme.replicas.model_directory import model_directory
 from mneme.replicas.pins import PinKey
@@ -30,8 +30,27 @@ DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
 _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
 
+class TextPrompt(TypedDict):
+    """vLLM's form of a prompt that is text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """vLLM's form of a prompt that is token ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Conversation = Sequence[Mapping[str, Any]]  # messages: {"role": ..., "content": ...}
+_PROMPT_RULE = 'must be a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of such'
+_CONVERSATION_RULE = 'a conversation is a list of messages, such as {"role": "user", "content": "Hello"}'
+_T = TypeVar("_T")
+
+
 class LLM:
-    """Generate in batches: `LLM("mneme-tiny").generate(["Hello"])[0].outputs[0].text`.
+    """Answer in batches: `LLM("mneme-tiny").chat([{"role": "user", "content": "Hello"}]).outputs[0].text`.
 
     model   "mneme-tiny" (embedded) or a Hugging Face model directory
     device  "auto", "cpu", "cuda", "cuda:1"
@@ -39,7 +58,7 @@ class LLM:
     config  `EngineConfig` or a mapping of its fields
     cache   `CacheConfig` or a mapping of its fields: KV kept in memory and files beyond the engine's pages; None: none
 
-    Raises `CheckpointError` or `ConfigError`. Not thread-safe.
+    `with LLM() as llm:` closes it at the end. Raises `CheckpointError` or `ConfigError`. Not thread-safe.
     """
 
     def __init__(
@@ -64,68 +83,119 @@ class LLM:
         self._default_truncation = base.truncation
         self._ids = itertools.count()
         self._random = random.Random()
+        self._name = model
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"LLM({self._name!r}, max_context={self._engine.max_context}{state})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
         return self._engine.stats()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`, `render_chat`."""
+        return self.tokenizer
+
     def close(self) -> None:
-        """Give back the host tier's memory; garbage collection does so too."""
-        self._engine.close()
+        """Give back the host tier's memory and end what renders templates; garbage collection does so too."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.close()
+            self.tokenizer.close()
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         session_ids: Sequence[str | None] | None = None,
         truncation: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids); one entry of the others per prompt, or one for all.
+        """Complete each prompt (text, token ids, or vLLM's mappings of them); one entry of the others per prompt.
 
-        Without `sampling_params` an answer has at most 16 tokens. `truncation` (fields of `Truncation`) says what
-        happens to what does not fit the window; sessions have `EngineConfig.truncation` without it.
+        One `SamplingParams` is for all; without it an answer has at most 16 tokens. `truncation` (fields of
+        `Truncation`) says what happens to what does not fit the window; sessions have `EngineConfig.truncation`
+        without it. `use_tqdm` shows progress on stderr; None: of several prompts in a terminal.
 
         Raises `InvalidRequest` or another `MnemeError`; nothing of the call runs on then.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        _check_prompts(listed)
-        params = _one_per_prompt("sampling_params", sampling_params or DEFAULT_COMPLETION, len(listed))
-        sessions = _one_per_prompt("session_ids", session_ids, len(listed))
+        listed = _listed(prompts)
+        params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(listed))
+        sessions = _one_per_prompt("session_ids", session_ids, str, len(listed))
         jobs = [
-            Job(self.tokenizer, self._requests(prompt, param, session, self._truncation(truncation, session)))
+            self._job(
+                *self._encoded(prompt), param or DEFAULT_COMPLETION, session, self._truncation(truncation, session)
+            )
             for prompt, param, session in zip(listed, params, sessions, strict=True)
         ]
-        self._run(jobs)
-        return [job.output() for job in jobs]
+        return self._run(jobs, use_tqdm)
 
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Conversation,
         sampling_params: SamplingParams | None = None,
         session_id: str | None = None,
         documents: Sequence[str] | None = None,
         truncation: Mapping[str, Any] | None = None,
-    ) -> RequestOutput:
-        """Answer a conversation through the model's chat template; `truncation` as in `generate`."""
+        *,
+        use_tqdm: bool | None = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        session_id: Sequence[str | None] | None = None,
+        documents: Sequence[str] | None = None,
+        truncation: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        session_id: str | Sequence[str | None] | None = None,
+        documents: Sequence[str] | None = None,
+        truncation: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer a conversation through the model's chat template, or a list of them in one batch.
+
+        A list is answered by a list, with one entry of `session_id` for each; otherwise as `generate`.
+        """
         if documents:
             raise InvalidRequest("documents", len(documents), "reusable documents are not supported yet")
-        text = self.tokenizer.render_chat(messages)
-        ids, encode = self.tokenizer.encode_rendered(text), self.tokenizer.encode_rendered
-        resolved_truncation = self._truncation(truncation, session_id)
-        requests = self._requests(ids, sampling_params or SamplingParams(), session_id, resolved_truncation, text)
-        if resolved_truncation is not None and resolved_truncation.keep == "system":
-            num_system = num_system_tokens(self.tokenizer.render_chat, encode, messages, ids)
-            requests = [replace(request, num_system=num_system) for request in requests]
-        job = Job(self.tokenizer, requests)
-        self._run([job])
-        return job.output()
+        conversations, is_one = _conversations(messages)
+        params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(conversations))
+        sessions = _one_per_prompt("session_id", [session_id] if is_one else session_id, str, len(conversations))
+        jobs = [
+            self._chat_job(conversation, param or SamplingParams(), session, self._truncation(truncation, session))
+            for conversation, param, session in zip(conversations, params, sessions, strict=True)
+        ]
+        outputs = self._run(jobs, use_tqdm)
+        return outputs[0] if is_one else outputs
 
     def warm(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], ttl_s: float | None = None) -> str:
         """Compute a prompt (text, token ids, or the first messages of a chat) and keep its KV; returns the pin's name.
 
         Raises `PinRefused` or another `MnemeError`.
         """
+        self._check_open()
         key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
         self._engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
         while self._engine.has_work:
@@ -141,34 +211,49 @@ class LLM:
         """Let go of what `warm` keeps; returns whether it was kept."""
         return self._engine.pins.drop(PinKey(PUBLIC.name, name))
 
-    def _prefix_ids(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        messages = [each for each in prompt if isinstance(each, Mapping)]
-        if messages and len(messages) == len(prompt):
-            return conversation_prefix(self.tokenizer.render_chat, self.tokenizer.encode_rendered, messages)
-        _check_prompts([prompt])
-        return [each for each in prompt if isinstance(each, int)]
+    def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            messages = [each for each in prompt if isinstance(each, Mapping)]
+            if messages and len(messages) == len(prompt):
+                return conversation_prefix(self.tokenizer.render_chat, self.tokenizer.encode_rendered, messages)
+        return self._encoded(prompt)[1]
+
+    def _encoded(self, prompt: object) -> tuple[str | None, Sequence[int]]:
+        """The text of a prompt, if it has one, and its ids."""
+        form = prompt if isinstance(prompt, Mapping) and len(prompt) == 1 else {}
+        text, ids = form.get("prompt", prompt), form.get("prompt_token_ids", prompt)
+        if isinstance(text, str):
+            return text, self.tokenizer.encode(text, add_special_tokens=True)
+        if _are_ids(ids):
+            return None, ids
+        raise InvalidRequest("prompts", prompt, _PROMPT_RULE)
 
     def _truncation(self, given: Mapping[str, Any] | None, session_id: str | None) -> Truncation | None:
         return resolved(given, self._default_truncation, has_session=session_id is not None)
 
-    def _requests(
+    def _chat_job(
+        self, messages: Conversation, params: SamplingParams, session_id: str | None, truncation: Truncation | None
+    ) -> Job:
+        render, encode = self.tokenizer.render_chat, self.tokenizer.encode_rendered
+        text = render(messages)
+        ids, num_system = encode(text), 0
+        if truncation is not None and truncation.keep == "system":
+            num_system = num_system_tokens(render, encode, messages, ids)
+        return self._job(text, ids, params, session_id, truncation, num_system)
+
+    def _job(
         self,
-        prompt: str | Sequence[int],
+        text: str | None,
+        ids: Sequence[int],
         params: SamplingParams,
         session_id: str | None,
         truncation: Truncation | None,
-        text: str | None = None,
-    ) -> list[GenerationRequest]:
+        num_system: int = 0,
+    ) -> Job:
         """One request per choice."""
-        if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            ids = list(prompt)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = f"llm-{next(self._ids)}"
-        return [
+        requests = [
             GenerationRequest(
                 request_id=f"{name}.{index}",
                 prompt_token_ids=tuple(ids),
@@ -177,11 +262,18 @@ class LLM:
                 session_id=session_id,
                 prompt_text=text,
                 truncation=truncation,
+                num_system=num_system,
             )
             for index in range(params.n)
         ]
+        return Job(self.tokenizer, requests)
 
-    def _run(self, jobs: list[Job]) -> None:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise MnemeError("this LLM is closed")
+
+    def _run(self, jobs: list[Job], show_progress: bool | None) -> list[RequestOutput]:
+        self._check_open()
         self._engine.pins.expire()
         job_by_id = {request.request_id: job for job in jobs for request in job.requests}
         unsent = deque(request for job in jobs for request in job.requests)
@@ -189,21 +281,24 @@ class LLM:
         if durable is not None:
             durable.restore(self._engine.sessions, unsent)
         try:
-            while unsent or self._engine.has_work:
-                while unsent and self._engine.has_room_for(unsent[0]):
-                    self._engine.submit(unsent.popleft())
-                if self._engine.is_blocked:
-                    self._tier_answered.wait(BLOCKED_S)
-                self._tier_answered.clear()
-                for event in self._step():
-                    if event.request_id in job_by_id:
-                        job_by_id[event.request_id].take(event)
+            with progress_of(len(job_by_id), show_progress) as show:
+                while unsent or self._engine.has_work:
+                    while unsent and self._engine.has_room_for(unsent[0]):
+                        self._engine.submit(unsent.popleft())
+                    if self._engine.is_blocked:
+                        self._tier_answered.wait(BLOCKED_S)
+                    self._tier_answered.clear()
+                    for event in self._step():
+                        if event.request_id in job_by_id:
+                            job_by_id[event.request_id].take(event)
+                            show(event)
         finally:  # an error, or Ctrl-C: nothing of this call may run on
             for request_id in job_by_id:
                 self._engine.abort(request_id)
             self._engine.take_events()
             if durable is not None:
                 durable.writer.flush(_WRITE_S)
+        return [job.output() for job in jobs]
 
     def _step(self) -> list[TokenEvent]:
         try:
@@ -213,16 +308,43 @@ class LLM:
             raise
 
 
-def _one_per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
+def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
+        return False
+    return all(type(token_id) is int for token_id in prompt)
+
+
+def _listed(prompts: object) -> list[object]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping) or (prompts and _are_ids(prompts)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise InvalidRequest("prompts", prompts, _PROMPT_RULE)
+    return list(prompts)
+
+
+def _conversations(messages: object) -> tuple[list[Conversation], bool]:
+    """The conversations, and whether it is one alone."""
+    listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
+    is_one = any(isinstance(each, Mapping) for each in listed)
+    conversations = [listed] if is_one else listed
+    for each in conversations:
+        is_sound = isinstance(each, Sequence) and all(isinstance(message, Mapping) for message in each)
+        if not is_sound or not each:
+            raise InvalidRequest("messages", each, _CONVERSATION_RULE)
+    if not conversations:
+        raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
+    return conversations, is_one
+
+
+def _one_per_prompt(name: str, value: object, kind: type[_T], num_prompts: int) -> list[_T | None]:
+    """None for each prompt without a value; one `SamplingParams` is for all."""
     if value is None or isinstance(value, SamplingParams):
-        return [value] * num_prompts
-    if isinstance(value, str) or len(value) != num_prompts:
-        raise InvalidRequest(name, value, f"must have one entry for each of the {num_prompts} prompts")
+        value = [value] * num_prompts
+    if not isinstance(value, list | tuple) or len(value) != num_prompts:
+        rule = f"must be a list with one entry for each of the {num_prompts} prompts"
+        raise InvalidRequest(name, value, rule if kind is str else f"must be SamplingParams, or {rule[8:]}")
+    for each in value:
+        if each is not None and not isinstance(each, kind):
+            raise InvalidRequest(name, each, f"must be {kind.__name__}")
     return list(value)
-
-
-def _check_prompts(prompts: Sequence[object]) -> None:
-    for prompt in prompts:
-        is_ids = isinstance(prompt, Sequence) and all(type(token_id) is int for token_id in prompt)
-        if not isinstance(prompt, str) and not is_ids:
-            raise InvalidRequest("prompts", prompt, "each must be a string or a list of token ids")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from mneme.errors import MnemeError
 from mneme.replicas.detokenizer import TextStream
@@ -15,10 +18,11 @@ from mneme.replicas.tokenizer import Tokenizer
 class CompletionOutput:
     """One choice."""
 
-    token_ids: tuple[int, ...]
+    index: int
     text: str
+    token_ids: tuple[int, ...] = field(repr=False)
     finish_reason: str  # "stop" or "length"
-    logprobs: tuple[Logprobs, ...] | None
+    logprobs: tuple[Logprobs, ...] | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +40,44 @@ class RequestMetrics:
 class RequestOutput:
     """All choices of one prompt."""
 
-    prompt_token_ids: tuple[int, ...]
+    request_id: str
+    prompt: str | None  # the text, of a chat the rendered one; None for token ids
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended: `LLM` returns when they have."""
+        return all(choice.finish_reason for choice in self.outputs)
+
+
+@contextmanager
+def progress_of(num_choices: int, shown: bool | None) -> Iterator[Callable[[TokenEvent], None]]:
+    """Show on stderr how far choices are; the body tells it of their events.
+
+    shown  None: for several, where stderr is a terminal
+    """
+    if not (sys.stderr.isatty() and num_choices > 1 if shown is None else shown):
+        yield lambda event: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    rate = TextColumn("{task.fields[num_tokens]} tokens, {task.fields[tokens_per_s]:.0f}/s")
+    columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), rate)
+    num_tokens = 0
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("", total=num_choices, num_tokens=0, tokens_per_s=0.0)
+
+        def take(event: TokenEvent) -> None:
+            nonlocal num_tokens
+            num_tokens += len(event.token_ids)
+            per_s = num_tokens / max(bars.tasks[0].elapsed or 0.0, 1e-3)
+            is_end = event.finish_reason is not None
+            bars.update(task, advance=1 if is_end else 0, num_tokens=num_tokens, tokens_per_s=per_s)
+
+        yield take
 
 
 class Job:
@@ -70,8 +109,11 @@ class Job:
             cached_tokens=self._usage.cached_tokens,
             truncated_tokens=self._usage.truncated_tokens,
         )
+        first = self.requests[0]
         return RequestOutput(
-            prompt_token_ids=self.requests[0].prompt_token_ids,
+            request_id=first.request_id.partition(".")[0],
+            prompt=first.prompt_text,
+            prompt_token_ids=first.prompt_token_ids,
             outputs=tuple(choice.output() for choice in self._choices.values()),
             metrics=metrics,
         )
@@ -80,6 +122,7 @@ class Job:
 class _Choice:
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
         params = request.sampling
+        self._index = request.choice_index
         self._stream = TextStream.of(tokenizer, params)
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
@@ -95,8 +138,9 @@ class _Choice:
     def output(self) -> CompletionOutput:
         self._stream.finish()
         return CompletionOutput(
-            token_ids=tuple(self._token_ids),
+            index=self._index,
             text=self._stream.text,
+            token_ids=tuple(self._token_ids),
             finish_reason=self._finish_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )

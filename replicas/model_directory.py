@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 from pathlib import Path
 
 from mneme.errors import CheckpointError
@@ -16,5 +17,9 @@ def model_directory(model: str) -> Path:
         return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
     path = Path(model).expanduser()
     if not path.is_dir():
-        raise CheckpointError(f"{model}: no such model directory (the embedded model is {EMBEDDED_MODEL!r})")
+        rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
+            name = model.partition("/")[2]
+            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then `mneme serve {name}`"
+        raise CheckpointError(f"{model}: {rule}")
     return path

@@ -10,7 +10,7 @@ Torch-free and Ray-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,27 +31,46 @@ MAX_TOKENS_LIMIT = 2**31 - 1
 class SamplingParams:
     """How output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
 
+    n                   choices per prompt
+    max_tokens          output tokens at most; None: as many as the context window leaves
+    min_tokens          output tokens before a stop string or an end token ends the answer
+    temperature         0 is greedy
+    top_p               of the most likely tokens, those that have this probability together
+    top_k               of the most likely tokens, so many; 0: all
+    min_p               tokens that have at least this share of the most likely one's probability
+    repetition_penalty  divides the logits of tokens that have occurred; 1: none
+    presence_penalty    subtracted from the logits of tokens in the output
+    frequency_penalty   subtracted from them, for each time
+    seed                None: one is drawn for each request
+    logit_bias          added to the logits, by token id
+    stop                a string, or several: the text ends before the first that occurs; kept as a tuple
+    stop_token_ids      end the answer, as the model's own end tokens do; kept as a tuple
+    include_stop_str_in_output  the text ends behind the stop string
+    ignore_eos          the model's end tokens do not end the answer
+    skip_special_tokens  leave them out of the text; the ids have them
+    logprobs            k: log-probabilities of the chosen token and of the k most likely; None: none
+
     Raises `InvalidRequest` with the field, the value and the rule.
     """
 
     n: int = 1
-    max_tokens: int | None = None  # None: as many as the context window leaves
+    max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
+    top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: one is drawn where the request enters
+    seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    skip_special_tokens: bool = True  # in the text; the ids have them
-    logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -69,8 +88,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        _check_stops(self.stop)
-        _check_stop_token_ids(self.stop_token_ids)
+        object.__setattr__(self, "stop", _checked_stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
         _check_logit_bias(self.logit_bias)
 
 
@@ -161,24 +180,29 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
         raise InvalidRequest(name, value, rule)
 
 
-def _check_stops(stop: object) -> None:
-    if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
-        raise InvalidRequest("stop", stop, "must be a tuple of strings")
-    if len(stop) > MAX_STOPS:
-        raise InvalidRequest("stop", len(stop), f"at most {MAX_STOPS} stop strings")
-    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in stop]
-    for text, size in zip(stop, sizes, strict=True):
+def _checked_stops(stop: object) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
+        raise InvalidRequest("stop", stop, "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest("stop", len(stops), f"at most {MAX_STOPS} stop strings")
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in stops]
+    for text, size in zip(stops, sizes, strict=True):
         if not 1 <= size <= MAX_STOP_BYTES:
             raise InvalidRequest("stop", text, f"each stop string has from 1 to {MAX_STOP_BYTES} bytes")
     if sum(sizes) > MAX_ALL_STOP_BYTES:
         raise InvalidRequest("stop", sum(sizes), f"all stop strings together have at most {MAX_ALL_STOP_BYTES} bytes")
+    return tuple(stops)
 
 
-def _check_stop_token_ids(ids: tuple[int, ...]) -> None:
+def _checked_stop_token_ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple):
+        raise InvalidRequest("stop_token_ids", ids, "must be a list of token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest("stop_token_ids", len(ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
     for token_id in ids:
         _check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT)
+    return tuple(ids)
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from mneme.replicas.llm import LLM
     from mneme.replicas.request import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -23,3 +25,8 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     raise AttributeError(f"module 'mneme' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is imported on first use is listed too."""
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,10 +23,9 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'configuration'}: must be a mapping (got {shown(mapping)})")
     hints = get_type_hints(cls)
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in mapping:
-        if key not in known:
-            raise ConfigError(f"{_join(path, key)}: unknown key; known are{_listed(str(key), known)}")
+        if key not in hints:
+            raise ConfigError(f"{_join(path, key)}: unknown key; {_meant(str(key), hints)}")
     values = {key: _convert(hints[key], value, _join(path, key)) for key, value in mapping.items()}
     try:
         return cls(**values)
@@ -34,21 +33,28 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
         raise ConfigError(f"{_join(path, error.field)}: {error.rule} (got {shown(error.value)})") from None
 
 
-def with_assignments(mapping: Mapping[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """A copy of `mapping` with `a.b=value` assignments (from `--set`) applied; values are YAML scalars."""
+def with_assignments(
+    mapping: Mapping[str, Any], assignments: list[str], values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A copy of `mapping` with `a.b=value` assignments (from `--set`, YAML scalars), then `values` by dotted key."""
     result: dict[str, Any] = dict(mapping.items())
     for assignment in assignments:
         dotted, equals, text = assignment.partition("=")
         if not equals or not dotted:
             raise ConfigError(f"--set {assignment}: must read key=value")
-        *parents, leaf = dotted.split(".")
-        node = result
-        for key in parents:
-            child = node.get(key)
-            node[key] = dict(child) if isinstance(child, Mapping) else {}
-            node = node[key]
-        node[leaf] = _yaml_value(assignment, text)
+        _assign(result, dotted, _yaml_value(assignment, text))
+    for dotted, value in (values or {}).items():
+        _assign(result, dotted, value)
     return result
+
+
+def _assign(node: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for key in parents:
+        child = node.get(key)
+        node[key] = dict(child) if isinstance(child, Mapping) else {}
+        node = node[key]
+    node[leaf] = value
 
 
 def _yaml_value(assignment: str, text: str) -> Any:
@@ -57,10 +63,11 @@ def _yaml_value(assignment: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no such date, too many digits
-        raise ConfigError(f"--set {shown(assignment)}: the value is not valid YAML ({_cause(error)})") from error
+        raise ConfigError(f"--set {shown(assignment)}: the value is not valid YAML ({yaml_problem(error)})") from error
 
 
-def _cause(error: Exception) -> str:
+def yaml_problem(error: Exception) -> str:
+    """What is wrong, in one short line."""
     problem = getattr(error, "problem", None) or str(error)
     return shown(problem.splitlines()[0] if problem else type(error).__name__)
 
@@ -71,10 +78,16 @@ def check_range(path: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{path}: must be from {low:g} to {high:g} (got {shown(value)})")
 
 
-def _listed(key: str, known: list[str]) -> str:
+def _meant(key: str, hints: Mapping[str, Any]) -> str:
+    """The known keys, or those most like an unknown one: beside it, or one level below."""
+    known = list(hints)
+    if below := [f"{name}.{key}" for name, hint in hints.items() if is_dataclass(hint) and key in get_type_hints(hint)]:
+        return f"did you mean {' or '.join(below)}?"
+    if close := get_close_matches(key, known, n=1):
+        return f"did you mean {close[0]}?"
     if len(known) <= _MAX_LISTED:
-        return f" {', '.join(known)}"
-    return f", among others, {', '.join(get_close_matches(key, known, n=_MAX_LISTED, cutoff=0.2))}"
+        return f"known are {', '.join(known)}"
+    return f"known are, among others, {', '.join(get_close_matches(key, known, n=_MAX_LISTED, cutoff=0.2))}"
 
 
 def _join(path: str, key: object) -> str:

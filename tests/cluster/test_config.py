@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import mneme
 from mneme.cluster.cli import main
 from mneme.cluster.config import ClusterConfig, load_config
 from mneme.cluster.serve_status import raised_in
 from mneme.config import parse
-from mneme.errors import ConfigError
+from mneme.errors import CheckpointError, ConfigError
+from mneme.replicas.model_directory import model_directory
 
 
 def test_the_defaults_serve_the_embedded_model_on_loopback() -> None:
@@ -29,8 +34,11 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("replicaz=2", "replicaz: unknown key"),
-        ("engine.pages=2", "engine.pages: unknown key"),
+        ("replicaz=2", r"^replicaz: unknown key; did you mean replicas\?$"),
+        ("engine.page_sise=2", r"^engine.page_sise: unknown key; did you mean page_size\?$"),
+        ("dtype=float32", r"^dtype: unknown key; did you mean engine.dtype\?$"),
+        ("ingress.zzz=2", "ingress.zzz: unknown key; known are replicas, cpus"),
+        ("zzz=2", "zzz: unknown key; known are, among others, "),
         ("replicas=two", "replicas: must be of type int"),
         ("replicas=0", "replicas: must be from 1"),
         ("port=70000", "port: must be from 1 to 65535"),
@@ -72,6 +80,65 @@ def test_a_bad_assignment_is_one_line_and_status_2(capsys: pytest.CaptureFixture
     assert shown.out == ""
     assert shown.err.startswith("mneme serve: --set 'engine.dtype=['")
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, ": cannot be read: No such file or directory"),
+        ("replicas: 2\nengine: [1, 2", ":2:14: is not valid YAML: \"expected ',' or ']', but got '<stream end>'\""),
+        ("replicas: 2\n  port: 5\n", ":2:7: is not valid YAML: 'mapping values are not allowed here'"),
+        ("port: 2026-99-99", ": is not valid YAML: 'month must be in 1..12"),
+        (b"\xff\xfe\xff", ": is not text in UTF-8"),
+        ("- 5", ": must be a mapping (got [5])"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named_with_the_place(
+    content: str | bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mneme.yaml"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["serve", "--config", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{file}{message}" in shown
+    assert shown.count("\n") == 1
+
+
+def test_the_printed_configuration_has_every_key_and_parses_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--port", "9000", "--set", "http.api_keys=[a, b]", "--print-config"]) == 0
+    printed = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))
+    assert printed == load_config(None, ["http.api_keys=[a, b]"], {"model": "m", "port": 9000})
+
+
+def test_options_of_vllm_are_keys_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--max-model-len", "512", "--served-model-name", "5", "--dtype", "float32", "--api-key", "7"]
+    given += ["--max-num-seqs", "8", "--block-size", "16", "--max-num-batched-tokens", "64"]
+    given += ["--kv-cache-memory-bytes", "1000000", "--set", "engine.page_size=64"]
+    assert main(["serve", *given, "--print-config"]) == 0
+    config = parse(ClusterConfig, yaml.safe_load(capsys.readouterr().out))
+    assert (config.model_name, config.http.api_keys) == ("5", ("7",))
+    engine = config.engine
+    assert (engine.max_context, engine.dtype, engine.max_running, engine.page_size) == (512, "float32", 8, 16)
+    assert (engine.max_batch_tokens, engine.kv_cache_bytes) == (64, 1_000_000)
+
+
+def test_a_name_on_the_hub_is_told_how_to_get_it() -> None:
+    with pytest.raises(CheckpointError, match=r"hf download meta-llama/Llama-3\.1-8B --local-dir Llama-3\.1-8B"):
+        model_directory("meta-llama/Llama-3.1-8B")
+    for path in ("./meta-llama/Llama", "/meta-llama/Llama", "models/meta/Llama", "Llama"):
+        with pytest.raises(CheckpointError, match=r"no such model directory .*\)$"):
+            model_directory(path)
+
+
+def test_the_command_says_its_version_and_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["-m", "mneme", "--version"], ["-m", "mneme.cluster.cli", "--version"]):
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"mneme {mneme.__version__}\n"
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "examples:" in shown
+    assert all(f"    {command} " in shown for command in ("serve", "chat", "doctor", "simulate", "cache"))
 
 
 def test_the_mapping_parses_back_to_an_equal_configuration() -> None:

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from mneme.cluster import terminal_chat
-from mneme.cluster.terminal_chat import add_chat_arguments, run_chat
+from mneme.cluster.terminal_chat import Conversation, add_chat_arguments, run_chat
 from tests.cluster.api_fixtures import Server, serving
 from tests.cluster.fake_engine_client import SENTENCE
 
@@ -69,7 +71,10 @@ def test_turns_share_a_session_until_reset(
     assert first.session_id == second.session_id != third.session_id
     assert f"assistant\n{SENTENCE}<|im_end|>\n<|im_start|>user\nb" in (second.prompt_text or "")
     assert "user\nb" not in (third.prompt_text or "")
-    assert capsys.readouterr().out.count("prompt tokens cached]") == 3
+    shown = capsys.readouterr().out
+    assert shown.count("prompt tokens cached]") == 3
+    assert shown.count("[a new conversation]") == 1
+    assert shown.count("unknown command /what: /reset begins anew") == 1
 
 
 def test_a_refused_answer_does_not_end_the_conversation(
@@ -97,13 +102,65 @@ def test_ctrl_c_stops_only_the_answer(
     assert "[stopped" in capsys.readouterr().out
 
 
+def test_one_ctrl_c_clears_the_line_and_two_leave(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter([KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt, "never"])
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(terminal_chat, "input", read, raising=False)
+    assert run_chat(parsed("--url", server.url)) == 0
+    assert len(server.engine.requests) == 1
+    assert next(typed) == "never"
+
+
+@pytest.mark.parametrize("form", ["{url}/v1", "{url}/v1/", "{url}/", "{host}", "{host}/v1"])
+def test_a_url_may_be_what_other_clients_are_given(
+    form: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert run_chat(parsed("--url", form.format(url=server.url, host=server.url.removeprefix("http://")))) == 0
+    assert SENTENCE in capsys.readouterr().out
+
+
+def test_an_address_of_something_else_is_named(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert run_chat(parsed("--url", f"{server.url}/elsewhere")) == 1
+    shown = capsys.readouterr().err
+    assert f"{server.url}/elsewhere/v1/models: " in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.1])
+def test_a_rate_is_told_only_of_tokens_that_came_over_some_time(server: Server, gap_s: float) -> None:
+    ticks = itertools.count()
+    pieces: list[str] = []
+    with httpx.Client(base_url=server.url) as http:
+        conversation = Conversation(http, "tiny", clock=lambda: next(ticks) * gap_s)
+        figures = conversation.ask("hello", pieces.append)
+    assert min(figures.completion_tokens, len(pieces)) >= 8
+    if gap_s < 0.1:
+        assert figures.tokens_per_s is None
+        assert ", - tokens/s," in str(figures)
+    else:
+        assert figures.tokens_per_s == pytest.approx((figures.completion_tokens - 1) / (len(pieces) - 1) / gap_s)
+
+
 @pytest.mark.parametrize("arguments", [("--url", "http://127.0.0.1:1"), ("--url", "not a url")])
 def test_no_server_is_one_line_and_status_1(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert run_chat(parsed(*arguments)) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert arguments[1].replace(" ", "%20") in shown
 
 
 def test_a_failure_in_mid_answer_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import mneme
 from mneme import LLM, SamplingParams
-from mneme.errors import CheckpointError, ConfigError, InvalidRequest, PinRefused
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.request import GenerationRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -28,6 +32,65 @@ def test_text_and_ids_are_completed(llm: LLM) -> None:
     assert by_text.outputs[0].text == llm.tokenizer.decode(by_text.outputs[0].token_ids, skip_special_tokens=True)
     assert by_text.metrics.prompt_tokens == len(ids)
     assert 0 < by_text.metrics.ttft_s <= by_text.metrics.total_s
+
+
+@pytest.mark.parametrize("wrap", [lambda form: form, lambda form: [form]], ids=["one", "list"])
+def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM, wrap: Callable[[object], Any]) -> None:
+    ids = llm.tokenizer.encode("The server", add_special_tokens=True)
+    forms: list[object] = ["The server", {"prompt": "The server"}, ids, {"prompt_token_ids": ids}]
+    outputs = [output for form in forms for output in llm.generate(wrap(form), GREEDY)]
+    assert {output.prompt_token_ids for output in outputs} == {tuple(ids)}
+    assert len({output.outputs[0].token_ids for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == ["The server", "The server", None, None]
+    assert len({output.request_id for output in outputs}) == len(forms)
+    assert all(output.finished for output in outputs)
+
+
+def test_a_list_of_conversations_is_answered_by_a_list(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("Hello", "Who are you?")]
+    alone = [llm.chat(messages, GREEDY) for messages in conversations]
+    together = llm.chat(conversations, GREEDY, session_id=["first", None])
+    assert [output.outputs for output in together] == [output.outputs for output in alone]
+    assert together[1].prompt == llm.get_tokenizer().render_chat(conversations[1])
+
+
+def test_the_example_of_the_docstring_says_something_sensible(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))
+    assert answer.outputs[0].text == "Hello! How can I help you?"
+
+
+def test_outputs_read_well_in_a_prompt(llm: LLM) -> None:
+    shown = repr(llm.generate("The server", GREEDY)[0])
+    assert "prompt='The server'" in shown
+    assert "index=0, text=" in shown
+    assert "token_ids" not in shown
+    assert repr(llm) == "LLM('mneme-tiny', max_context=2048)"
+
+
+def test_progress_is_shown_where_it_is_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["One", "Two"], GREEDY)  # standard error is no terminal here
+    assert capsys.readouterr().err == ""
+    llm.generate(["One", "Two"], GREEDY, use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "48 tokens" in shown
+
+
+def test_what_is_closed_answers_no_more() -> None:
+    with LLM(dtype="float32") as llm:
+        assert llm.generate("The server", GREEDY)
+    llm.close()
+    with pytest.raises(MnemeError, match="closed"):
+        llm.generate("The server", GREEDY)
+    with pytest.raises(MnemeError, match="closed"):
+        llm.warm("The server")
+
+
+def test_the_package_lists_its_names() -> None:
+    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(mneme))
+    assert mneme.__version__ == importlib.metadata.version("mneme")
+    documented = {line.split()[0] for line in (SamplingParams.__doc__ or "").splitlines() if line.strip()}
+    assert documented >= {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def test_the_second_time_the_prompt_is_cached(llm: LLM) -> None:
@@ -78,15 +141,17 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     free = llm.generate(["The server"], GREEDY)[0].outputs[0].text
     stop = free[len(free) // 2 :][:3]
     assert stop
-    stopped = llm.generate(["The server"], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,)))
-    assert stopped[0].outputs[0].text == free[: free.index(stop)]
-    assert stopped[0].outputs[0].finish_reason == "stop"
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    for form in (stop, [stop], (stop,)):
+        (stopped,) = llm.generate(["The server"], SamplingParams(**params, stop=form))
+        assert stopped.outputs[0].text == free[: free.index(stop)]
+        assert stopped.outputs[0].finish_reason == "stop"
 
 
 def test_stop_ids_and_min_tokens(llm: LLM) -> None:
     free = llm.generate(["The server"], GREEDY)[0].outputs[0].token_ids
     stop_id = free[3]
-    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop_token_ids": (stop_id,)}
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop_token_ids": [stop_id]}
     stopped = llm.generate(["The server"], SamplingParams(**params))[0].outputs[0]
     assert stopped.token_ids == free[: free.index(stop_id) + 1]
     assert stopped.finish_reason == "stop"
@@ -177,9 +242,23 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
         llm.generate(["a", "b"], GREEDY, session_ids=["x"])
     with pytest.raises(InvalidRequest, match="session_ids"):
         llm.generate(["a", "b"], GREEDY, session_ids="xy")
-    for prompts in ([5, 6, 7], [["a"]], [None]):
-        with pytest.raises(InvalidRequest, match="prompts"):
+    ids_of_two = {"prompt": "a", "prompt_token_ids": [5]}
+    for prompts in ([5, "a"], [["a"]], [None], 5, b"a", [b"a"], {"text": "a"}, {"prompt_token_ids": "a"}, ids_of_two):
+        with pytest.raises(InvalidRequest, match="prompts: must be a string, token ids,"):
             llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    for params in ({"max_tokens": 3}, [{"max_tokens": 3}], [GREEDY, GREEDY]):
+        with pytest.raises(InvalidRequest, match="sampling_params: must be SamplingParams"):
+            llm.generate("a", params)  # type: ignore[arg-type]
+    for messages in ("a", ["a"], [], [[]], [[{"role": "user", "content": "a"}], "a"]):
+        with pytest.raises(InvalidRequest, match="messages: a conversation is a list of messages"):
+            llm.chat(messages)  # type: ignore[call-overload]
+    with pytest.raises(InvalidRequest, match="session_id: must be a list"):
+        llm.chat([[{"role": "user", "content": "a"}]], session_id="s")
+    with pytest.raises(InvalidRequest, match=r"must fit 2048 tokens together; this asks for .* and 24 more$"):
+        llm.generate("a " * 3000, GREEDY)
+    for stop in (5, {"a"}, ["a", 5]):
+        with pytest.raises(InvalidRequest, match="stop: must be a string or a list of strings"):
+            SamplingParams(stop=stop)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="documents"):
         llm.chat([{"role": "user", "content": "a"}], documents=["d"])
     assert llm.stats["pages"]["in_use"] == 0

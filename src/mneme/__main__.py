@@ -1,0 +1,8 @@
+"""`python -m mneme` is `mneme`."""
+
+import sys
+
+from mneme.cluster.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
