@@ -7,11 +7,11 @@ for every token would be most of the ingress's work.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from mneme.cluster.choices import Choice, Delta, usage_object
+from mneme.cluster.choices import Choice, Delta, metrics_object, usage_object
 from mneme.cluster.logprob_format import chat_logprobs, completion_logprobs
 from mneme.replicas.tokenizer import Tokenizer
 
@@ -26,11 +26,11 @@ class Answer(Protocol):
         """The body when every choice has finished; `deltas` holds all of each."""
         ...
 
-    def chunk(self, delta: Delta, usage: str) -> str:
-        """One event's JSON; `usage` is what follows `choices`."""
+    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+        """The JSON of a delta's events, of which the last has its text; `usage` is what follows `choices`."""
         ...
 
-    def usage_chunk(self, usage: str) -> str:
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
         """The last event's JSON, which has no choices."""
         ...
 
@@ -43,8 +43,8 @@ class _Named:
         self.tokenizer = tokenizer
         self.head = json.dumps(self.fields, separators=(",", ":"))[:-1] + ',"choices":['
 
-    def usage_chunk(self, usage: str) -> str:
-        return f"{self.head}]{usage}}}"
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
+        return f"{self.head}],{_dumped(_figures(choices))[1:]}"
 
 
 class ChatAnswer(_Named):
@@ -67,14 +67,18 @@ class ChatAnswer(_Named):
             }
             for delta in deltas
         ]
-        return {**self.fields, "choices": entries, "usage": usage_object(choices)}
+        return {**self.fields, "choices": entries, **_figures(choices)}
 
-    def chunk(self, delta: Delta, usage: str) -> str:
-        role = '"role":"assistant",' if delta.is_first else ""
-        content = f'{role}"content":{_quoted(delta.text)}' if delta.text or delta.is_first else ""
+    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+        """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
+        choice = f'{self.head}{{"index":{delta.choice},"delta":'
+        if delta.is_first:
+            role = '{"role":"assistant","content":""}'
+            yield f'{choice}{role},"logprobs":null,"finish_reason":null}}]{usage}}}'
+        content = f'"content":{_quoted(delta.text)}' if delta.text or delta.num_tokens else ""
         logprobs = _dumped(self._logprobs(delta)) if delta.logprobs else "null"
-        return (
-            f'{self.head}{{"index":{delta.choice},"delta":{{{content}}},"logprobs":{logprobs},'
+        yield (
+            f'{choice}{{{content}}},"logprobs":{logprobs},'
             f'"finish_reason":{_quoted_or_null(delta.finish_reason)}}}]{usage}}}'
         )
 
@@ -112,11 +116,11 @@ class CompletionAnswer(_Named):
             }
             for delta in deltas
         ]
-        return {**self.fields, "choices": entries, "usage": usage_object(choices)}
+        return {**self.fields, "choices": entries, **_figures(choices)}
 
-    def chunk(self, delta: Delta, usage: str) -> str:
+    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         logprobs = _dumped(self._logprobs(delta)) if delta.logprobs else "null"
-        return (
+        yield (
             f'{self.head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))},"logprobs":{logprobs},'
             f'"finish_reason":{_quoted_or_null(delta.finish_reason)}}}]{usage}}}'
         )
@@ -133,6 +137,12 @@ class CompletionAnswer(_Named):
             len(self.tokenizer.token_text(item.token_id)) for item in delta.logprobs
         )
         return completion_logprobs(self.tokenizer, delta.logprobs, self._num_top, offset)
+
+
+def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What the end of an answer says of it."""
+    metrics = metrics_object(choices)
+    return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
 
 
 def _dumped(value: object) -> str:

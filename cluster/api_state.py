@@ -37,6 +37,7 @@ class ServedModel:
     id: str
     max_context: int  # tokens of prompt and output together
     created: int  # Unix seconds
+    root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
 
 
 class Prompt(NamedTuple):

@@ -90,6 +90,7 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         id=config.model_name,
         max_context=min(max_context, config.engine.max_context or max_context),
         created=int(time.time()),
+        root=str(directory),
     )
     return build_api(
         client,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -63,9 +64,9 @@ class Generation:
         if self._is_client_gone:
             raise ClientGone
 
-    def take(self) -> list[Delta]:
-        """What is new, one entry per choice that has news."""
-        return [choice.take() for choice in self.choices if choice.has_news]
+    def take(self) -> Iterator[Delta]:
+        """What is new, choice by choice."""
+        return chain.from_iterable(choice.take() for choice in self.choices)
 
     async def _read_events(self) -> None:
         events = self._client.generate([choice.request for choice in self.choices])
@@ -91,7 +92,7 @@ class Generation:
                 await _close(events)
                 raise _failure(event)
             choice.add(event)
-            self._latency.event(choice.index, len(event.token_ids))
+            self._latency.event(choice, len(event.token_ids))
             num_running -= event.finish_reason is not None
             self._wake.set()
         if num_running:

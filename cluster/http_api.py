@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,7 +27,6 @@ from mneme.cluster.kv_routes import drop, lookup, pin, stats, unpin
 from mneme.cluster.latency import Clock
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.pin_routes import delete_pin, list_pins, warm
-from mneme.cluster.prometheus import CONTENT_TYPE
 from mneme.cluster.request_body import Receive
 from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
 from mneme.cluster.token_routes import detokenize, tokenize
@@ -54,7 +54,7 @@ def build_api(
     `truncation` is what sessions get that outgrow the window and say nothing of it.
     """
     config = config or HttpConfig()
-    metrics = MetricsPage(client, ingress)
+    metrics = MetricsPage(client, ingress, models[0].id)
     api = ApiState(
         client=client,
         models={model.id: model for model in models},
@@ -129,7 +129,7 @@ async def _ready(api: ApiState, request: Request) -> Response:
 
 
 async def _metrics(api: ApiState, request: Request) -> Response:
-    return Response(await api.metrics.render(), media_type=CONTENT_TYPE)
+    return Response(await api.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _refused_by_framework(request: Request, error: Exception) -> Response:
@@ -149,5 +149,6 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "mneme",
+        "root": model.root,
         "max_model_len": model.max_context,
     }

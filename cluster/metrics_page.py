@@ -8,16 +8,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mneme.cachetier.session_log_store import Appended
-from mneme.cluster.cache_metrics import cache_lines
+from prometheus_client import Metric, generate_latest
+from prometheus_client.registry import Collector
+
 from mneme.cluster.engine_client import EngineClient, ReplicaStats
 from mneme.cluster.kv_asking import ask_tier
 from mneme.cluster.latency import Latencies
-from mneme.cluster.metric_families import Family, alone, by, number_at, summed_lines
-from mneme.cluster.prometheus import Labels, family
+from mneme.cluster.metric_families import (
+    CACHE_ENGINES,
+    CACHE_NODES,
+    ENGINES,
+    VLLM,
+    Labels,
+    each_by,
+    metric,
+    number_at,
+    summed,
+)
 from mneme.errors import MnemeError
 from mneme.replicas.kv_queries import KvStats
 
@@ -46,96 +56,27 @@ KNOWN_PATHS = frozenset(
 )
 
 
-_NOT_APPENDED = ("deleted", "dropped", "raised", "lost")  # of session logs' records
-_STATES = ("free", "cached", "in_use", "total")
-_SUMS = (
-    Family(
-        "mneme_pages",
-        "gauge",
-        "KV pages; pinned ones are in use too, reclaimable ones cached.",
-        by("state", ("pages",), (*_STATES, "pinned", "reclaimable")),
-    ),
-    Family("mneme_host_pages", "gauge", "Pages of the host tier.", by("state", ("host_pages",), _STATES)),
-    Family(
-        "mneme_moved_pages_total",
-        "counter",
-        "KV pages saved to the host, loaded from it, dropped from the last tier.",
-        by("move", ("moved_pages",), ("saved", "loaded", "dropped")),
-    ),
-    Family("mneme_requests", "gauge", "Requests in engines.", by("state", ("requests",), ("running", "waiting"))),
-    Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", alone("waiting_tokens")),
-    Family(
-        "mneme_refused_requests_total",
-        "counter",
-        "Requests that engines answered 429, by what was full.",
-        by("reason", ("refused",), ("requests", "tokens", "session")),
-    ),
-    Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", alone("missed_deadlines")),
-    Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", alone("tokens", "prompt")),
-    Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", alone("tokens", "cached")),
-    Family("mneme_host_tokens_total", "counter", "Cached tokens that came from the host.", alone("tokens", "host")),
-    Family("mneme_dropped_tokens_total", "counter", "Tokens computed again.", alone("tokens", "dropped")),
-    Family("mneme_truncated_tokens_total", "counter", "Prompt tokens dropped to fit.", alone("tokens", "truncated")),
-    Family("mneme_generated_tokens_total", "counter", "Output tokens.", alone("tokens", "generated")),
-    Family(
-        "mneme_finished_requests_total",
-        "counter",
-        "Ended requests; an abort is one whose client left.",
-        by("reason", ("finished",), ("stop", "length", "abort", "error")),
-    ),
-    Family("mneme_engine_steps_total", "counter", "Engine steps.", alone("steps")),
-    Family("mneme_sessions", "gauge", "Sessions whose token log is kept.", alone("sessions")),
-    Family(
-        "mneme_session_log_records_total",
-        "counter",
-        "What engines wrote to sessions' logs, by what became of it.",
-        by("outcome", ("session_logs", "write"), (*(each.value for each in Appended), *_NOT_APPENDED)),
-    ),
-    Family(
-        "mneme_session_log_waiting_records",
-        "gauge",
-        "What is still to be written to sessions' logs.",
-        alone("session_logs", "write", "waiting"),
-    ),
-    Family(
-        "mneme_session_log_failing_sessions",
-        "gauge",
-        "Sessions whose last record could not be written and is tried again.",
-        alone("session_logs", "write", "later"),
-    ),
-    Family(
-        "mneme_session_log_reads_total",
-        "counter",
-        "Sessions that engines took from their logs, and those that they could not.",
-        by("outcome", ("session_logs", "read"), ("restored", "unusable", "failed")),
-    ),
-    Family(
-        "mneme_shared_segments",
-        "gauge",
-        "Segments that two or more sequences read at once.",
-        alone("shared_segments"),
-    ),
-)
-
-
 class MetricsPage:
     """As old as `EngineClient.stats()`, at most 1 s."""
 
-    def __init__(self, client: EngineClient, ingress: str) -> None:
+    def __init__(self, client: EngineClient, ingress: str, model: str) -> None:
+        """`model` is the label `model_name` of families with vLLM's names."""
         self._client = client
         self._labels: Labels = (("ingress", ingress),)
-        self.latencies = Latencies(self._labels)
+        self._model: Labels = (("model_name", model),)
+        self.latencies = Latencies(ingress, model)
         self._responses: Counter[Labels] = Counter()
 
     def count_response(self, path: str, status: int) -> None:
         label = path if path in KNOWN_PATHS else "other"
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
-    async def render(self) -> str:
+    async def render(self) -> bytes:
+        """In Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
         stats = await self._client.stats()
         engines = [each.metrics["cache"] for each in stats if isinstance(each.metrics.get("cache"), dict)]
         nodes = await self._cache_nodes() if engines else []
-        return "\n".join(self._lines(stats) + cache_lines(nodes, engines)) + "\n"
+        return generate_latest(_Found([*self._metrics(stats), *cache_metrics(nodes, engines)]))
 
     async def _cache_nodes(self) -> list[dict[str, Any]]:
         """What the nodes of the cache tier say, if they say it soon."""
@@ -147,11 +88,43 @@ class MetricsPage:
             return []
         return [] if figures is None else list(figures["nodes"])
 
-    def _lines(self, stats: Sequence[ReplicaStats]) -> list[str]:
-        lines = family("mneme_ready", "Whether every model has a replica.", "gauge", {(): self._client.is_ready()})
-        lines += family("mneme_replicas", "Replicas that answered.", "gauge", {(): len(stats)})
-        lines += summed_lines(_SUMS, [s.metrics for s in stats])
+    def _metrics(self, stats: Sequence[ReplicaStats]) -> Iterator[Metric]:
+        engines = [each.metrics for each in stats]
+        yield metric("mneme_ready", "gauge", "Whether every model has a replica.", {(): self._client.is_ready()})
+        yield metric("mneme_replicas", "gauge", "Replicas that answered.", {(): len(stats)})
+        yield from summed(ENGINES, engines)
         rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}
-        lines += family("mneme_resident_memory_bytes", "Resident memory per replica.", "gauge", rss)
-        lines += family("mneme_http_responses_total", "Answers of this ingress.", "counter", self._responses)
-        return lines + self.latencies.lines()
+        yield metric("mneme_resident_memory_bytes", "gauge", "Resident memory per replica.", rss)
+        yield metric("mneme_http_responses_total", "counter", "Answers of this ingress.", self._responses)
+        yield from summed(VLLM, engines, self._model)
+        num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
+        used = sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
+        yield metric("vllm:kv_cache_usage_perc", "gauge", "Share of pages in use; 1 is all.", {self._model: used})
+        yield from self.latencies.collect()
+
+
+def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
+    if not nodes and not engines:
+        return
+    yield metric("mneme_cache_nodes", "gauge", "Nodes of the cache tier that answered.", {(): len(nodes)})
+    num_without = sum(bool(node.get("disk_problem")) for node in nodes)
+    text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
+    yield metric("mneme_cache_nodes_without_disk", "gauge", text, {(): num_without})
+    yield from each_by("node", CACHE_NODES, nodes)
+    yield from summed(CACHE_ENGINES, engines)
+    written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
+    lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
+    if lasting > 0:
+        text = "Bytes of files for each byte that no longer tail has replaced."
+        yield metric("mneme_cache_write_amplification_ratio", "gauge", text, {(): written / lasting})
+
+
+class _Found(Collector):
+    """What was found for one answer: it is asked for without waiting."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 
 from mneme.cluster.answers import DONE, Answer
-from mneme.cluster.choices import Choice, Delta, usage_object
+from mneme.cluster.choices import Choice, Delta, joined, usage_object
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import error_object
 from mneme.cluster.generation import Generation
@@ -63,7 +63,8 @@ class RunResponse:
             await generation.news()
         if generation.failure is not None:
             raise generation.failure
-        body = json.dumps(self.answer.whole(self.choices, generation.take()), ensure_ascii=False)
+        whole = [joined(list(choice.take())) for choice in self.choices]
+        body = json.dumps(self.answer.whole(self.choices, whole), ensure_ascii=False)
         return Response(body, media_type="application/json")
 
     async def _stream(self, generation: Generation, options: StreamOptions, send: Send) -> None:
@@ -77,12 +78,12 @@ class RunResponse:
             last += _event(json.dumps(error_object(generation.failure)))
         else:
             if options.include_usage:
-                last += _event(self.answer.usage_chunk(f',"usage":{json.dumps(usage_object(self.choices))}'))
+                last += _event(self.answer.usage_chunk(self.choices))
             last += DONE
         await self._send(send, last, is_last=True)
 
-    def _events(self, deltas: Sequence[Delta], usage: Callable[[], str]) -> bytes:
-        return b"".join(_event(self.answer.chunk(delta, usage())) for delta in deltas)
+    def _events(self, deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        return b"".join(_event(chunk) for delta in deltas for chunk in self.answer.chunks(delta, usage()))
 
     def _usage_writer(self, options: StreamOptions) -> Callable[[], str]:
         """What each chunk says of usage: nothing, null, or the count so far."""

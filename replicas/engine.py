@@ -81,7 +81,7 @@ class Engine:
         self._arrivals = itertools.count()
         self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
         self._deadlines = RequestDeadlines(clock, config.request_timeout_s)
-        self._outbox = Outbox(on_end=self._deadlines.discard)
+        self._outbox = Outbox(on_end=self._deadlines.discard, clock=clock)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.explanations = self._outbox.explanations
@@ -122,7 +122,8 @@ class Engine:
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
         check_request(request, self._runner.vocab_size, self.max_context, is_windowed=self._runner.is_windowed)
-        request = replace(request, salt=sys.intern(request.salt))  # kept by sessions and forest: once per tenant
+        # Sessions and forest keep the salt: once per tenant.
+        request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
         try:
             prompt = self.sessions.begin(request)
         except Overloaded as error:  # too many turns of its session
@@ -147,6 +148,7 @@ class Engine:
         """Run one batch; returns what happened to each request, in order."""
         self._begin_step()
         chunks = self.scheduler.schedule()
+        self._outbox.note_begun(chunks)
         try:
             logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
         except TransferFailed:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mneme.errors import MnemeError
 from mneme.replicas.explanations import Explanations
 from mneme.replicas.request import TokenEvent
-from mneme.replicas.sequence import Sequence
+from mneme.replicas.sequence import Chunk, Sequence
 
 
 class Outbox:
     """Turns what is new of a sequence into an event."""
 
-    def __init__(self, on_end: Callable[[str], None]) -> None:
+    def __init__(self, on_end: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._on_end = on_end  # told of every request that has ended
+        self._clock = clock
         self._events: list[TokenEvent] = []
-        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated"
+        self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated", and as `kv_details`
         self.num_finished: Counter[str] = Counter()  # by finish_reason
         self.explanations = Explanations()
 
@@ -28,20 +29,26 @@ class Outbox:
         events, self._events = self._events, []
         return events
 
+    def note_begun(self, chunks: Iterable[Chunk]) -> None:
+        """These have rows in the step that begins."""
+        now_s = self._clock()
+        for chunk in chunks:
+            if chunk.sequence.begun_s is None:
+                chunk.sequence.begun_s = now_s
+
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
     ) -> None:
         """Its output since the last report and, the first time, its prompt's usage."""
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
-        if usage is not None and sequence.was_admitted:
-            self.num_tokens.update(
-                prompt=usage.prompt_tokens,
-                cached=usage.cached_tokens,
-                host=usage.host_tokens,
-                dropped=usage.dropped_tokens,
-                truncated=usage.truncated_tokens,
+        if usage is not None and sequence.begun_s is not None:
+            request = sequence.request
+            usage = usage._replace(
+                queue_s=sequence.begun_s - request.taken_s, prefill_s=self._clock() - sequence.begun_s
             )
+        if usage is not None and sequence.was_admitted:
+            self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, **usage.kv_details())
             self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()

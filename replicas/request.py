@@ -120,6 +120,7 @@ class GenerationRequest:
     output_offset: int = 0  # how many of the last prompt ids are output of this request, emitted before it was resumed
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
+    taken_s: float = 0.0  # when the engine took it, by the engine's clock
 
 
 class PromptUsage(NamedTuple):
@@ -132,6 +133,8 @@ class PromptUsage(NamedTuple):
     truncated_tokens: int = 0  # that were dropped so that the others fit; `prompt_tokens` does not count them
     disk_tokens: int = 0  # of the cached ones, those from the node's disk
     peer_tokens: int = 0  # and those from another node
+    queue_s: float = 0.0  # from when the engine took the request to its first rows
+    prefill_s: float = 0.0  # from then to its first token
 
     def kv_details(self) -> dict[str, int]:
         """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated."""

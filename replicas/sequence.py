@@ -40,6 +40,7 @@ class Sequence:
     found: Fetch | None = None  # what the cache tier has of it, until it is admitted
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
+    begun_s: float | None = None  # when it first had rows
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events

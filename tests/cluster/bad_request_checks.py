@@ -20,7 +20,7 @@ CANARY: dict[str, Any] = {
     "seed": 1,
 }
 PAGES_SETTLE_S = 1.0
-_PAGES = re.compile(r'^mneme_pages\{state="(\w+)"\} (\d+)$', re.MULTILINE)
+_PAGES = re.compile(r'^mneme_pages\{state="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 class BadRequestChecker:
@@ -78,7 +78,7 @@ class BadRequestChecker:
 
     def pages(self) -> dict[str, int]:
         found = _PAGES.findall(self._http.get("/metrics").text)
-        return {state: int(count) for state, count in found}
+        return {state: int(float(count)) for state, count in found}
 
     def _ask_canary(self) -> Any:
         response = self._http.post("/v1/chat/completions", json={**CANARY, "model": self.target.model})

@@ -53,6 +53,8 @@ class FakeEngineClient:
     forest: PrefixForest = field(default_factory=lambda: PrefixForest(4, 16))
     clock: Callable[[], float] = time.monotonic
     kv_tier: KvTier | None = None
+    timing: tuple[float, float] = (0.0, 0.0)  # seconds of queue and prefill, of each request
+    tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 10, "cached": 4, "generated": 7})
     _running: set[_Speaker] = field(default_factory=set)
     _seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
@@ -155,7 +157,7 @@ class FakeEngineClient:
             "waiting_tokens": 77,
             "refused": {"requests": 3, "tokens": 2, "session": 1},
             "missed_deadlines": 6,
-            "tokens": {"prompt": 10, "cached": 4, "generated": 7},
+            "tokens": self.tokens,
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
             "steps": self.num_steps,
             "sessions": 3,
@@ -186,7 +188,8 @@ class _Speaker:
         self._ids = client.tokenizer.encode(client.sentence, add_special_tokens=False)
         self._is_endless = client.is_endless
         self._text = TextStream.of(client.tokenizer, params)
-        self._usage: PromptUsage | None = PromptUsage(len(ids), client.cached_tokens(request.salt, tuple(ids)))
+        usage = PromptUsage(len(ids), client.cached_tokens(request.salt, tuple(ids)))
+        self._usage: PromptUsage | None = usage._replace(queue_s=client.timing[0], prefill_s=client.timing[1])
         self._num_said = 0
         self.is_finished = False
         client.explanations.note(self._sequence(self._usage), self._usage)

@@ -9,12 +9,13 @@ import httpx
 import pytest
 
 from mneme.cluster import metrics_page
-from mneme.cluster.cache_metrics import cache_lines
 from mneme.cluster.engine_client import ReplicaStats
+from mneme.cluster.metrics_page import cache_metrics
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.queries import Query
 from tests.cluster.api_fixtures import TOKENIZER, get
 from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.cluster.metric_samples import samples, samples_of
 from tests.cluster.test_kv_routes import IDS, TieredEngines, run
 
 ENGINE: dict[str, Any] = {
@@ -32,8 +33,8 @@ ENGINE: dict[str, Any] = {
 }
 
 
-async def page(client: httpx.AsyncClient) -> list[str]:
-    return (await client.get("/metrics")).raise_for_status().text.splitlines()
+async def page(client: httpx.AsyncClient) -> dict[str, float]:
+    return samples_of((await client.get("/metrics")).raise_for_status().text)
 
 
 def with_cache(engines: TieredEngines) -> None:
@@ -51,34 +52,34 @@ def test_nodes_are_counted_once_and_engines_each() -> None:
     async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
         with_cache(engines)
         engines.save(IDS)
-        lines = await page(client)
-        for line in (
-            "mneme_cache_nodes 1",
-            'mneme_cache_chunks{node="node-1",tier="host"} 4',
-            'mneme_cache_chunks{node="node-1",tier="disk"} 0',
-            'mneme_cache_bytes{node="node-1",tier="host"} 16384',
-            f'mneme_cache_capacity_bytes{{node="node-1",tier="host"}} {1 << 20}',
-            'mneme_cache_puts_total{node="node-1",outcome="taken"} 4',
-            'mneme_cache_misses_total{node="node-1",tier="disk",reason="bad_checksum"} 0',
-            "mneme_cache_lookups_total 6",
-            'mneme_cache_loaded_chunks_total{outcome="lost"} 2',
-            'mneme_cache_unsaved_chunks_total{reason="dropped"} 4',
-            'mneme_cache_plans_total{plan="split"} 4',
-            'mneme_cache_given_up_total{while="waiting"} 2',
-            "mneme_cache_found_chunks_total 18",
-            'mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"} 4',
-            'mneme_cache_put_chunks_total{outcome="lost"} 2',
-            'mneme_cache_put_chunks_total{outcome="taken"} 8',
-            "mneme_cache_put_bytes_under_way 14",
-            'mneme_cache_failed_calls_total{call="locate",reason="timeout"} 6',
-            'mneme_cache_failed_calls_total{call="peer_locate",reason="failed"} 2',
-            'mneme_cache_node_faults_total{fault="actors_lost"} 2',
-            'mneme_cache_node_faults_total{fault="node_restarted"} 2',
-            'mneme_cost_predictions_total{kind="prefill"} 4',
-            'mneme_cost_actual_seconds_total{kind="prefill"} 4',
-            'mneme_cost_actual_seconds_total{kind="peer_disk"} 0',
+        found = await page(client)
+        for name, value in (
+            ("mneme_cache_nodes", 1),
+            ('mneme_cache_chunks{node="node-1",tier="host"}', 4),
+            ('mneme_cache_chunks{node="node-1",tier="disk"}', 0),
+            ('mneme_cache_bytes{node="node-1",tier="host"}', 16384),
+            ('mneme_cache_capacity_bytes{node="node-1",tier="host"}', 1 << 20),
+            ('mneme_cache_puts_total{node="node-1",outcome="taken"}', 4),
+            ('mneme_cache_misses_total{node="node-1",reason="bad_checksum",tier="disk"}', 0),
+            ("mneme_cache_lookups_total", 6),
+            ('mneme_cache_loaded_chunks_total{outcome="lost"}', 2),
+            ('mneme_cache_unsaved_chunks_total{reason="dropped"}', 4),
+            ('mneme_cache_plans_total{plan="split"}', 4),
+            ('mneme_cache_given_up_total{while="waiting"}', 2),
+            ("mneme_cache_found_chunks_total", 18),
+            ('mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"}', 4),
+            ('mneme_cache_put_chunks_total{outcome="lost"}', 2),
+            ('mneme_cache_put_chunks_total{outcome="taken"}', 8),
+            ("mneme_cache_put_bytes_under_way", 14),
+            ('mneme_cache_failed_calls_total{call="locate",reason="timeout"}', 6),
+            ('mneme_cache_failed_calls_total{call="peer_locate",reason="failed"}', 2),
+            ('mneme_cache_node_faults_total{fault="actors_lost"}', 2),
+            ('mneme_cache_node_faults_total{fault="node_restarted"}', 2),
+            ('mneme_cost_predictions_total{kind="prefill"}', 4),
+            ('mneme_cost_actual_seconds_total{kind="prefill"}', 4),
+            ('mneme_cost_actual_seconds_total{kind="peer_disk"}', 0),
         ):
-            assert line in lines, line
+            assert found[name] == value, name
 
     run(scenario)
 
@@ -98,11 +99,11 @@ def test_a_tier_that_is_silent_or_slow_leaves_the_page(monkeypatch: pytest.Monke
 
         for broken in (refuse, hang):
             engines.query = broken  # type: ignore[method-assign]
-            lines = await page(client)
-            assert "mneme_cache_nodes 0" in lines
-            assert not any(line.startswith("mneme_cache_puts_total") for line in lines)
-            assert "mneme_cache_lookups_total 6" in lines
-            assert 'mneme_pages{state="total"} 128' in lines
+            found = await page(client)
+            assert found["mneme_cache_nodes"] == 0
+            assert not any(name.startswith("mneme_cache_puts_total") for name in found)
+            assert found["mneme_cache_lookups_total"] == 6
+            assert found['mneme_pages{state="total"}'] == 128
 
     run(scenario)
 
@@ -114,12 +115,12 @@ def test_no_tier_has_no_metrics() -> None:
 def test_write_amplification_is_of_what_lasts() -> None:
     disks = [{"written_bytes": 300, "superseded_bytes": 100}, {"written_bytes": 100, "superseded_bytes": 0}]
     nodes = [{"node": str(n), "host": {}, "disk": disk} for n, disk in enumerate(disks)]
-    lines = cache_lines([*nodes, {"node": "2", "host": {"chunks": "many"}, "disk": None}], [])
-    assert f"mneme_cache_write_amplification_ratio {400 / 300!r}" in lines
-    assert 'mneme_cache_superseded_bytes_total{node="0"} 100' in lines
-    assert 'mneme_cache_chunks{node="2",tier="host"} 0' in lines
-    assert "mneme_cache_nodes 3" in lines
-    assert not any("amplification" in line for line in cache_lines([{"node": "0", "disk": None}], []))
+    found = samples(cache_metrics([*nodes, {"node": "2", "host": {"chunks": "many"}, "disk": None}], []))
+    assert found["mneme_cache_write_amplification_ratio"] == 400 / 300
+    assert found['mneme_cache_superseded_bytes_total{node="0"}'] == 100
+    assert found['mneme_cache_chunks{node="2",tier="host"}'] == 0
+    assert found["mneme_cache_nodes"] == 3
+    assert not any("amplification" in name for name in samples(cache_metrics([{"node": "0", "disk": None}], [])))
 
 
 def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
@@ -130,28 +131,27 @@ def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
             "session_logs": {"sessions": 5, "used_bytes": 4096, "counters": {"damaged": 1}, "copies": {"copied": 3}},
         }
     ]
-    lines = cache_lines(nodes, [])
-    for line in (
-        'mneme_cache_directory_faults_total{node="a",fault="told_all"} 2',
-        'mneme_cache_directory_faults_total{node="a",fault="lookup_unanswered"} 1',
-        'mneme_session_logs{node="a"} 5',
-        'mneme_session_log_bytes{node="a"} 4096',
-        'mneme_session_log_faults_total{node="a",fault="damaged"} 1',
-        'mneme_session_log_copies_total{node="a",outcome="copied"} 3',
+    found = samples(cache_metrics(nodes, []))
+    for name, value in (
+        ('mneme_cache_directory_faults_total{fault="told_all",node="a"}', 2),
+        ('mneme_cache_directory_faults_total{fault="lookup_unanswered",node="a"}', 1),
+        ('mneme_session_logs{node="a"}', 5),
+        ('mneme_session_log_bytes{node="a"}', 4096),
+        ('mneme_session_log_faults_total{fault="damaged",node="a"}', 1),
+        ('mneme_session_log_copies_total{node="a",outcome="copied"}', 3),
     ):
-        assert line in lines, line
+        assert found[name] == value, name
 
 
 def test_a_node_that_does_not_answer_lowers_no_counter() -> None:
     nodes = [{"node": name, "host": {"put_bytes": count}} for name, count in (("a", 3), ("b", 4), ("b", 1))]
-    both, alone = cache_lines(nodes, []), cache_lines(nodes[:1], [])
-    assert [line for line in both if line.startswith("mneme_cache_put_bytes_total")] == [
-        'mneme_cache_put_bytes_total{node="a"} 3',
-        'mneme_cache_put_bytes_total{node="b"} 5',  # two of one name are one
-    ]
-    assert [line for line in alone if line.startswith("mneme_cache_put_bytes_total")] == [
-        'mneme_cache_put_bytes_total{node="a"} 3'
-    ]
+    both, alone = samples(cache_metrics(nodes, [])), samples(cache_metrics(nodes[:1], []))
+    name = "mneme_cache_put_bytes_total"
+    assert {key: value for key, value in both.items() if key.startswith(name)} == {
+        f'{name}{{node="a"}}': 3,
+        f'{name}{{node="b"}}': 5,  # two of one name are one
+    }
+    assert {key: value for key, value in alone.items() if key.startswith(name)} == {f'{name}{{node="a"}}': 3}
 
 
 def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
@@ -163,18 +163,18 @@ def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() 
             return [ReplicaStats(replica_id=name, model="", metrics={"session_logs": logs}) for name in "ab"]
 
         engines.stats = stats  # type: ignore[method-assign]
-        lines = await page(client)
-        for line in (
-            'mneme_session_log_records_total{outcome="append_failed"} 2',
-            'mneme_session_log_records_total{outcome="appended"} 8',
-            'mneme_session_log_records_total{outcome="raised"} 4',
-            'mneme_session_log_records_total{outcome="lost"} 2',
-            "mneme_session_log_waiting_records 4",
-            "mneme_session_log_failing_sessions 10",
-            'mneme_session_log_reads_total{outcome="restored"} 6',
-            'mneme_session_log_reads_total{outcome="failed"} 2',
+        found = await page(client)
+        for name, value in (
+            ('mneme_session_log_records_total{outcome="append_failed"}', 2),
+            ('mneme_session_log_records_total{outcome="appended"}', 8),
+            ('mneme_session_log_records_total{outcome="raised"}', 4),
+            ('mneme_session_log_records_total{outcome="lost"}', 2),
+            ("mneme_session_log_waiting_records", 4),
+            ("mneme_session_log_failing_sessions", 10),
+            ('mneme_session_log_reads_total{outcome="restored"}', 6),
+            ('mneme_session_log_reads_total{outcome="failed"}', 2),
         ):
-            assert line in lines, line
+            assert found[name] == value, name
 
     run(scenario)
 
@@ -184,12 +184,12 @@ def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
         {"node": "a", "disk_problem": ""},
         {"node": "b", "disk_problem": "disk tier: /kv cannot be used (Permission denied)"},
     ]
-    assert "mneme_cache_nodes_without_disk 1" in cache_lines(nodes, [])
+    assert samples(cache_metrics(nodes, []))["mneme_cache_nodes_without_disk"] == 1
 
 
 def test_every_label_is_bounded() -> None:
     """What a node says beside is no sample: labels come from here, never from a report."""
     nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
-    text = "\n".join(cache_lines(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}]))
+    text = str(samples(cache_metrics(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}])))
     assert "tomorrow" not in text
     assert "abab" not in text

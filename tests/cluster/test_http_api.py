@@ -31,7 +31,7 @@ def test_a_chat_answer() -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": num_prompt},
         "kv_details": {
             "device": 0,
             "host": 0,
@@ -252,6 +252,7 @@ def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
         request = GenerationRequest(request_id=f"r.{index}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
         made = Choice.start(index, index // 2, request, TOKENIZER, FieldNames("prompt", "max_tokens"))
         made.add(TokenEvent(request.request_id, (5,), None, None, PromptUsage(3, cached)))
+        assert [delta.num_tokens for delta in made.take()] == [1]
         return made
 
     for first, second in ((2, 0), (0, 2)):
@@ -260,6 +261,6 @@ def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
             "prompt_tokens": 6,
             "completion_tokens": 4,
             "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 1},
+            "prompt_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 5},
             "kv_details": {"device": 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 5, "dropped": 0, "truncated": 0},
         }

@@ -204,7 +204,7 @@ def test_a_stream_s_usage_has_them_too() -> None:
     async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
         body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
         text = (await client.post("/v1/chat/completions", json=body)).text
-        assert '"kv_details": {"device": 0,' in text
+        assert '"kv_details":{"device":0,' in text
 
     run(scenario)
 

@@ -82,7 +82,7 @@ def test_choices_are_interleaved_by_index(client: openai.OpenAI) -> None:
         text[choice.index] += choice.delta.content or ""
         order.append(choice.index)
     assert set(text.values()) == {SENTENCE}
-    assert order[:3] == [0, 1, 2]
+    assert list(dict.fromkeys(order)) == [0, 1, 2]
 
 
 def test_a_stop_string_never_shows(client: openai.OpenAI) -> None:
@@ -140,14 +140,15 @@ def test_usage_in_every_chunk_when_asked(server: Server) -> None:
 
 def test_an_answer_without_text_still_has_a_role(server: Server) -> None:
     chunks = events(server, "/v1/chat/completions", {**CHAT, "stop": SENTENCE[:2]})[:-1]
-    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant", "content": ""}]
-    assert chunks[0]["choices"][0]["finish_reason"] == "stop"
+    told = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in told] == [{"role": "assistant", "content": ""}, {"content": ""}]
+    assert [choice["finish_reason"] for choice in told] == [None, "stop"]
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"n": 9}, openai.BadRequestError),
+        ({"n": 129}, openai.BadRequestError),
         ({"model": "other"}, openai.NotFoundError),
     ],
 )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import NamedTuple
 
 import httpx
 
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+from tests.cluster.metric_samples import samples_of
+
 IDLE_LIMIT_S = 20.0
 
 
 class Metrics(NamedTuple):
-    values: dict[tuple[str, str], float]  # by name and label text
+    values: dict[str, float]  # as `samples_of` names them
 
-    def __getitem__(self, key: str) -> float:  # type: ignore[override]
-        name, _, labels = key.partition("{")
-        return self.values[name, labels.rstrip("}")]
+    def __getitem__(self, name: str) -> float:  # type: ignore[override]
+        return self.values[name]
 
     @property
     def busy(self) -> float:
@@ -28,8 +27,7 @@ class Metrics(NamedTuple):
 
 def read_metrics(server: str) -> Metrics:
     page = httpx.get(f"{server}/metrics", timeout=10).raise_for_status().text
-    matches = (_SAMPLE.match(line) for line in page.splitlines())
-    return Metrics({(m[1], m[2] or ""): float(m[3]) for m in matches if m})
+    return Metrics(samples_of(page))
 
 
 def await_idle(server: str) -> Metrics:

@@ -177,6 +177,21 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert (engine.in_flight, len(engine._deadlines)) == ({}, 0)
 
 
+def test_usage_says_how_long_a_request_waited_and_how_long_its_prompt_took() -> None:
+    engine, clock = engine_with_clock(max_running=1)  # 16 rows a step
+    clock.now_s = 1.0
+    for name, length in (("a", 20), ("b", 3)):
+        engine.submit(make_request(name, [1 + (name == "b")] * length, SamplingParams(temperature=0, max_tokens=2)))
+    usages = {}
+    while engine.has_work:
+        clock.now_s += 1.0
+        usages.update({event.request_id: event.usage for event in engine.step() if event.usage is not None})
+    waited = {name: (usage.queue_s, usage.prefill_s) for name, usage in usages.items()}
+    # The first step is at 2 s; the prompt of `a` takes two steps, its answer one more.
+    assert waited == {"a": (1.0, 1.0), "b": (4.0, 0.0)}
+    assert engine.num_tokens["device"] + engine.num_tokens["recomputed"] == engine.num_tokens["prompt"] == 23
+
+
 def test_a_suspended_sequence_has_its_deadline_too() -> None:
     engine, clock = engine_with_clock(num_pages=8)
     params = SamplingParams(temperature=0, max_tokens=20)
