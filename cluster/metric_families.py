@@ -149,6 +149,9 @@ ENGINES = (
         "Segments that two or more sequences read at once.",
         alone("shared_segments"),
     ),
+    Family("mneme_cuda_graph_replays_total", "counter", "Decode steps that were replayed.", alone("graphs", "replays")),
+    Family("mneme_cuda_graph_failures_total", "counter", "Captures that failed.", alone("graphs", "failed")),
+    Family("mneme_cuda_graphs_off", "gauge", "Replicas that capture no more steps.", alone("graphs", "off")),
 )
 _FROM_TIERS = tuple(((), ("tokens", source)) for source in ("host", "disk", "peer"))
 _COMPUTED = tuple(((), ("tokens", source)) for source in ("recomputed", "dropped"))

@@ -59,9 +59,13 @@ class StepSaves:
             self._saver.begin_copy(job, self._copies)
 
     def layer_done(self, layer: int) -> None:
-        """The layer's KV is written, or issued; a step that is replayed as a graph does not say so."""
-        self._saver.copy_layer(self._copies, layer)
-        self._num_layers = layer + 1
+        """The layer's KV is written, or issued; a step that is replayed as a graph does not say so.
+
+        A layer that was handed over is not handed over again, whoever says so twice.
+        """
+        if layer >= self._num_layers:
+            self._saver.copy_layer(self._copies, layer)
+            self._num_layers = layer + 1
 
     def finish(self, unsound: Collection[object] = ()) -> None:
         """The step is over, and what went wrong in it is known; nothing of these sequences is kept."""

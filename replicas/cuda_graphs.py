@@ -7,14 +7,23 @@ where that changes, as when a buffer had to grow, the step has another shape, so
 
 Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
 Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell, a
-step that waits for pages on their way (ask for no bucket then: padding would be for nothing).
+step that waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
+
+A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
+begin when it has run (`StepSaves.finish`). What is captured never tells them of a layer.
+
+A capture that fails costs that step its graph and no more: it is counted, runs as it is, and captures wait for some
+steps. After several failures in a row nothing is captured any more; the graphs that there are go on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +38,8 @@ log = logging.getLogger(__name__)
 MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
 _MAX_GRAPHS = 48  # each keeps a few MB of the driver's memory; the least recently used goes
 _MAX_MET = 1024  # shapes met once that are remembered
+_MAX_FAILURES = 3  # captures in a row
+_RETRY_STEPS = 100  # that could have been captured and are not, after a failure; ten times as many after the next
 _NUM_INPUTS = 4  # token ids, positions, slots, sampled rows
 
 Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
@@ -80,16 +91,27 @@ class DecodeGraphs:
         self._met: OrderedDict[Shape, None] = OrderedDict()
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
         self._inputs: StepInputs | None = None  # what the buffers hold
-        self._is_on = True
-        self.num_replays = 0
+        self._num_failures = 0  # since the last capture that succeeded
+        self._put_off = 0  # steps without a capture
+        self.num_replays = self.num_failed = 0
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are still captured."""
+        return self._num_failures < _MAX_FAILURES
+
+    def stats(self) -> dict[str, int]:
+        """For metrics."""
+        return {"replays": self.num_replays, "failed": self.num_failed, "off": int(not self.is_on)}
+
     def bucket(self, num_rows: int) -> int | None:
         """The rows that a decode step of so many is padded to; None if it is not to be."""
-        return bucket_of(num_rows) if self._is_on and 0 < num_rows <= self._max_rows else None
+        has_graphs = self.is_on or bool(self._graphs)
+        return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self._max_rows else None
 
     def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
         """A padded step's inputs in the buffers of its bucket, which the next step overwrites.
@@ -114,7 +136,8 @@ class DecodeGraphs:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
-        can_replay = self._is_on and inputs is self._inputs and inputs.load is None  # a replay waits for no load
+        # A replay waits for no load, and nobody sees what it computes on the way.
+        can_replay = inputs is self._inputs and inputs.load is None and inputs.observe is None
         attention = self._stage(inputs.plan) if can_replay else None
         if attention is None:
             return self._run(inputs)
@@ -133,6 +156,9 @@ class DecodeGraphs:
             if len(self._met) > _MAX_MET:
                 self._met.popitem(last=False)
             return False
+        if not self.is_on or self._put_off:
+            self._put_off = max(self._put_off - 1, 0)
+            return False
         self._logits_of(shape.num_rows)  # outside the graph's memory, which the next graph uses too
         if len(self._graphs) >= self._max_graphs:
             evicted, _ = self._graphs.popitem(last=False)
@@ -140,17 +166,20 @@ class DecodeGraphs:
         try:
             self._graphs[shape] = self._capture(self._step)
         except RuntimeError as error:
-            log.warning("decode steps run without CUDA graphs from now on: %s", error)
-            self._is_on = False
-            self._graphs.clear()
+            self.num_failed += 1
+            self._put_off = _RETRY_STEPS * 10**self._num_failures
+            self._num_failures += 1
+            what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
+            log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, error)
             return False
+        self._num_failures = 0
         log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
         return True
 
     def _step(self) -> None:
         """What is captured: the forward pass, its logits copied to where every graph leaves them."""
         assert self._inputs is not None
-        logits = self._run(self._inputs)
+        logits = self._run(replace(self._inputs, saves=None))  # a capture runs it twice, and computes nothing
         self._logits_of(len(logits)).copy_(logits)
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:
@@ -172,17 +201,53 @@ class CudaCapture:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], None]) -> Graph:
-        """Runs once before, so that kernels are compiled and libraries have their workspaces."""
+        """Runs once before, so that kernels are compiled and libraries have their workspaces.
+
+        Raises RuntimeError if that fails; the next capture may succeed.
+        """
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream())
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 run()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
+            try:
+                # Other threads may use CUDA meanwhile.
+                with (
+                    _no_collection(),
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
+                    run()
+            except BaseException:
+                self._recover(current)
+                raise
         return graph
+
+    def _recover(self, current: torch.cuda.Stream) -> None:
+        """After a capture that failed, put right what torch leaves as it was in the midst of it.
+
+        The side stream stays current if the capture cannot even be ended. torch before 2.13 then also takes the pool
+        for one that is being captured into, for good: it neither empties its cache nor captures into this pool again.
+        Graphs captured before keep the old pool.
+        """
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):  # it was ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is not collected: a kernel among it would unload its module, which ends a capture."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:

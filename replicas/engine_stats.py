@@ -36,6 +36,7 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
         "sessions": len(engine.sessions),
         "session_logs": None if engine.durable is None else engine.durable.stats(),
         "shared_segments": runner.num_shared_segments,
+        "graphs": None if runner.graphs is None else runner.graphs.stats(),
         "capacity_tokens": engine.capacity,
     }
     return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine, runner)}

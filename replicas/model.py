@@ -42,7 +42,7 @@ class StepInputs:
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
-    saves: StepSaves | None = None  # chunks that the step completes; told of each layer, but by a step that is replayed
+    saves: StepSaves | None = None  # chunks that the step completes; told of each layer as it is computed, not replayed
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None

@@ -87,7 +87,7 @@ class Runner:
         self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
         if timeline is not None:
             decoder.record(timeline)
-        self._graphs = None if make_graphs is None else make_graphs(self._run, self.pool)
+        self.graphs = None if make_graphs is None else make_graphs(self._run, self.pool)
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
@@ -144,7 +144,7 @@ class Runner:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""
         if inputs is None:
             return torch.empty(0, self.vocab_size)
-        logits = self._run(inputs) if self._graphs is None else self._graphs.forward(inputs)
+        logits = self._run(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
 
     def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
@@ -170,15 +170,15 @@ class Runner:
 
     def _bucket(self, ordered: list[Chunk]) -> int | None:
         """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
-        if self._graphs is None or not all(chunk.num_rows == 1 and chunk.samples for chunk in ordered):
+        if self.graphs is None or not all(chunk.num_rows == 1 and chunk.samples for chunk in ordered):
             return None
-        return self._graphs.bucket(len(ordered))
+        return self.graphs.bucket(len(ordered))
 
     def _inputs(self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None) -> StepInputs:
         token_ids, positions, slots, sampled_rows = arrays
-        if bucket is not None and self._graphs is not None:
+        if bucket is not None and self.graphs is not None:
             padded = [np.pad(array, (0, bucket - len(array))) for array in arrays]
-            return self._graphs.inputs(padded, plan, len(sampled_rows))
+            return self.graphs.inputs(padded, plan, len(sampled_rows))
         return StepInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),

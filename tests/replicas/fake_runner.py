@@ -41,6 +41,7 @@ class FakeRunner:
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
         self.num_shared_segments = 0
+        self.graphs = None
         self.num_rows = 0
         self.fail_next = False
         self.flat = False  # predict every token alike

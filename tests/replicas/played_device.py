@@ -39,8 +39,9 @@ class PlayedDevice:
         return self.key(plan)
 
     def capture(self, step: Callable[[], None]) -> Graph:
-        step()
-        self.num_eager -= 1
+        for _ in range(2):  # once so that all is compiled, once to record it
+            step()
+            self.num_eager -= 1
         frozen = self._last
         self.shapes.append(len(frozen.token_ids))
         device = self

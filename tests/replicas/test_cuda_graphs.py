@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -13,17 +14,24 @@ import numpy as np
 import pytest
 import torch
 
+from mneme.cachetier.cache_config import CacheConfig
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas import model
+from mneme.replicas.chunk_cache import ChunkCache
+from mneme.replicas.chunk_mover import ChunkMover
+from mneme.replicas.chunk_saver import ChunkSaver
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import DecodeGraphs, MakeGraphs, Run, decode_graphs_for
+from mneme.replicas.cuda_graphs import CudaCapture, DecodeGraphs, MakeGraphs, Run, decode_graphs_for
 from mneme.replicas.engine import Engine
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.runner import Runner
 from mneme.replicas.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, fingerprint_of
 from tests.replicas.played_device import PlayedDevice, RecordingRunner
+from tests.replicas.tiered_engine import run
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`
 # Between products of other shapes, on a GPU; bfloat16 logits of these models are 0.13 from the float32 ones.
@@ -154,6 +162,85 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
         assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= TOLERANCE, name
 
 
+def cached_engine(decoder: Decoder, store: FakeStore, make_graphs: MakeGraphs | None) -> Engine:
+    runner, config = Runner(decoder, 64, 16, make_graphs), CacheConfig(chunk_tokens=CHUNK_TOKENS)
+    fingerprint = fingerprint_of(decoder)
+    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, config))
+    chunks = ChunkCache(store, fingerprint, SlowRows(), config, page_size=16)
+    return Engine(runner, None, EngineConfig(page_size=16, max_running=8), chunks=chunks)
+
+
+def saved_while_decoding(engine: Engine, store: FakeStore) -> dict[bytes, list[bytes]]:
+    """The layers of each chunk in the store, of answers that complete chunks at different times."""
+    for index in range(3):
+        engine.submit(request(f"r{index}", list(range(10 * index, 10 * index + 40 + 3 * index)), 60))
+    run(engine)
+    engine.close()
+    return {key: [layer.tobytes() for layer in chunk.layers] for key, chunk in store.chunks.items()}
+
+
+def test_steps_that_are_captured_and_replayed_save_each_layer_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that complete a chunk while they are captured: the capture runs the pass twice and hands over none."""
+    handed_over: list[tuple[object, int]] = []
+    capturing: list[bool] = []
+    copy_layer = ChunkSaver.copy_layer
+
+    def recorded(self: ChunkSaver, copies: Any, layer: int) -> None:
+        assert not capturing
+        handed_over.extend((copy, layer) for copy in copies)
+        copy_layer(self, copies, layer)
+
+    monkeypatch.setattr(ChunkSaver, "copy_layer", recorded)
+    made: list[DecodeGraphs] = []
+
+    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+        device = PlayedDevice(run)
+
+        def capture(step: Callable[[], None]) -> Any:
+            capturing.append(True)
+            graph = device.capture(step)
+            capturing.pop()
+            return graph
+
+        keys = itertools.count()
+        device.key = lambda plan: next(keys) // 2  # every second step is captured
+        made.append(
+            DecodeGraphs(
+                device.run, device.stage, capture, max_rows=8, vocab_size=VOCAB_SIZE, device=torch.device("cpu")
+            )
+        )
+        return made[0]
+
+    expected = saved_while_decoding(cached_engine(decoder, store := FakeStore(), None), store)
+    handed_over.clear()
+    found = saved_while_decoding(cached_engine(decoder, store := FakeStore(), make), store)
+    assert made[0].num_replays > 20
+    num_layers = decoder.config.num_layers
+    assert len(handed_over) == len(set(handed_over)) == num_layers * len(expected)
+    assert found.keys() == expected.keys()
+    assert len(found) == 6  # a full one and a tail of each
+
+
+@pytest.mark.gpu
+def test_a_device_captures_again_after_a_capture_that_failed() -> None:
+    """torch is as it was before: its stream, its memory; earlier graphs still replay."""
+    device = torch.device("cuda", 0)
+    capture, stream = CudaCapture(device), torch.cuda.current_stream(device)
+    x = torch.ones(1 << 20, device=device)
+    first = capture(lambda: x.mul_(2))  # type: ignore[arg-type,return-value]
+    with pytest.raises(RuntimeError):
+        capture(lambda: x.sum().item() and None)  # waits for the device
+    assert torch.cuda.current_stream(device) == stream
+    torch.cuda.empty_cache()  # refused while torch believes that something is captured
+    second = capture(lambda: x.add_(1))  # type: ignore[arg-type,return-value]
+    x.fill_(3)
+    first.replay()
+    second.replay()
+    assert torch.equal(x, torch.full_like(x, 7))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -163,7 +250,7 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     eager_engine, eager = engine_of(decoder, None)
     engine, runner = engine_of(decoder, decode_graphs_for(decoder, 8))
     tokens, eager_tokens = serve(engine), serve(eager_engine)
-    graphs = runner._graphs
+    graphs = runner.graphs
     assert graphs is not None
     assert graphs.num_replays > 20
     if dtype == torch.float32:

@@ -113,20 +113,72 @@ def test_the_least_recently_used_graph_goes_first() -> None:
     assert device.shapes == [1, 2, 4, 2]
 
 
-def test_a_capture_that_fails_turns_graphs_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observed_step_is_not_replayed() -> None:
     device = EchoDevice()
+    graphs = make_graphs(device)
+    for _ in range(3):
+        step(graphs, 2)
+    inputs = graphs.inputs([np.arange(2)] * 4, plan=None, num_sampled=2)  # type: ignore[arg-type]
+    inputs.observe = lambda layer, q, lse: None
+    graphs.forward(inputs)
+    assert (device.num_eager, graphs.num_replays) == (2, 2)
 
-    def fail(step: Callable[[], None]) -> Graph:
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(
-        device.run, device.stage, fail, max_rows=4, vocab_size=3, device=torch.device("cpu")
-    )  # fmt: skip
-    assert graphs.bucket(3) == 4
+class FailingDevice(EchoDevice):
+    """Captures fail, when they are to, in the midst of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.num_tried = True, 0
+
+    def capture(self, step: Callable[[], None]) -> Graph:
+        self.num_tried += 1
+        if self.fails:
+            step()
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(step)
+
+
+def test_a_capture_that_fails_is_counted_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    device = FailingDevice()
+    graphs = make_graphs(device)
     with caplog.at_level(logging.WARNING):
-        assert [step(graphs, 4, first)[0, 0] for first in range(4)] == [0, 1, 2, 3]
+        assert [int(step(graphs, 4, first)[0, 0]) for first in range(50)] == [*range(50)]
+    assert (device.num_tried, graphs.stats()) == (1, {"replays": 0, "failed": 1, "off": 0})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "not permitted" in caplog.text
+    device.fails = False
+    assert [int(step(graphs, 4, first)[0, 0]) for first in range(200)] == [*range(200)]
+    assert device.num_tried == 2
+    assert graphs.num_replays > 100
+    assert graphs.bucket(3) == 4
+
+
+def test_after_failures_in_a_row_nothing_is_captured_and_graphs_go_on() -> None:
+    device = FailingDevice()
+    graphs = make_graphs(device)
+    for _ in range(500):
+        step(graphs, 4)
+    assert (graphs.is_on, device.num_tried) == (True, 2)
+    device.fails = False  # for once: what came before does not count any more
+    for _ in range(1_500):
+        step(graphs, 2)
+    device.fails, num_replays = True, graphs.num_replays
+    assert num_replays
+    for _ in range(1_500):
+        step(graphs, 4)
+    assert graphs.stats() == {"replays": num_replays, "failed": 5, "off": 1}
+    assert step(graphs, 2, 7)[:, 0].tolist() == [7, 8]
+    assert graphs.num_replays == num_replays + 1
+    assert device.num_tried == 6
+
+
+def test_a_device_on_which_nothing_can_be_captured_pads_no_step() -> None:
+    device = FailingDevice()
+    graphs = make_graphs(device)
+    assert graphs.bucket(3) == 4
+    for _ in range(1_500):
+        step(graphs, 4)
     assert graphs.bucket(3) is None
 
 
