@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,13 +72,17 @@ def stands_still() -> float:
     return 0.0
 
 
-def load_costs(path: Path | None) -> CostModel:
+def load_costs(path: Path | None, given: Mapping[str, float] | None = None) -> CostModel:
     """From a JSON object with some of the fields of `Rates`, or from the file in which an engine keeps its cost model.
 
-    Raises `ConfigError`.
+    `given` fields of `Rates` go before the object's. Raises `ConfigError`.
     """
-    costs = None if path is None else costs_in(_read(path), stands_still)
-    return costs or load_table(Rates, path).cost_model()
+    measured = None if path is None else costs_in(_read(path), stands_still)
+    if measured is None:
+        return replace(load_table(Rates, path), **(given or {})).cost_model()
+    if given:
+        raise ConfigError(f"{', '.join(given)}: cannot be given beside {path}, which is measured of one model")
+    return measured
 
 
 def load_table(kind: type[Table], path: Path | None) -> Table:

@@ -94,7 +94,8 @@ class CacheSimulator:
         for index, tier in enumerate(self.tiers.tiers):
             tier.policy.set_queue(partial(self._waiting, index))
 
-    def run(self) -> Outcome:
+    def run(self, on_request: Callable[[], object] = lambda: None) -> Outcome:
+        """Play the trace; `on_request` is called after each request."""
         outcome = Outcome()
         for place, request in enumerate(self._trace):
             self._place = place
@@ -104,6 +105,7 @@ class CacheSimulator:
                 self._prefetch(self._loads.disk_blocks(idle_s, request.block_tokens))
             self._wait_from(place + 1)
             self._play(request, outcome)
+            on_request()
         if self._trace:
             outcome.span_s = self._trace[-1].arrival_s - self._trace[0].arrival_s
         outcome.tiers = [

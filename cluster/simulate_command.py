@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,10 @@ from mneme.cachetier.cache_simulator import SIMULATED_POLICIES, CacheSimulator, 
 from mneme.cachetier.cost_model import CostModel
 from mneme.cachetier.synthetic_trace import PREFIX, make_trace, parse_shape
 from mneme.cachetier.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
-from mneme.cluster.simulate_plot import plot_runs
+from mneme.cluster.simulate_plot import OPTIMUM, plot_runs
 from mneme.errors import ConfigError, shown
+from mneme.replicas.model_config import load_model_config
+from mneme.replicas.model_directory import model_directory
 
 HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
 TIERS = ("device", "host", "disk")
@@ -26,22 +30,41 @@ DEFAULT_POLICY = "returning"
 _MAX_BLOCKS = 10**12
 _MAX_GB = 1e9
 _MAX_QUEUE = 10_000
+_RATED_TOKENS = 2048  # of the prompt of which the prefill rate is told
+_DEFAULT_SHARES = (0.1, 0.5, 1.0)  # capacities, of the trace's distinct blocks
+_TERMINAL_S, _LINE_S = 0.1, 5.0  # between two looks at the progress
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
     cache.add_argument(
-        "--trace", required=True, help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...]"
+        "--trace",
+        required=True,
+        metavar="TRACE",
+        help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...]",
     )
     cache.add_argument(
-        "--policy", default=DEFAULT_POLICY, help=f"one or several, by commas, of {', '.join(SIMULATED_POLICIES)}"
+        "--policy",
+        default=DEFAULT_POLICY,
+        metavar="NAME",
+        help=f"one or several, by commas, of {', '.join(SIMULATED_POLICIES)}",
     )
-    cache.add_argument("--capacity-blocks", metavar="N|inf", help="one tier of so many blocks; several, by commas")
+    cache.add_argument(
+        "--capacity-blocks",
+        metavar="N|inf",
+        help="one tier of so many blocks; several, by commas (default: 10%%, 50%% and 100%% of the trace's)",
+    )
     for name in TIERS:
         cache.add_argument(f"--{name}-gb", metavar="GB", help=f"the {name} tier, in 10^9 bytes; several, by commas")
-    cache.add_argument("--block-tokens", type=int, default=512, help="tokens in a block (default 512)")
-    cache.add_argument("--queue", type=int, default=0, help="requests to come that the policy sees (default 0)")
+    cache.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens in a block (default 512)")
+    model = cache.add_mutually_exclusive_group()
+    model.add_argument("--model", metavar="DIR", help="a model directory (or mneme-tiny): how large its KV is")
+    model.add_argument("--kv-bytes-per-token", type=float, metavar="N", help="of all layers (default: LLaMA-65B's)")
+    cache.add_argument("--prefill-tokens-per-s", type=float, metavar="N", help="of one replica (default: 5,700)")
+    cache.add_argument(
+        "--queue", type=int, default=0, metavar="N", help="requests to come that the policy sees (default 0)"
+    )
     cache.add_argument(
         "--prefetch", action="store_true", help="bring what the queue will use from the disk to the host"
     )
@@ -60,39 +83,126 @@ def simulate(args: argparse.Namespace) -> int:
     """Run every policy at every capacity. Raises `ConfigError`."""
     _check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
     _check_range("queue", args.queue, 0, _MAX_QUEUE)
-    costs, prices = load_costs(args.rates), load_table(Prices, args.prices)
+    costs, prices = load_costs(args.rates, _given_rates(args)), load_table(Prices, args.prices)
     sizes = _sizes(args, _block_bytes(costs, args))
     policies = args.policy.split(",")
     for policy in policies:
         if policy not in SIMULATED_POLICIES:
             raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
     trace = _trace(args.trace, args.block_tokens)
+    num_distinct = len({block_id for request in trace for block_id in request.block_ids})
+    sizes = sizes or [Size([max(round(share * num_distinct), 1)]) for share in _DEFAULT_SHARES]
     busy_blocks = most_used_within(trace, HOUR_S)
-    runs = [_run(trace, size, policy, costs, prices, args) for size in sizes for policy in policies]
+    with _progress(len(sizes) * len(policies) * len(trace)) as advance:
+        runs = [_run(trace, size, policy, costs, prices, args, advance) for size in sizes for policy in policies]
     for run in runs:
         run["hour_blocks"] = busy_blocks
     if args.plot is not None:
-        plot_runs(args.plot, runs)
+        plot_runs(args.plot, runs, f"{args.trace}, {costs.calibration.kv_bytes_per_token:,} bytes of KV per token")
+        _say(f"the plot is in {args.plot}")
+    if num_distinct == sum(len(request.block_ids) for request in trace):
+        why = ": Azure's format does not say which prompts are alike" if args.trace.lower().endswith(".csv") else ""
+        _say(f"no block of this trace occurs twice, so no cache finds any{why}")
     if args.json:
         print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))
     else:
-        print("\n".join(table(runs)))
+        print("\n".join([*_assumptions(costs, prices, args), "", *table(runs)]))
     return 0
 
 
+def _given_rates(args: argparse.Namespace) -> dict[str, float]:
+    given = {"kv_bytes_per_token": args.kv_bytes_per_token, "prefill_tokens_per_s": args.prefill_tokens_per_s}
+    if args.model is not None:
+        config = load_model_config(model_directory(args.model))
+        value_bytes = 4 if config.dtype == "float32" else 2
+        given["kv_bytes_per_token"] = 2.0 * config.num_layers * config.kv_size * value_bytes
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> list[str]:
+    """What the figures rest on, and how to say otherwise."""
+    kv_bytes = costs.calibration.kv_bytes_per_token
+    prefill_per_s = _RATED_TOKENS / costs.prefill_s(_RATED_TOKENS, 0)
+    host, disk = (GB / costs.edge_s(edge, int(GB)) for edge in ("host", "disk"))
+    given = _given_rates(args)
+    whose = "" if args.rates or "kv_bytes_per_token" in given else " (LLaMA-65B)"
+    machine = "" if args.rates or "prefill_tokens_per_s" in given else " (LLaMA-65B on four A100s: AttentionStore)"
+    device, memory, ssd = map(_plain, (prices.device_per_hour, prices.host_gb_per_hour, prices.disk_gb_per_hour))
+    return [
+        f"assumed: {kv_bytes:,} bytes of KV per token{whose}, "
+        f"{host / GB:.3g} GB/s from the host, {disk / GB:.3g} GB/s from the disk,",
+        f"  {prefill_per_s:,.0f} tokens/s of prefill{machine},",
+        f"  {device} dollars per hour for a replica, {memory} for a GB of memory, {ssd} for a GB of disk",
+        "  to say otherwise: --model or --kv-bytes-per-token, --prefill-tokens-per-s, --rates, --prices",
+        f"a block is {args.block_tokens} tokens, {args.block_tokens * kv_bytes / 1e6:,.6g} MB",
+    ]
+
+
+def _plain(value: float) -> str:
+    """Without an exponent."""
+    return f"{value:.8f}".rstrip("0").rstrip(".")
+
+
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per run, hit ratios by tier."""
+    """One line per run under two of headings, and what the columns mean."""
     names = list(runs[0]["tiers"])
-    head = f"{'policy':>10} {'blocks':>20} {'hit ratio':>10}" + "".join(f" {'in ' + name:>10}" for name in names)
-    lines = [f"{head} {'TTFT p50':>10} {'p90 s':>8} {'GB moved':>10} {'$/hour':>8}"]
-    for run in runs:
-        blocks = "+".join("inf" if size is None else str(size) for size in run["capacity_blocks"])
-        found = "".join(f" {run['tiers'][name]['hit_ratio']:10.4f}" for name in names)
-        ttft, moved = run["ttft_s"], sum(run["moved_gb"].values())
-        cost = math.nan if run["hourly_cost"] is None else run["hourly_cost"]
-        line = f"{run['policy']:>10} {blocks:>20} {run['block_hit_ratio']:10.4f}{found}"
-        lines.append(f"{line} {ttft['p50']:10.3f} {ttft['p90']:8.3f} {moved:10.1f} {cost:8.2f}")
+    blocks = ["+".join("inf" if size is None else f"{size:,}" for size in run["capacity_blocks"]) for run in runs]
+    tiers = "+".join(names)
+    width = max(len(tiers), *map(len, blocks))
+    found = 8 * (1 + len(names)) - 1
+    lines = [
+        f"{'':10} {'blocks':>{width}} {'found, % of all':>{found}} {'TTFT, s':>17} {'moved':>10} {'cost':>8}",
+        f"{'policy':10} {tiers:>{width}} {'all':>7} "
+        + " ".join(f"{name:>7}" for name in names)
+        + f" {'p50':>8} {'p90':>8} {'GB':>10} {'$/hour':>8}",
+    ]
+    for run, size in zip(runs, blocks, strict=True):
+        ratios = [run["block_hit_ratio"], *(run["tiers"][name]["hit_ratio"] for name in names)]
+        ttft, cost = run["ttft_s"], run["hourly_cost"]
+        lines.append(
+            f"{run['policy'] + '*' * (run['policy'] == OPTIMUM):10} {size:>{width}} "
+            + " ".join(f"{100 * ratio:7.2f}" for ratio in ratios)
+            + f" {ttft['p50']:8.3f} {ttft['p90']:8.3f} {sum(run['moved_gb'].values()):10,.1f} "
+            + ("       -" if cost is None else f"{cost:8.2f}")
+        )
+    lines += [
+        "found: blocks at the beginning of a prompt that were cached, by the tier that had them; TTFT: loading and",
+        "  computing, without a queue; moved: between tiers; cost: replicas busy with prefills, memory and disk",
+    ]
+    if any(run["policy"] == OPTIMUM for run in runs):
+        lines.append(f"* {OPTIMUM} knows the future: the optimum, which no policy reaches")
     return lines
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[], None]]:
+    """Show on stderr how many requests have been played: a bar in a terminal, else a line every few seconds."""
+    done, shown_at = 0, time.monotonic()
+    is_terminal = sys.stderr.isatty()
+    every_s = _TERMINAL_S if is_terminal else _LINE_S
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
+        task = bar.add_task("", total=num_requests)
+
+        def advance() -> None:
+            nonlocal done, shown_at
+            done += 1
+            now = time.monotonic()
+            if now - shown_at < every_s:
+                return
+            shown_at = now
+            bar.update(task, completed=done)
+            if not is_terminal:
+                _say(f"{done:,} of {num_requests:,} requests")
+
+        yield advance
+
+
+def _say(text: str) -> None:
+    print(f"mneme simulate: {text}", file=sys.stderr, flush=True)
 
 
 def _trace(name: str, block_tokens: int) -> list[TraceRequest]:
@@ -115,10 +225,13 @@ def _block_bytes(costs: CostModel, args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
-    """What to run: every combination of the tiers' sizes."""
+    """What to run: every combination of the tiers' sizes; nothing where none is given."""
     given = [getattr(args, f"{name}_gb") for name in TIERS]
-    if (args.capacity_blocks is None) == all(size is None for size in given):
-        raise ConfigError("capacity: give --capacity-blocks, or some of --device-gb, --host-gb and --disk-gb")
+    has_gigabytes = any(size is not None for size in given)
+    if args.capacity_blocks is not None and has_gigabytes:
+        raise ConfigError("capacity-blocks: cannot be given beside --device-gb, --host-gb or --disk-gb")
+    if args.capacity_blocks is None and not has_gigabytes:
+        return []
     if args.capacity_blocks is not None:
         return [Size([_num_blocks(size)]) for size in args.capacity_blocks.split(",")]
     choices = [_gigabytes(name, text) for name, text in zip(TIERS, given, strict=True)]
@@ -142,7 +255,7 @@ def _size(gigabytes: Sequence[float], block_bytes: float) -> Size:
     blocks: list[int | None] = [int(size * GB / block_bytes) for size in gigabytes]
     if not any(blocks):
         raise ConfigError(
-            f"capacity: no tier holds a block of {block_bytes / GB:.3g} GB (kv_bytes_per_token in --rates)"
+            f"capacity: no tier holds a block of {block_bytes / GB:.3g} GB (--model or --kv-bytes-per-token)"
         )
     return Size(blocks, *gigabytes[1:])
 
@@ -163,18 +276,25 @@ def _check_range(name: str, value: int, smallest: int, largest: int) -> None:
 
 
 def _run(
-    trace: list[TraceRequest], size: Size, policy: str, costs: CostModel, prices: Prices, args: argparse.Namespace
+    trace: list[TraceRequest],
+    size: Size,
+    policy: str,
+    costs: CostModel,
+    prices: Prices,
+    args: argparse.Namespace,
+    advance: Callable[[], None],
 ) -> dict[str, Any]:
     started = time.perf_counter()
     simulator = CacheSimulator(trace, size.blocks, policy, costs=costs, queue=args.queue, prefetch=args.prefetch)
-    outcome = simulator.run()
+    outcome = simulator.run(advance)
     shape = {"policy": policy, "capacity_blocks": size.blocks, "block_tokens": args.block_tokens, "queue": args.queue}
     figures = _figures(outcome, _block_bytes(costs, args) / GB, len(size.blocks))
     cost = None
     if outcome.span_s:  # prefills alone: decoding costs the same with every cache
         cost = round(prices.hourly(outcome.compute_s / outcome.span_s, size.host_gb, size.disk_gb), 4)
     took_s = round(time.perf_counter() - started, 2)
-    return {**shape, "prefetch": args.prefetch, **figures, "hourly_cost": cost, "took_s": took_s}
+    assumed = {"kv_bytes_per_token": costs.calibration.kv_bytes_per_token}
+    return {**shape, "prefetch": args.prefetch, **figures, "hourly_cost": cost, "assumed": assumed, "took_s": took_s}
 
 
 def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from mneme.cachetier.cache_costs import Rates
 from mneme.cachetier.cache_simulator import CacheSimulator
 from mneme.cachetier.traces import most_used_within
+from mneme.cluster import simulate_command
 from mneme.cluster.cli import main
 from tests.cachetier.trace_cases import BLOCK_TOKENS, lru_ratio, random_trace
 
@@ -95,10 +96,15 @@ def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pyte
     several = [*SYNTHETIC, "--policy", "lru,returning,min", "--capacity-blocks", "50,inf"]
     plot = tmp_path / "hits.png"
     assert simulate(*several, "--plot", str(plot)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [
-        [policy, size] for size in ("50", "inf") for policy in ("lru", "returning", "min")
+    shown = capsys.readouterr()
+    assert shown.err == f"mneme simulate: the plot is in {plot}\n"
+    lines = shown.out.splitlines()
+    heading = next(index for index, line in enumerate(lines) if line.startswith("policy"))
+    assert [line.split()[:2] for line in lines[heading + 1 : heading + 7]] == [
+        [policy, size] for size in ("50", "inf") for policy in ("lru", "returning", "min*")
     ]
+    assert len({len(line) for line in lines[heading - 1 : heading + 7]}) == 1  # columns stand under their headings
+    assert lines[-1] == "* min knows the future: the optimum, which no policy reaches"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert simulate(*several, "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
@@ -107,10 +113,63 @@ def test_several_runs_are_a_table_a_plot_and_a_list(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
+    ("arguments", "assumed"),
+    [
+        ([], "2,621,440 bytes of KV per token (LLaMA-65B), 5,700 tokens/s of prefill (LLaMA-65B on four A100s"),
+        (["--model", "mneme-tiny"], "3,072 bytes of KV per token, 5,700 tokens/s of prefill (LLaMA-65B on four A100s"),
+        (
+            ["--kv-bytes-per-token", "131072", "--prefill-tokens-per-s", "12000"],
+            "131,072 bytes of KV per token, 12,000",
+        ),
+    ],
+)
+def test_what_the_figures_rest_on_is_said(
+    arguments: list[str], assumed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(*SYNTHETIC, "--host-gb", "1000", *arguments) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    for part, line in zip(assumed.split(", "), (first, second), strict=True):
+        assert part in line
+    assert simulate(*SYNTHETIC, "--host-gb", "1000", *arguments, "--json") == 0
+    run = json.loads(capsys.readouterr().out)
+    assert f"{run['assumed']['kv_bytes_per_token']:,}" == first.split()[1]
+    assert run["capacity_blocks"][1] == int(1000e9 / 64 / run["assumed"]["kv_bytes_per_token"])
+
+
+def test_without_a_capacity_there_are_shares_of_what_the_trace_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = ["--trace", str(write_trace(tmp_path)), "--block-tokens", str(BLOCK_TOKENS)]
+    assert simulate(*trace, "--json") == 0
+    num_distinct = len({block for asked in random_trace(1) for block in asked.block_ids})
+    sizes = [run["capacity_blocks"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert sizes == [[round(share * num_distinct)] for share in (0.1, 0.5, 1)]
+
+
+def test_a_trace_without_hashes_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,900,44\n2023-11-16 18:15:50,900,5\n")
+    assert simulate("--trace", str(path), "--capacity-blocks", "9") == 0
+    assert "Azure's format does not say which prompts are alike" in capsys.readouterr().err
+
+
+def test_outside_a_terminal_progress_is_a_line_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(simulate_command, "_LINE_S", 0.0)  # of every request
+    trace = ["--trace", str(write_trace(tmp_path)), "--block-tokens", str(BLOCK_TOKENS)]
+    assert simulate(*trace, "--capacity-blocks", "9", "--policy", "lru,fifo", "--json") == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)["runs"]) == 2
+    assert shown.err.splitlines()[-1] == "mneme simulate: 600 of 600 requests"
+
+
+@pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (SYNTHETIC, "give --capacity-blocks, or some of"),
-        ([*SYNTHETIC, "--capacity-blocks", "5", "--host-gb", "1"], "give --capacity-blocks, or some of"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--host-gb", "1"], "capacity-blocks: cannot be given beside"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--model", "nowhere"], "nowhere: no such model directory"),
+        ([*SYNTHETIC, "--capacity-blocks", "5", "--kv-bytes-per-token", "-1"], "kv_bytes_per_token: must be"),
         ([*SYNTHETIC, "--capacity-blocks", "0"], "capacity-blocks: must be"),
         ([*SYNTHETIC, "--capacity-blocks", "-3"], "capacity-blocks: must be"),
         ([*SYNTHETIC, "--capacity-blocks", "1e3"], "capacity-blocks: must be"),
