@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from mneme.replicas.admission import max_output_tokens, stop_stream
+from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.forest_nodes import Owner
-from mneme.replicas.request import GenerationRequest
+from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sampler import SampleRow
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.token_counts import TokenCounts
-from mneme.replicas.token_log import FinishedTurn, Seen, TurnPrompt
+from mneme.replicas.token_log import FinishedTurn, Said, Seen, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.tokenizer import Tokenizer
@@ -88,14 +90,31 @@ class Decoding:
 
     def turn(self, sequence: Sequence) -> FinishedTurn:
         """What the sequence leaves to its session if it ends now."""
-        text = None
+        said = None
         if self._tokenizer is not None and sequence.request.prompt_text is not None:
-            text = self._tokenizer.decode(sequence.output_ids, skip_special_tokens=False)
+            said = said_to_client(self._tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
         seen = None if sequence.context is sequence.ids else Seen(array("i", sequence.context), sequence.root)
         return FinishedTurn(
-            sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, text, seen, sequence.num_unseen
+            sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen
         )
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:
         params = sequence.request.sampling
         return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+
+
+def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
+    """The text of an answer of these ids as its client got it; `stream` has followed it if there are stop strings.
+
+    What closes an answer is in the text that follows: a last token that is not shown does not stand for the answer, and
+    its KV was never computed. Where a stop string cut the text, the ids before it count whose text it left whole.
+    """
+
+    def text(num_ids: int) -> str:
+        return tokenizer.decode(ids[:num_ids], skip_special_tokens=params.skip_special_tokens)
+
+    if stream is not None and stream.stopped:
+        num_ids = bisect_right(range(len(ids) + 1), len(stream.text), key=lambda num_ids: len(text(num_ids))) - 1
+        return Said(text(num_ids), num_ids)
+    is_closed = params.skip_special_tokens and bool(ids) and ids[-1] in tokenizer.special_token_ids
+    return Said(text(len(ids)), len(ids) - is_closed)

@@ -2,8 +2,9 @@
 
 A mark says that the first `num_chars` characters of the session's rendered text are the first `num_ids` ids, and holds
 a digest of those characters instead of the characters: a log costs four bytes a token and a bounded rest, whatever was
-said. There is a mark where a prompt ends and where its answer ends, so a client that changes a message is matched up
-to the message before.
+said. An answer's text is what its client got: special tokens that were not shown have no characters there. There is a
+mark where a prompt ends and where its answer ends, so a client that changes a message is matched up to the message
+before.
 
 Policy only: no tensors.
 """
@@ -54,13 +55,20 @@ class TurnPrompt(NamedTuple):
     num_history: int  # of `context`, what was there before the turn
 
 
+class Said(NamedTuple):
+    """An answer as its client got it."""
+
+    text: str
+    num_ids: int  # of its ids, how many stand for the text: not what closes it, nor a stop string
+
+
 class FinishedTurn(NamedTuple):
     """What a turn's first choice leaves behind, or has so far where it is forked while it answers."""
 
     ids: list[int]  # prompt, then output
     num_prompt: int
     num_cached: int  # prompt tokens that it did not compute
-    output_text: str | None  # None: its text is not known
+    said: Said | None  # None: its text is not known
     seen: Seen | None = None  # what is seen of `ids`; None: all
     num_unseen: int = 0  # prompt tokens that were truncated
 
@@ -81,7 +89,7 @@ class RunningTurn:
 
 @dataclass(slots=True, eq=False)
 class TokenLog(Owner):
-    """One session; what it says of text concerns the rendered text, special tokens included."""
+    """One session; what it says of text concerns the rendered text, as the client's messages give it."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     marks: bytes = b""
@@ -131,14 +139,12 @@ class TokenLog(Owner):
     def keep(self, turn: FinishedTurn, request: GenerationRequest, num_marks: int) -> None:
         """Take over what a turn leaves, which began with `num_marks` of the marks."""
         marks = self.marks[: num_marks * _MARK.size]
-        if not request.append and request.prompt_text is not None and turn.output_text is not None:
+        if not request.append and request.prompt_text is not None and turn.said is not None:
             num_prompt = turn.num_prompt - request.output_offset
-            ends = [
-                (len(request.prompt_text), num_prompt),
-                (len(request.prompt_text + turn.output_text), len(turn.ids)),
-            ]
+            text = request.prompt_text + turn.said.text
+            ends = [(len(request.prompt_text), num_prompt), (len(text), num_prompt + turn.said.num_ids)]
             self.mark_key = self.mark_key or os.urandom(MARK_KEY_BYTES)
-            marks += _packed(request.prompt_text + turn.output_text, ends, self.mark_key)
+            marks += _packed(text, ends, self.mark_key)
         self.marks = _thinned(marks)
         self.ids, self.seen = array("i", turn.ids), turn.seen
         self.num_turns += 1

@@ -12,6 +12,7 @@ from mneme.cluster.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.admission import max_output_tokens
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.decoding import said_to_client
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.explanations import Explanations
 from mneme.replicas.forest import PrefixForest
@@ -197,8 +198,8 @@ class _Speaker:
 
     def turn(self) -> FinishedTurn:
         said = [self._ids[i % len(self._ids)] for i in range(self._num_said)]
-        text = self._tokenizer.decode(said, skip_special_tokens=False)
-        return FinishedTurn(self._prompt + said, len(self._prompt), 0, text)
+        shown = said_to_client(self._tokenizer, self.request.sampling, said, self._text)
+        return FinishedTurn(self._prompt + said, len(self._prompt), 0, shown)
 
     def _sequence(self, usage: PromptUsage) -> RunningSequence:
         num_prompt = usage.prompt_tokens

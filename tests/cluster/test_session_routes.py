@@ -75,6 +75,35 @@ def test_an_appended_turn_runs_what_the_whole_conversation_would() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "the fox<|im_end|> jumps",
+        "the fox<|im_end|>",
+        "<|im_start|><|im_end|>the<|im_end|><|im_start|>",
+        "<|im_end|>" * 3,
+    ],
+)
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_history_is_known_by_what_the_client_got_of_it(sentence: str, shown: bool) -> None:
+    async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
+        engine.sentence = sentence
+        first = await chat(client, session_id="s", skip_special_tokens=not shown)
+        said = first["choices"][0]["message"]
+        assert ("<|im_end|>" in said["content"]) == shown
+        log = engine.sessions.get(("", "public:s"))
+        assert log is not None
+        known = log.ids.tolist()
+        assert known[-first["usage"]["completion_tokens"] :] == TOKENIZER.encode(sentence, add_special_tokens=False)
+        answer = {"role": said["role"], "content": said["content"]}
+        await chat(client, session_id="s", messages=[*CHAT["messages"], answer, *NEXT], max_tokens=1)
+        assert log.ids.tolist()[: len(known) - 1] == known[:-1]
+        closing = "<|im_end|>\n<|im_start|>user\na dog<|im_end|>\n<|im_start|>assistant\n"
+        assert closing in TOKENIZER.decode(log.ids.tolist(), skip_special_tokens=False)
+
+    run(scenario)
+
+
 def test_an_appended_text_and_appended_ids_follow_as_they_are() -> None:
     async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
         for body in (

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -62,11 +63,12 @@ def test_streamed_chat(client: OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] in ("stop", "length")
 
 
-def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI) -> None:
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True, "logit_bias": {"3": 8}}], ids=["ended", "went on"])
+def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI, more: dict[str, Any]) -> None:
     headers = {"X-Session-ID": f"turns-{time.monotonic_ns()}"}
     messages = ask(PROMPT)
     first = client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_headers=headers
+        model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_headers=headers, extra_body=more
     )
     answer = first.choices[0].message.content or ""
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]

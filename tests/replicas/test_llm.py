@@ -169,16 +169,46 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
         assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
 
 
-def test_a_second_turn_hits_to_the_token(llm: LLM) -> None:
+_START, _END = 2, 3  # of a message
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=16),
+        SamplingParams(max_tokens=40, ignore_eos=True),
+        SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={_END: 8.0, _START: 6.0}),
+        SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={_END: 100.0}),
+        SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={_END: 8.0}, skip_special_tokens=False),
+        SamplingParams(max_tokens=40, ignore_eos=True, temperature=2.0, seed=5, stop=("never said",)),
+    ],
+    ids=["ended", "went on", "special tokens", "nothing else", "shown", "stop string"],
+)
+def test_a_second_turn_hits_to_the_token(llm: LLM, params: SamplingParams) -> None:
+    params = params if params.seed is not None else dataclasses.replace(params, temperature=0)
     messages: list[dict[str, str]] = [{"role": "user", "content": "Hello, who are you?"}]
-    first = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16), session_id="s")
-    messages += [
-        {"role": "assistant", "content": first.outputs[0].text},
-        {"role": "user", "content": "And what can you do?"},
-    ]
-    second = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), session_id="s")
-    known = first.metrics.prompt_tokens + len(first.outputs[0].token_ids)
+    session = f"s{params}"
+    first = llm.chat(messages, params, session_id=session)
+    said = first.outputs[0]
+    assert _END in said.token_ids[:-1] or not params.logit_bias
+    messages += [{"role": "assistant", "content": said.text}, {"role": "user", "content": "And what can you do?"}]
+    second = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), session_id=session)
+    known = first.metrics.prompt_tokens + len(said.token_ids)
     assert second.metrics.cached_tokens >= known - 1
+
+
+def test_what_a_stop_string_cut_off_is_not_part_of_the_history(llm: LLM) -> None:
+    messages: list[dict[str, str]] = [{"role": "user", "content": "Hello, who are you?"}]
+    whole = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)).outputs[0]
+    tokens = [llm.tokenizer.token_text(token_id) for token_id in whole.token_ids]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop=("".join(tokens[6:8]),))
+    first = llm.chat(messages, params, session_id="cut")
+    assert first.outputs[0].text == "".join(tokens[:6])
+    messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And then?"}]
+    second = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4), session_id="cut")
+    again = llm.tokenizer.encode_rendered(llm.tokenizer.render_chat(messages))
+    assert second.metrics.prompt_tokens == len(again)
+    assert second.metrics.cached_tokens >= first.metrics.prompt_tokens + 6
 
 
 def test_a_stop_string_is_seen_across_the_place_where_a_request_was_resumed(llm: LLM) -> None:

@@ -13,7 +13,7 @@ from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.session_queue import MAX_QUEUED_PER_SESSION
 from mneme.replicas.sessions import Sessions
-from mneme.replicas.token_log import FinishedTurn
+from mneme.replicas.token_log import FinishedTurn, Said
 
 
 class Clock:
@@ -53,7 +53,7 @@ def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int]
 def end(
     sessions: Sessions, request: GenerationRequest, ids: list[int], output_ids: list[int], text: str
 ) -> list[GenerationRequest]:
-    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, text))
+    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, Said(text, len(output_ids))))
 
 
 def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
@@ -389,7 +389,7 @@ def test_a_fork_in_the_middle_of_an_answer_has_what_was_said() -> None:
     request = turn("1", "s", "ab")
     ids = begin(sessions, request)
     assert ids is not None
-    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, "c"), request))
+    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, Said("c", 1)), request))
     assert begin(sessions, turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
     assert end(sessions, request, ids, [1000, 1001], "cd") == []
     assert log_of(sessions) == [97, 98, 1000, 1001]
