@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from mneme.cluster.protocol import (
     validate,
 )
 from mneme.cluster.run_response import RunResponse
-from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.truncation import Truncation, resolved
@@ -141,6 +142,8 @@ def _run(
     latency: RequestLatency,
 ) -> RunResponse:
     requests = _requests(request, body, turn, params, prompts, _time_left_s(api, request, body))
+    affinity = _affinity(api, request, body)
+    requests = [replace(each, affinity=affinity) for each in requests]
     choices = [
         Choice.start(i, i // params.n, engine_request, api.tokenizer, fields[i // params.n])
         for i, engine_request in enumerate(requests)
@@ -202,16 +205,22 @@ def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float |
 
 
 def _session(request: Request, body: SamplingBody) -> str | None:
-    """From the header, else the body's `session.id`, `session_id` or `prompt_cache_key`, in this order."""
+    """From the header, else the body's `session.id` or `session_id`, in this order."""
     tenant: str = request.state.tenant
     in_object = body.session.id if body.session is not None else None
     given = [
         session_key(tenant, request.headers.get("x-session-id"), "X-Session-ID"),
         session_key(tenant, in_object, "session.id"),
         session_key(tenant, body.session_id, "session_id"),
-        session_key(tenant, body.prompt_cache_key, "prompt_cache_key"),
     ]
     return next((session for session in given if session is not None), None)
+
+
+def _affinity(api: ApiState, request: Request, body: SamplingBody) -> str | None:
+    """A hint where the request should run: `prompt_cache_key`, else the first configured header that it has."""
+    hints = [body.prompt_cache_key, *map(request.headers.get, api.config.affinity_headers)]
+    hint = next(filter(None, hints), None)
+    return None if hint is None else affinity_key(request.state.tenant, hint)
 
 
 def _check_session(body: SamplingBody, session: str | None, num_prompts: int) -> None:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mneme.config import check_range
 from mneme.errors import ConfigError
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
+# What clients send with all requests of a conversation or an agent: aiperf, OpenCode, Codex, Claude Code, Dynamo, SMG,
+# LiteLLM.
+AFFINITY_HEADERS = (
+    "X-Correlation-ID",
+    "X-Session-Affinity",
+    "session-id",
+    "x-claude-code-session-id",
+    "X-Dynamo-Session-ID",
+    "X-SMG-Routing-Key",
+    "x-litellm-session-id",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +33,7 @@ class HttpConfig:
     body_timeout_s: float = 60.0  # from the headers to the last byte of the body
     body_idle_timeout_s: float = 10.0  # between two pieces of it
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
+    affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)
@@ -28,3 +43,5 @@ class HttpConfig:
             check_range(f"http.{name}", getattr(self, name), 0.01, 86_400)
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
+        if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):
+            raise ConfigError("http.affinity_headers: each is the name of a header, of letters, digits and -")

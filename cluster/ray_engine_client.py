@@ -174,6 +174,7 @@ class RayEngineClient:
             request.prompt_token_ids,
             salt=request.salt,
             session_id=request.session_id,
+            affinity=request.affinity,
             num_choices=num_choices,
             exclude=exclude,
         )

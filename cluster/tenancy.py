@@ -56,6 +56,11 @@ def session_key(tenant: str, session_id: str | None, field: str = "session_id") 
     return f"{tenant}:{session_id}"
 
 
+def affinity_key(tenant: str, hint: str) -> str:
+    """What a caller's requests have in common that belong together: a hint where they should run, never a session."""
+    return _digest("affinity", tenant, hint)
+
+
 def _digest(*parts: str) -> str:
     """128 bits over length-prefixed parts, so that no two lists of parts hash alike."""
     hasher = hashlib.blake2b(digest_size=16)

@@ -111,6 +111,7 @@ class GenerationRequest:
     choice_index: int = 0
     salt: str = ""  # tenant salt: the root of the prefix forest it may share with
     session_id: str | None = None  # already namespaced by the ingress
+    affinity: str | None = None  # requests that have the same belong together: only where they run depends on it
     prompt_text: str | None = None  # the rendered prompt, special tokens included; lets a session reuse its exact ids
     subscriber: str = ""  # whose token stream gets the events
     append: bool = False  # the prompt goes on where the session's token log ends

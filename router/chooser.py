@@ -101,13 +101,18 @@ class ReplicaChooser:
         *,
         salt: str = "",
         session_id: str | None = None,
+        affinity: str | None = None,
         num_choices: int = 1,
         exclude: Collection[str] = (),
     ) -> Reservation | None:
-        """Choose the session's replica, else the cheapest, and reserve it; None when there is no candidate."""
+        """Choose the session's replica, else the cheapest, and reserve it; None when there is no candidate.
+
+        affinity  without a session: requests with the same go to one replica, unless load or KV says otherwise.
+                  Nothing is remembered of it: a hash says which, in every ingress the same
+        """
         hashes = self._hashes(token_ids, salt)
         session = None if session_id is None else (salt, session_id)
-        ranked = self._rank(len(token_ids), hashes, session, exclude)
+        ranked = self._rank(len(token_ids), hashes, session, affinity, exclude)
         if not ranked:
             return None
         chosen = ranked[0]
@@ -131,7 +136,7 @@ class ReplicaChooser:
     ) -> list[Candidate]:
         """Every candidate without reserving: the replica of the session's turns in flight, then cheapest first."""
         session = None if session_id is None else (salt, session_id)
-        return self._rank(len(token_ids), self._hashes(token_ids, salt), session, exclude)
+        return self._rank(len(token_ids), self._hashes(token_ids, salt), session, None, exclude)
 
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
@@ -139,13 +144,19 @@ class ReplicaChooser:
             self._index.record(self._hashes(token_ids, salt), replica_id)
 
     def _rank(
-        self, num_tokens: int, hashes: Sequence[int], session: _Session | None, exclude: Collection[str]
+        self,
+        num_tokens: int,
+        hashes: Sequence[int],
+        session: _Session | None,
+        affinity: str | None,
+        exclude: Collection[str],
     ) -> list[Candidate]:
         replica_ids = [r for r in self._loads if r not in exclude]
         if not replica_ids:
             return []
-        key = f"s{session[1]}" if session else f"r{next(self._unique)}"
-        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_session=session is not None)
+        shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
+        key = shared or f"r{next(self._unique)}"
+        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_home=shared is not None)
         assert self.score is not None
         ranked = rank(self._candidates(replica_ids, hashes, key), request, self.score, self.config)
         answering = self._answering(session)

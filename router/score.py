@@ -27,7 +27,7 @@ class RouterConfig:
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
     load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
     running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = 64  # what it costs a session to leave its home, beyond the KV that is known to be there
+    move_tokens: int = 64  # what it costs a session or hint to leave its home, beyond the KV that is known there
 
     def __post_init__(self) -> None:
         check_range("router.block_tokens", self.block_tokens, 1, 4096)
@@ -43,8 +43,8 @@ class RoutedRequest:
     """What the score may know of a request."""
 
     prompt_tokens: int
-    affinity_key: str  # the session id, or something unique where there is none
-    has_session: bool
+    affinity_key: str  # the session's or the caller's hint, or something unique where there is neither
+    has_home: bool  # whether there is one of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Candidate:
     running: int = 0  # requests sent there that have not finished
     queued_tokens: int = 0  # prompt tokens sent there whose first output has not come back
     matched_tokens: int = 0  # leading prompt tokens of this request that it holds or was sent
-    is_home: bool = False  # the session's first choice by rendezvous hashing
+    is_home: bool = False  # the affinity key's first choice by rendezvous hashing
 
 
 Score = Callable[[Candidate, RoutedRequest], float]
@@ -82,7 +82,7 @@ def prefill_score(config: RouterConfig) -> Score:
 
     def score(candidate: Candidate, request: RoutedRequest) -> float:
         uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
-        leaving = 0 if candidate.is_home or not request.has_session else config.move_tokens
+        leaving = 0 if candidate.is_home or not request.has_home else config.move_tokens
         return uncached + candidate.queued_tokens + candidate.running * config.running_tokens + leaving
 
     return score

@@ -79,6 +79,11 @@ class Server:
         """Until something runs in the engine."""
         self._wait(self.engine.busy)
 
+    def wait_running(self, count: int) -> None:
+        """Until so many requests run in the engine at once."""
+        while self.call(lambda: len(self.engine.running)) < count:
+            pass
+
     def allow_steps(self, count: int) -> None:
         """Let an engine with a gate do so many steps."""
         assert self.engine.gate is not None

@@ -74,7 +74,7 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
         ({}, {}, None),
         ({"X-Session-ID": "h"}, {"session_id": "b", "prompt_cache_key": "c"}, "public:h"),
         ({}, {"session_id": "b", "prompt_cache_key": "c"}, "public:b"),
-        ({}, {"prompt_cache_key": "c"}, "public:c"),
+        ({"session-id": "h"}, {"prompt_cache_key": "c"}, None),
         ({"X-Session-ID": "../../etc/passwd"}, {}, "public:../../etc/passwd"),  # a name, never a path
     ],
 )

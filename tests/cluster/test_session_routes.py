@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.protocol import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
@@ -278,19 +280,56 @@ def test_what_is_rendered_for_an_appended_turn_begins_behind_the_answer() -> Non
     run(scenario)
 
 
-@pytest.mark.parametrize("name", ["X-Session-ID", "session", "session_id", "prompt_cache_key"])
+@pytest.mark.parametrize("name", ["X-Session-ID", "session", "session_id"])
 def test_the_first_name_given_counts(name: str) -> None:
-    order = ["X-Session-ID", "session", "session_id", "prompt_cache_key"]
+    order = ["X-Session-ID", "session", "session_id"]
     fields: dict[str, Any] = {key: key for key in order[order.index(name) :]}
     headers = {"X-Session-ID": fields.pop("X-Session-ID")} if "X-Session-ID" in fields else {}
     if "session" in fields:
         fields["session"] = {"id": "session"}
 
     async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
-        await chat(client, headers=headers, **fields)
+        await chat(client, headers=headers, prompt_cache_key="hint", **fields)
         assert engine.requests[0].session_id == f"public:{name}"
 
     run(scenario)
+
+
+@pytest.mark.parametrize("hint", [{"prompt_cache_key": "app"}, {"X-Correlation-ID": "app"}, {"x-hint": "\u00fc"}])
+def test_a_hint_holds_up_nobody_and_opens_no_session(hint: dict[str, str]) -> None:
+    config = HttpConfig(affinity_headers=("X-Correlation-ID", "X-Hint"))
+    headers = {} if "prompt_cache_key" in hint else {name: value.encode() for name, value in hint.items()}
+    body = {**CHAT, **(hint if not headers else {})}
+    with serving(config=config, gate=asyncio.Semaphore(0)) as server, ThreadPoolExecutor(32) as threads:
+
+        def ask(_: int) -> int:
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
+
+        answers = [threads.submit(ask, i) for i in range(32)]
+        server.wait_running(32)
+        assert {request.session_id for request in server.engine.requests} == {None}
+        assert len({request.affinity for request in server.engine.requests}) == 1
+        assert "app" not in (server.engine.requests[0].affinity or "app")
+        server.allow_steps(32 * 100)
+        assert {answer.result(60) for answer in answers} == {200}
+        assert len(server.engine.sessions) == 0
+
+
+def test_hints_are_of_one_tenant_and_the_body_s_counts_first() -> None:
+    async def scenario(client: httpx.AsyncClient, engine: FakeEngineClient) -> None:
+        for key in KEYS["api_keys"]:
+            for name in ("X-Correlation-ID", "session-id"):
+                await chat(client, headers={"authorization": f"Bearer {key}", name: "a"})
+            both = {"authorization": f"Bearer {key}", "session-id": "b"}
+            await chat(client, headers=both, prompt_cache_key="a")
+            await chat(client, headers={"authorization": f"Bearer {key}"})
+        hints = [request.affinity for request in engine.requests]
+        assert hints[0] is not None
+        assert hints[0] == hints[1] == hints[2]
+        assert hints[4] == hints[5] == hints[6] != hints[0]
+        assert hints[3] is hints[7] is None
+
+    run(scenario, **KEYS)
 
 
 @pytest.mark.parametrize("stream", [False, True])

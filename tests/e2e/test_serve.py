@@ -83,6 +83,23 @@ def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI, more: 
     assert cached >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
 
 
+def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(client: OpenAI) -> None:
+    messages, hint = ask(f"{PROMPT} {time.monotonic_ns()}"), {"prompt_cache_key": f"hint-{time.monotonic_ns()}"}
+    known = 0
+    for question in ("And then?", "And after that?", "And in the end?"):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=32, temperature=0, extra_body=hint
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= known - 1
+        known = answer.usage.prompt_tokens
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content or ""},
+            {"role": "user", "content": question},
+        ]
+
+
 def sixteen_streams(server: str) -> list[int]:
     """The number of chunks of each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -31,8 +31,10 @@ def chooser(*replicas: str, config: RouterConfig = CONFIG) -> ReplicaChooser:
     return made
 
 
-def choose(router: ReplicaChooser, tokens: list[int], session: str | None = None) -> Reservation:
-    reservation = router.select_and_reserve(tokens, session_id=session)
+def choose(
+    router: ReplicaChooser, tokens: list[int], session: str | None = None, affinity: str | None = None
+) -> Reservation:
+    reservation = router.select_and_reserve(tokens, session_id=session, affinity=affinity)
     assert reservation is not None
     return reservation
 
@@ -43,6 +45,7 @@ def test_some_replica_is_always_eligible(loads: list[int], factor: float, slack:
     assert eligible([Candidate(replica_id=str(i), running=n) for i, n in enumerate(loads)], config)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(0, 4))
 def test_no_replica_ever_exceeds_the_bound(seed: int, num_replicas: int, slack: int) -> None:
     rng = random.Random(seed)
@@ -208,7 +211,7 @@ def test_another_score_takes_the_place_of_the_default() -> None:
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 30))
 def test_the_score_grows_with_work_and_falls_with_matches(prompt: int, matched: int, running: int) -> None:
     score = prefill_score(CONFIG)
-    request = RoutedRequest(prompt_tokens=prompt, affinity_key="k", has_session=True)
+    request = RoutedRequest(prompt_tokens=prompt, affinity_key="k", has_home=True)
     here = Candidate(replica_id="a", matched_tokens=matched, running=running)
     assert score(here, request) >= 0
     busier = Candidate(replica_id="a", matched_tokens=matched, running=running + 1)
@@ -219,5 +222,39 @@ def test_the_score_grows_with_work_and_falls_with_matches(prompt: int, matched: 
 
 def test_rank_lists_the_full_ones_last() -> None:
     candidates = [Candidate(replica_id="full", running=100, matched_tokens=10**6), Candidate(replica_id="free")]
-    request = RoutedRequest(prompt_tokens=10**6, affinity_key="k", has_session=False)
+    request = RoutedRequest(prompt_tokens=10**6, affinity_key="k", has_home=False)
     assert [c.replica_id for c in rank(candidates, request, prefill_score(CONFIG), CONFIG)] == ["free", "full"]
+
+
+def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:
+    for hint in ("app", "other", "third"):
+        homes = set()
+        for router in (chooser(*REPLICAS), chooser(*reversed(REPLICAS))):
+            for i in range(10):
+                reservation = choose(router, [i] * 40, affinity=hint)  # they have nothing else in common
+                homes.add(reservation.replica_id)
+                reservation.release()
+        assert len(homes) == 1
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(2, 8), st.integers(0, 2000))
+def test_one_hint_does_not_herd(num_replicas: int, num_shared: int) -> None:
+    router = chooser(*REPLICAS[:num_replicas])
+    for i in range(64):
+        choose(router, [1] * num_shared + [1000 + i] * 100, affinity="app")
+        busiest = max(router.running(r) for r in REPLICAS)
+        assert busiest <= load_bound(i, num_replicas, CONFIG)
+    assert all(router.running(r) > 0 for r in REPLICAS[:num_replicas])
+
+
+def test_a_hint_follows_the_kv_that_load_has_moved() -> None:
+    router = chooser("a", "b")
+    held = [choose(router, [7] * 64, affinity="app")]
+    while held[-1].replica_id == held[0].replica_id:
+        history = [len(held)] * 512
+        held.append(choose(router, history, affinity="app"))
+    for reservation in held:
+        reservation.release()
+    assert choose(router, [8] * 64, affinity="app").replica_id == held[0].replica_id
+    assert choose(router, [*history, 9, 9], affinity="app").replica_id == held[-1].replica_id
