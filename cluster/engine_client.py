@@ -43,6 +43,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    def replica_ids(self) -> list[str]:
+        """Every replica that there is, those that can be reached first."""
+        ...
+
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         """A new session begins on this replica: its first turn belongs there."""
         ...

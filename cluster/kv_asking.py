@@ -12,7 +12,7 @@ from mneme.replicas.kv_queries import KvAnswer, KvQuery
 async def ask_tier(client: EngineClient, query: KvQuery) -> Any:
     """What the tier answers through the first replica that can ask it; None: there is no tier."""
     refusal = ReplicaUnavailable("no replica is ready")
-    for replica_id in sorted(each.replica_id for each in await client.stats()):
+    for replica_id in client.replica_ids():
         try:
             answers = await client.query(query._replace(in_tier=True), replica_id=replica_id)
         except ReplicaUnavailable as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -67,15 +68,16 @@ async def delete_pin(api: ApiState, request: Request) -> JSONResponse:
 
 
 async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
-    """Those that answer; of these the ones with the fewest pages in use."""
-    pages = {stats.replica_id: stats.metrics["pages"] for stats in await api.client.stats()}
-    if not pages:
+    """All, or those with the fewest pages in use."""
+    known = api.client.replica_ids()
+    if not known:
         raise ReplicaUnavailable("no replica is ready")
     if isinstance(wanted, str):
-        return sorted(pages)
-    if not 1 <= wanted <= len(pages):
-        raise InvalidRequest("replicas", wanted, f'must be "all" or from 1 to {len(pages)}')
-    return sorted(pages, key=lambda replica_id: (pages[replica_id]["in_use"], replica_id))[:wanted]
+        return sorted(known)
+    if not 1 <= wanted <= len(known):
+        raise InvalidRequest("replicas", wanted, f'must be "all" or from 1 to {len(known)}')
+    in_use = {stats.replica_id: stats.metrics["pages"]["in_use"] for stats in await api.client.stats()}
+    return sorted(known, key=lambda replica_id: (in_use.get(replica_id, math.inf), replica_id))[:wanted]
 
 
 async def _warm(api: ApiState, prompt: WarmPrompt, chosen: Sequence[str]) -> dict[str, Any]:

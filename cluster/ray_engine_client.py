@@ -21,7 +21,7 @@ from mneme.cluster.replica_calls import ReplicaCalls
 from mneme.cluster.replica_link import LinkLost, ReplicaLink
 from mneme.cluster.session_homes import SessionHomes, newest
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
-from mneme.replicas.queries import GetSession, LeaveSession, Query
+from mneme.replicas.queries import DeleteSession, ForkSession, GetSession, LeaveSession, Query
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -31,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
-QUERY_TIMEOUT_S = 10.0  # an engine answers between two steps, which may take seconds
+QUERY_TIMEOUT_S = (
+    15.0  # an engine answers between two steps, which may take seconds; a session's log may be read slowly
+)
+_PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
+_OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
 STATS_TIMEOUT_S = 0.5
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
 
@@ -122,11 +126,17 @@ class RayEngineClient:
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
         """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
+        if not self._links:
+            await self._wait_for_replica(asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S, has_tried=False)
         asked = [r for r in self._links if replica_id in (None, r)]
         if not asked:
-            raise ReplicaUnavailable("no replica is ready")
+            raise ReplicaUnavailable("no replica is ready" if replica_id is None else "that replica is gone")
         answers = await asyncio.gather(*(self._query_one(r, query) for r in asked))
         return dict(zip(asked, answers, strict=True))
+
+    def replica_ids(self) -> list[str]:
+        """See `EngineClient.replica_ids`."""
+        return sorted(self._links, key=lambda replica_id: (not self._links[replica_id].is_open, replica_id))
 
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         """See `EngineClient.place_fork`."""
@@ -222,12 +232,20 @@ class RayEngineClient:
             await self.query(query, replica_id=replica_id)
 
     async def _query_one(self, replica_id: str, query: Query) -> Any:
+        """A session whose log cannot be read or deleted now is asked for again, as a turn is placed again."""
+        answer: Any = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
-                answer = await self._calls.query(replica_id, query)
+                while True:
+                    answer = await self._calls.query(replica_id, query)
+                    if not isinstance(answer, ReplicaUnavailable) or not isinstance(query, _OF_SESSIONS):
+                        break
+                    await asyncio.sleep(_PAUSE_S)
         except Exception as error:
-            logger.warning("replica_id=%s query failed: %s", replica_id, type(error).__name__)
-            raise ReplicaUnavailable("a replica did not answer") from error
+            if answer is None:
+                logger.warning("replica_id=%s query failed: %s", replica_id, type(error).__name__)
+                late = f" within {QUERY_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else ""
+                raise ReplicaUnavailable(f"a replica did not answer{late}") from error
         if isinstance(answer, MnemeError):
             raise answer
         return answer
@@ -238,7 +256,7 @@ class RayEngineClient:
         if left_s <= 0:
             return False
         if has_tried:
-            await asyncio.sleep(min(0.1, left_s))
+            await asyncio.sleep(min(_PAUSE_S, left_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await self._opened.wait()

@@ -139,6 +139,9 @@ class FakeEngineClient:
         other = answer_kv(query, lambda _query: None, self.kv_tier)
         return {name: each for name, each in (("a", other), ("b", known)) if replica_id in (None, name)}
 
+    def replica_ids(self) -> list[str]:
+        return ["a", "b"]
+
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         self.forks[key] = replica_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,36 @@ def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatc
             await client.query(GetSession(KEY))
         with pytest.raises(ReplicaUnavailable):
             await tokens(client, appended("one.0"))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_refusals", [3, 10**9])
+def test_a_log_that_cannot_be_read_yet_is_waited_for(num_refusals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "QUERY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ray_engine_client, "_PAUSE_S", 0.001)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        engine = calls.engines["a"]
+        engine.sessions[KEY] = 1.0
+        engine.refusals = [ReplicaUnavailable("the session's log cannot be read now")] * min(num_refusals, 10**5)
+        asked = client.query(GetSession(KEY), replica_id="a")
+        if num_refusals == 3:
+            assert (await asked)["a"]["idle_s"] == 1.0
+        else:
+            with pytest.raises(ReplicaUnavailable, match="log cannot be read now"):
+                await asked
+
+    run(scenario)
+
+
+def test_a_question_waits_for_the_first_replica() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        client.set_replicas(())
+        asked = asyncio.ensure_future(client.query(GetSession(KEY)))
+        await asyncio.sleep(0)
+        client.set_replicas(("b",))
+        assert await asked == {"b": None}
 
     run(scenario)
 

@@ -47,6 +47,7 @@ class FakeEngineLoop:
         self.sessions: dict[SessionKey, float] = {}
         self.durable: set[SessionKey] = set()  # sessions that have a log on disk
         self.queries: list[Query] = []
+        self.refusals: list[MnemeError] = []  # answers to the next questions
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -99,6 +100,8 @@ class FakeEngineLoop:
         """Sessions are those that `sessions` names, by key: seconds since they were used."""
         with self._lock:
             self.queries.append(query)
+            if self.refusals:
+                return self.refusals.pop()
             if isinstance(query, GetSession):
                 idle_s = self.sessions.get(query.key)
                 return None if idle_s is None else {"version": 0, "idle_s": idle_s}
