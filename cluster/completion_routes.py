@@ -208,8 +208,10 @@ def _session(request: Request, body: SamplingBody) -> str | None:
     """From the header, else the body's `session.id` or `session_id`, in this order."""
     tenant: str = request.state.tenant
     in_object = body.session.id if body.session is not None else None
+    header = request.headers.get("x-session-id")
+    in_header = None if header is None else header.encode("latin-1").decode()  # `Guard` has seen that it can be
     given = [
-        session_key(tenant, request.headers.get("x-session-id"), "X-Session-ID"),
+        session_key(tenant, in_header, "X-Session-ID"),
         session_key(tenant, in_object, "session.id"),
         session_key(tenant, body.session_id, "session_id"),
     ]

@@ -13,10 +13,11 @@ from typing import Any
 
 from mneme.cluster.error_response import error_response
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.http_protocol import REPLACED
 from mneme.cluster.latency import Clock
 from mneme.cluster.request_body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.tenancy import authenticate
-from mneme.errors import MnemeError, RequestTooLarge
+from mneme.errors import InvalidRequest, MnemeError, RequestTooLarge
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # what probes and scrapers call, without a key
+# Of two, a proxy may have judged the other one.
+_ONCE = ("Authorization", "Content-Type", "X-Session-ID")
+# What we or Serve take for text, by its name in lower case with hyphens.
+_TEXT = {
+    name.replace("_", "-").lower(): name for name in ("X-Session-ID", "X-Request-ID", "serve_multiplexed_model_id")
+}
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -87,7 +94,16 @@ class Guard:
         if size > self._config.max_header_bytes:
             rule = f"the request line and headers may have {self._config.max_header_bytes} bytes"
             raise RequestTooLarge("headers", size, rule)
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+        names = [name for name, _ in given]
+        for once in _ONCE:
+            if names.count(once.lower()) > 1:
+                raise InvalidRequest(once, None, "may be given once")
+        for name, value in given:
+            text = _TEXT.get(name.replace("_", "-"))
+            if text is not None and REPLACED in value.decode(errors="replace"):
+                raise InvalidRequest(text, None, "must be text in UTF-8")
+        return {name: value.decode("latin-1") for name, value in given}
 
 
 class _Response:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
+from mneme.cluster import http_protocol
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.logs import log_to_serve
@@ -26,6 +27,7 @@ class Ingress:
     def __init__(self, config: dict[str, Any], engines: DeploymentHandle[Any], build_api: BuildApi) -> None:
         log_to_serve()
         keep_to_loopback()
+        http_protocol.use_everywhere()  # of the server that Serve starts next
         self._config = parse(ClusterConfig, config)
         self._build_api = build_api
         self._loop = asyncio.get_running_loop()

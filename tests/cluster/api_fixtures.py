@@ -16,6 +16,7 @@ import uvicorn
 from mneme.cluster.api_state import ServedModel
 from mneme.cluster.http_api import build_api
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
@@ -113,7 +114,7 @@ def serving(*, config: HttpConfig | None = None, **engine_options: Any) -> Itera
     async def main() -> None:
         engine = FakeEngineClient(TOKENIZER, **engine_options)
         app = build_api(engine, [MODEL], TOKENIZER, config)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(app, http=HttpProtocol, log_level="critical", lifespan="off", ws="none"))
         servers.append(Server(f"http://127.0.0.1:{port}", port, engine, asyncio.get_running_loop()))
         stop.append(server)
         started.set()

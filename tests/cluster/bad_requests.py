@@ -472,6 +472,37 @@ RAW_REQUESTS = [
         statuses=frozenset({413}),
         is_ours=True,
     ),
+    RawRequest(
+        name="two content types",
+        sent=_post("Content-Type: text/plain\r\nContent-Length: 2\r\n", b"{}"),
+        statuses=frozenset({400}),
+        is_ours=True,
+    ),
+    RawRequest(
+        name="two authorizations",
+        sent=_post("Authorization: Bearer a\r\nAuthorization: Bearer b\r\nContent-Length: 2\r\n", b"{}"),
+        statuses=frozenset({400}),
+        is_ours=True,
+    ),
+    *(
+        RawRequest(
+            name=f"{header} of other bytes",
+            sent=_post("Content-Length: 2\r\n", b"{}").replace(b"\r\n", b"\r\n" + header.encode() + b": a\xff\r\n", 1),
+            statuses=frozenset({400}),
+            is_ours=True,
+        )
+        for header in ("X-Session-ID", "X-Request-ID", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
+    ),
+    RawRequest(
+        name="trailers are no headers",
+        sent=_post(
+            "Transfer-Encoding: chunked\r\n",
+            b"2\r\n{}\r\n0\r\nContent-Type: text/plain\r\nX-Session-ID: a\xff\r\nAuthorization: Bearer a\r\n\r\n",
+            path="/v1/responses",
+        ),
+        statuses=frozenset({404}),
+        is_ours=True,
+    ),
     RawRequest(name="garbage for a chunk size", sent=_post(_CHUNKED, b"ZZZ\r\n{}\r\n"), statuses=_REFUSED),
     RawRequest(name="negative length", sent=_post("Content-Length: -5\r\n"), statuses=_REFUSED),
     RawRequest(name="length a word", sent=_post("Content-Length: many\r\n"), statuses=_REFUSED),

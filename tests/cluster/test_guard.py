@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from mneme.cluster.http_config import HttpConfig
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
-from tests.cluster.api_fixtures import CHAT, TOKENIZER, api_client, chat, get, post
+from tests.cluster.api_fixtures import CHAT, TOKENIZER, api_client, chat, get, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
@@ -23,6 +25,24 @@ def test_without_a_key_nothing_is_read(authorization: str | None) -> None:
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert get("/health", headers=headers, **KEYS).status_code == 200
+
+
+def test_a_trailer_is_no_key() -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with serving(config=HttpConfig(api_keys=("secret-a",))) as server:
+        for before, behind, status in ((b"", b"Bearer secret-a", b"401"), (b"Bearer secret-a", b"Bearer x", b"200")):
+            key = b"Authorization: " + before + b"\r\n" if before else b""
+            body = b'e\r\n{"prompt":"a"}\r\n0\r\nAuthorization: ' + behind + b"\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+                connection.sendall(head + key + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+                assert connection.makefile("rb").read().split(b" ", 2)[1] == status
+
+
+def test_a_session_in_a_header_may_be_any_text() -> None:
+    with serving() as server:
+        headers = {"X-Session-ID": "gr\u00fc\u00df".encode()}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/v1/sessions/gr%C3%BC%C3%9F").json()["id"] == "gr\u00fc\u00df"
 
 
 def test_tenants_are_apart() -> None:

@@ -1,0 +1,35 @@
+"""uvicorn's HTTP/1.1, without what its users stumble over: trailers among the headers, and bytes that are no text."""
+
+from __future__ import annotations
+
+import uvicorn.config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+REPLACED = "\ufffd"  # stands for what was not UTF-8
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Trailers are dropped: what comes behind a body was not there when the request was judged.
+
+    Serve decodes some headers as UTF-8 before the application sees them, and fails if they are not: such bytes are
+    replaced by U+FFFD, which `Guard` refuses where it matters.
+    """
+
+    _takes_headers = True
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._takes_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._takes_headers:
+            super().on_header(name, value if value.isascii() else value.decode(errors="replace").encode())
+
+    def on_headers_complete(self) -> None:
+        self._takes_headers = False
+        super().on_headers_complete()
+
+
+def use_everywhere() -> None:
+    """For servers that this process starts from now on without naming a protocol, as Ray Serve does."""
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{HttpProtocol.__name__}"
