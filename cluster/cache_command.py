@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich import filesize
+
 from mneme.cachetier.disk_folder import Kind
 from mneme.cachetier.disk_names import MODEL_BYTES
 from mneme.cachetier.folder_reports import (
@@ -220,11 +222,11 @@ def _stats(view: FolderView, chosen: ChunkFilter, now_s: float, args: argparse.N
     summary = {**totals.shown(), "other_files": dict(others)}
     if args.json:
         return _print_json(summary)
-    print(f"{summary['chunks']} chunks, {summary['tokens']} tokens, {summary['bytes']} bytes")
-    print(f"{summary['disk_bytes']} bytes on the disk, {summary['tail_chunks']} tail chunks")
+    print(f"{summary['chunks']:,} chunks, {summary['tokens']:,} tokens, {filesize.decimal(summary['bytes'])}")
+    print(f"{filesize.decimal(summary['disk_bytes'])} on the disk; {summary['tail_chunks']:,} of the chunks are tails")
     for group in ("lineages", "tenants", "models"):
         for name, figures in sorted(summary[group].items(), key=lambda item: -item[1]["bytes"]):
-            print(f"{group[:-1]:8} {name:18} {figures['chunks']:9} chunks {figures['bytes']:15} bytes")
+            print(f"{group[:-1]:8} {name:18} {figures['chunks']:9,} chunks {filesize.decimal(figures['bytes']):>10}")
     print("used within " + ", ".join(f"{name}: {count}" for name, count in summary["ages"].items()))
     return _print_others(others)
 

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.text import Text
+
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.environment import check_port
 from mneme.errors import ConfigError
@@ -33,16 +36,24 @@ class Finding(NamedTuple):
 
 
 def doctor(*, port: int, as_json: bool) -> int:
-    """Print the findings; 1 if one of them would keep `mneme serve` from working."""
-    findings = [finding for examine in _examinations(port) for finding in examine()]
-    failed = [finding for finding in findings if finding.is_ok is False]
+    """Print the findings as they are made; 1 if one of them would keep `mneme serve` from working."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    findings = []
+    for examine in _examinations(port):
+        for finding in examine():
+            findings.append(finding)
+            if not as_json:
+                mark, style = {True: ("ok  ", "green"), False: ("BAD ", "bold red"), None: ("    ", "")}[finding.is_ok]
+                advice = f"  -> {finding.advice}" if finding.advice else ""
+                console.print(Text(mark, style), f"{finding.name:16} {finding.value}{advice}", sep="")
+    num_bad = sum(finding.is_ok is False for finding in findings)
     if as_json:
-        print(json.dumps({"findings": [finding._asdict() for finding in findings], "ok": not failed}))
+        print(json.dumps({"findings": [finding._asdict() for finding in findings], "ok": not num_bad}))
+    elif num_bad:
+        console.print(f"{num_bad} problem{'s' * (num_bad > 1)}", style="bold red")
     else:
-        for finding in findings:
-            mark = {True: "ok  ", False: "BAD ", None: "    "}[finding.is_ok]
-            print(f"{mark}{finding.name:16} {finding.value}{'  -> ' + finding.advice if finding.advice else ''}")
-    return 1 if failed else 0
+        console.print("all fine", style="green")
+    return 1 if num_bad else 0
 
 
 def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
@@ -146,7 +157,9 @@ def _gpus() -> list[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return [Finding("gpu", f"none ({error})")]
+        is_driver_missing = isinstance(error, pynvml.NVMLError_LibraryNotFound)
+        advice = "no NVIDIA driver is seen: install it, or docker run --gpus all; a CPU needs none"
+        return [Finding("gpu", f"none ({error})", advice=advice if is_driver_missing else "")]
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return [

@@ -148,7 +148,9 @@ def test_sums_by_lineage_tenant_model_and_age(tmp_path: Path, capsys: pytest.Cap
     assert found["tail_chunks"] == 2  # [16..20) and [7, 8]: two tokens are a full chunk of the other model
     assert found["ages"] == {"1m": 5, "1h": 0, "1d": 0, "7d": 0, "older": 1}
     assert cache("stats", tmp_path) == 0
-    assert "6 chunks, 32 tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"6 chunks, 32 tokens, {sum(sizes) / 1000:,.1f} kB\n" in shown
+    assert "2 of the chunks are tails" in shown
 
 
 def test_more_tenants_than_are_told_apart_are_one_group(

@@ -1,4 +1,4 @@
-"""What `mneme doctor` says of a cluster that is running."""
+"""What `mneme doctor` says of a machine, and of a cluster that is running on it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pynvml
 import pytest
 
-from mneme.cluster.doctor_command import doctor
+from mneme.cluster import doctor_command
+from mneme.cluster.doctor_command import Finding, doctor
 
 PAGE = "# TYPE x gauge\nmneme_cuda_graph_replays_total 0\nmneme_cuda_graph_failures_total 3\nmneme_cuda_graphs_off 1\n"
 
@@ -38,3 +40,30 @@ def test_graphs_that_are_off_are_named(capsys: pytest.CaptureFixture[str]) -> No
 def test_nothing_is_said_of_graphs_where_nobody_serves(capsys: pytest.CaptureFixture[str]) -> None:
     doctor(port=1, as_json=False)
     assert "cuda graphs" not in capsys.readouterr().out
+
+
+def test_what_is_found_is_said_at_once_and_summed_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine, bad = Finding("first", "[/]", True), Finding("second", "missing", False, "install it")
+
+    def found_later() -> list[Finding]:
+        assert capsys.readouterr().out == "ok  first            [/]\n"
+        return [bad, bad]
+
+    monkeypatch.setattr(doctor_command, "_examinations", lambda port: [lambda: [fine], found_later])
+    assert doctor(port=1, as_json=False) == 1
+    assert capsys.readouterr().out.splitlines() == ["BAD second           missing  -> install it"] * 2 + ["2 problems"]
+    monkeypatch.setattr(doctor_command, "_examinations", lambda port: [lambda: [fine]])
+    assert doctor(port=1, as_json=False) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all fine"
+
+
+def test_a_missing_driver_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    (finding,) = doctor_command._gpus()  # of this machine's devices nothing else can be known
+    assert finding.is_ok is None
+    assert "install it, or docker run --gpus all" in finding.advice
