@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -82,6 +81,7 @@ class _Turn(NamedTuple):
 
     session: str | None
     truncation: Truncation | None  # None: what is too long is refused
+    affinity: str | None  # a hint where it should run, of all prompts
 
     def truncation_of(self, prompt_index: int) -> Truncation | None:
         is_first, truncation = prompt_index == 0, self.truncation
@@ -94,7 +94,7 @@ def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedMode
     truncation = resolved(given, api.truncation, has_session=session is not None)
     if truncation is not None:
         truncation.check_window(model.max_context)
-    return _Turn(session, truncation)
+    return _Turn(session, truncation, _affinity(api, request, body))
 
 
 def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
@@ -142,8 +142,6 @@ def _run(
     latency: RequestLatency,
 ) -> RunResponse:
     requests = _requests(request, body, turn, params, prompts, _time_left_s(api, request, body))
-    affinity = _affinity(api, request, body)
-    requests = [replace(each, affinity=affinity) for each in requests]
     choices = [
         Choice.start(i, i // params.n, engine_request, api.tokenizer, fields[i // params.n])
         for i, engine_request in enumerate(requests)
@@ -179,6 +177,7 @@ def _requests(
             choice_index=j,
             salt=salt,
             session_id=turn.session if i == 0 else None,
+            affinity=turn.affinity,
             prompt_text=prompt.text,
             append=body.appends,
             num_closing_chars=prompt.num_closing_chars,
@@ -219,7 +218,7 @@ def _session(request: Request, body: SamplingBody) -> str | None:
 
 
 def _affinity(api: ApiState, request: Request, body: SamplingBody) -> str | None:
-    """A hint where the request should run: `prompt_cache_key`, else the first configured header that it has."""
+    """What requests that belong together have in common: `prompt_cache_key`, else the first configured header."""
     hints = [body.prompt_cache_key, *map(request.headers.get, api.config.affinity_headers)]
     hint = next(filter(None, hints), None)
     return None if hint is None else affinity_key(request.state.tenant, hint)

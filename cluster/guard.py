@@ -30,7 +30,9 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # what probes and scr
 _ONCE = ("Authorization", "Content-Type", "X-Session-ID")
 # What we or Serve take for text, by its name in lower case with hyphens.
 _TEXT = {
-    name.replace("_", "-").lower(): name for name in ("X-Session-ID", "X-Request-ID", "serve_multiplexed_model_id")
+    "x-session-id": "X-Session-ID",
+    "x-request-id": "X-Request-ID",
+    "serve-multiplexed-model-id": "serve_multiplexed_model_id",
 }
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 

@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
-QUERY_TIMEOUT_S = (
-    15.0  # an engine answers between two steps, which may take seconds; a session's log may be read slowly
-)
+QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
 STATS_TIMEOUT_S = 0.5
