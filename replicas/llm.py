@@ -112,6 +112,28 @@ class LLM:
             self._engine.close()
             self.tokenizer.close()
 
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        session_ids: Sequence[str | None] | None = None,
+        truncation: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        session_ids: Sequence[str | None] | None = None,
+        truncation: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
