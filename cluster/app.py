@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
@@ -16,6 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from mneme.cluster.api_state import ServedModel
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.gpus import EnginePlacement, place_engines
 from mneme.cluster.ingress import BuildApi, Ingress
 from mneme.cluster.ray_private import own_replica_id
 from mneme.cluster.replica import EngineReplica, LoadEngine
@@ -38,24 +40,30 @@ _LOGGING = {"enable_access_log": False}  # it would note every call on a replica
 
 def build(args: dict[str, Any]) -> Application:
     """The application of a RayService; raises `ConfigError` for a bad mapping."""
-    return build_application(parse(ClusterConfig, args))
+    config = parse(ClusterConfig, args)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+    return build_application(config, place_engines(config, num_gpus, may_grow=True))
 
 
 def build_application(
-    config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None
+    config: ClusterConfig,
+    placement: EnginePlacement,
+    *,
+    load_engine: LoadEngine | None = None,
+    build_api: BuildApi | None = None,
 ) -> Application:
     """Bind both deployments; the two functions run in the replicas' processes (tests give their own)."""
     mapping = config.as_mapping()
     engines = serve.deployment(
         name=ENGINE_DEPLOYMENT,
-        num_replicas=config.replicas,
+        num_replicas=placement.replicas,
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=_router_config(config),
-        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica},
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
         logging_config=_LOGGING,
-    )(EngineReplica).bind(mapping, load_engine or _load_engine)
+    )(EngineReplica).bind(mapping, placement, load_engine or _load_engine)
     ingress = serve.deployment(
         name=INGRESS_DEPLOYMENT,
         num_replicas=config.ingress.replicas,

@@ -48,11 +48,11 @@ class ClusterConfig:
 
     model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
     served_name: str | None = None  # what clients call it; None: the model's or the directory's name
-    replicas: int = 2
+    replicas: int | None = None  # None: one for each GPU, or two on the CPU (gpus.py)
     host: str = "127.0.0.1"
     port: int = 8000
     cpus_per_replica: float = 0.0  # what Ray reserves; 0 fits everywhere, more keeps replicas off a full node
-    gpus_per_replica: float = 0.0  # likewise; fractions share one device
+    gpus_per_replica: float | None = None  # None: 1 where there are GPUs; a fraction: engines share one, and its memory
     start_timeout_s: float = 600.0
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -68,10 +68,12 @@ class ClusterConfig:
             raise ConfigError("served_name: must not be empty")
         if not self.model_name:
             raise ConfigError(f"model: {shown(self.model)} has no name of its own; set served_name")
-        check_range("replicas", self.replicas, 1, 1024)
+        if self.replicas is not None:
+            check_range("replicas", self.replicas, 1, 1024)
         check_range("port", self.port, 1, 65535)
         check_range("cpus_per_replica", self.cpus_per_replica, 0, 1024)
-        check_range("gpus_per_replica", self.gpus_per_replica, 0, 64)
+        if self.gpus_per_replica is not None:
+            check_range("gpus_per_replica", self.gpus_per_replica, 0, 1)  # an engine uses one device
         check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
 
     @property

@@ -60,7 +60,6 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica that reserves no GPU may still use one
         "RAY_worker_niceness": "0",  # Ray's 15 would let anything else on the machine go first
         **_quiet_knobs(),
         **_serve_knobs(),

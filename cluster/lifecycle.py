@@ -23,6 +23,7 @@ from pathlib import Path
 
 from mneme.cluster import environment, preflight
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.gpus import EnginePlacement, count_gpus, place_engines
 from mneme.cluster.janitor import Janitor
 from mneme.cluster.stop_signals import StopSignals
 from mneme.errors import MnemeError
@@ -34,6 +35,7 @@ _CACHE_CLOSE_S = 1.5
 GRACE_S = 3.5  # for ray.shutdown; with the janitor's work everything has stopped within 5 s
 _READY_POLL_S = 0.1
 
+BuildApplication = Callable[[EnginePlacement], object]
 Progress = Callable[[str, float], None]  # what is going on, fraction done
 
 
@@ -57,22 +59,27 @@ class LocalCluster:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
         return f"http://{host}:{self.config.port}"
 
-    def start(self, application: Callable[[], object], on_progress: Progress) -> None:
-        """Start Ray and the application (built only once Ray's knobs are set). Raises `StartFailed`."""
+    def start(self, application: BuildApplication, on_progress: Progress) -> EnginePlacement:
+        """Start Ray and the application (built only once Ray's knobs are set); returns where its engines are.
+
+        Raises `StartFailed`, `ConfigError` or `CheckpointError`.
+        """
         preflight.check(self.config)
+        placement = place_engines(self.config, count_gpus())
         directory = environment.make_directory(self.config)
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
         self._signals = StopSignals(self._signalled)
         environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
-        self._start_ray(directory)
+        self._start_ray(directory, placement)
         self._signals.install()
         on_progress("starting replicas", 0.0)
         with _ProgressReader(on_progress):
-            self._run(application)
+            self._run(lambda: application(placement))
             self._await_ready()
         self._is_up = True
+        return placement
 
     def wait(self) -> None:
         """Return when a signal asks to stop."""
@@ -91,7 +98,7 @@ class LocalCluster:
         self._janitor.clean()
         deadline.cancel()
 
-    def _start_ray(self, directory: Path) -> None:
+    def _start_ray(self, directory: Path, placement: EnginePlacement) -> None:
         import ray
 
         from mneme.cluster.ray_private import single_node
@@ -100,7 +107,7 @@ class LocalCluster:
             with single_node():
                 ray.init(
                     address="local",
-                    num_cpus=self._reserved_cpus(),  # Ray starts one idle worker per CPU
+                    num_cpus=self._reserved_cpus(placement.replicas),  # Ray starts one idle worker per CPU
                     object_store_memory=self.config.ray.object_store_bytes,
                     include_dashboard=False,
                     log_to_driver=False,
@@ -112,9 +119,9 @@ class LocalCluster:
         except Exception as error:
             raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
 
-    def _reserved_cpus(self) -> int:
+    def _reserved_cpus(self, num_replicas: int) -> int:
         config = self.config
-        reserved = config.replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+        reserved = num_replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
         return max(1, math.ceil(reserved))
 
     def _run(self, application: Callable[[], object]) -> None:

@@ -8,6 +8,7 @@ values. Serve never queues or rejects here: admission is the engine's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mneme.cachetier.chunk_store import ChunkStore
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.session_log_store import SessionLogStore
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.gpus import EnginePlacement, count_machine_gpus
 from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_private import keep_to_loopback, own_application, own_replica_id, report_progress
 from mneme.cluster.replica_server import Engine, ReplicaServer
@@ -49,16 +51,18 @@ def _open_session_logs(config: CacheConfig, session_ttl_s: float) -> SessionLogS
 class EngineReplica(ReplicaServer):
     """Loads an engine in Serve's replica process and answers for it."""
 
-    def __init__(self, config: dict[str, Any], load_engine: LoadEngine) -> None:
+    def __init__(self, config: dict[str, Any], placement: EnginePlacement, load_engine: LoadEngine) -> None:
         log_to_serve()
         keep_to_loopback()
         cluster = parse(ClusterConfig, config)
         replica_id = own_replica_id()
         engine = load_engine(
             cluster.model,
-            cluster.engine,
+            replace(cluster.engine, device=placement.device),
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
             tenants=tenants(cluster.http.api_keys),
+            device_share=placement.gpus_per_replica or 1.0,
+            machine_share=placement.gpus_per_replica / max(1, count_machine_gpus()) or 1.0,
             cache=_own_cache(cluster.cache),
             open_store=partial(_open_store, cluster.engine.session_ttl_s),
             open_session_logs=_open_session_logs,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.gpus import EnginePlacement
 from mneme.cluster.lifecycle import LocalCluster, Progress
 from mneme.errors import MnemeError
 
@@ -21,16 +22,16 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
     started_at = time.monotonic()
     cluster = LocalCluster(config)
 
-    def application() -> object:
+    def application(placement: EnginePlacement) -> object:
         from mneme.cluster.app import build_application  # imports Ray Serve, whose knobs are set by now
 
-        return build_application(config, load_engine=load_engine, build_api=build_api)
+        return build_application(config, placement, load_engine=load_engine, build_api=build_api)
 
     try:
-        _with_progress(lambda on_progress: cluster.start(application, on_progress))
+        placement = _with_progress(lambda on_progress: cluster.start(application, on_progress))
         seconds = time.monotonic() - started_at
         print(
-            f"ready: {cluster.url} model={config.model_name} replicas={config.replicas} seconds={seconds:.1f}",
+            f"ready: {cluster.url} model={config.model_name} replicas={placement.replicas} seconds={seconds:.1f}",
             flush=True,
         )
         cluster.wait()
@@ -42,7 +43,7 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
     return 0
 
 
-def _with_progress(work: Callable[[Progress], None]) -> None:
+def _with_progress(work: Callable[[Progress], EnginePlacement]) -> EnginePlacement:
     """Run `work` behind a progress line on stderr, where there is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -52,4 +53,4 @@ def _with_progress(work: Callable[[Progress], None]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("starting", total=1.0)
-        work(lambda stage, fraction: bars.update(task, description=stage, completed=fraction))
+        return work(lambda stage, fraction: bars.update(task, description=stage, completed=fraction))

@@ -32,7 +32,8 @@ from mneme.replicas.weights import load_weights
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
-_HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU
+_HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
+_HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, before anything is served
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
 _GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,11 +52,16 @@ def load_engine(
     on_progress: Progress | None = None,
     tokenizer: Tokenizer | None = None,
     tenants: Sequence[Tenant] = (PUBLIC,),
+    device_share: float = 1.0,
+    machine_share: float = 1.0,
     cache: CacheConfig | None = None,
     open_store: OpenStore = process_store,
     open_session_logs: OpenSessionLogs = open_session_logs,
 ) -> Engine:
     """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
+
+    device_share   what part of the GPU this engine has; others may have the rest
+    machine_share  likewise of the machine's memory
 
     `cache`: of the tier under the engine, which `open_store` opens, with logs of sessions; None: there is none.
     Raises `CheckpointError` or `ConfigError`.
@@ -73,13 +79,16 @@ def load_engine(
         report("CPU kernels", 1.0)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
-    weights = load_weights(model_dir, model_config, device, dtype, report)
-    num_pages = choose_num_pages(config, model_config, device, dtype)
+    try:
+        weights = load_weights(model_dir, model_config, device, dtype, report)
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"model: its weights do not fit {_described(device)}") from None
+    num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
     # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
     max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
     decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
     make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
-    num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages)
+    num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
     runner = Runner(decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline)
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
@@ -131,9 +140,20 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"engine.device: must be auto, cpu or cuda[:index] (got {name!r})") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"engine.device: {name!r} is not available on this machine")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: must be auto, cpu or cuda[:index] (got {name!r})")
+    if device.type == "cuda" and (trouble := cuda_trouble()) is not None:
+        raise ConfigError(f"engine.device: {name!r} cannot be used: {trouble}; engine.device: cpu serves without a GPU")
     return device
+
+
+def cuda_trouble() -> str | None:
+    """Why torch has no GPU here, and what helps; None where it has one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; install one for CUDA (docs/serving.md, CPU or CUDA)"
+    return f"torch finds no GPU that its CUDA {torch.version.cuda} can use; `nvidia-smi` shows GPUs and their driver"
 
 
 def check_heads(model: DecoderConfig, device: torch.device) -> None:
@@ -158,20 +178,29 @@ def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtyp
     return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
 
 
-def choose_num_pages(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype) -> int:
+def choose_num_pages(
+    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, device_share: float = 1.0
+) -> int:
     """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = _page_bytes(config, model, dtype)
-    budget = config.kv_cache_bytes or _free_bytes(device)
-    num_pages = int(budget // page_bytes)
+    budget = config.kv_cache_bytes or _free_bytes(device, device_share)
+    num_pages = max(0, int(budget // page_bytes))
+    if num_pages < 2 and not config.kv_cache_bytes and device.type == "cuda":
+        raise ConfigError(f"model: no room for KV is left beside its weights on {_described(device)}")
     if num_pages < 2:
         raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold {num_pages} pages of {page_bytes}; needs 2")
     return num_pages if config.kv_cache_bytes else min(num_pages, _useful_pages(config, model))
 
 
 def choose_num_host_pages(
-    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, num_pages: int
+    config: EngineConfig,
+    model: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_pages: int,
+    machine_share: float = 1.0,
 ) -> int:
     """Host pages: as configured; else none on a CPU, whose pool is in the same memory, and on a GPU as many as a share
     of the machine's memory holds, at most some times the pool. None without sharing: nothing is cached then."""
@@ -182,7 +211,8 @@ def choose_num_host_pages(
         return int(config.host_cache_bytes // page_bytes)
     if device.type == "cpu":
         return 0
-    return min(int(_available_bytes() * _HOST_SHARE // page_bytes), _HOST_POOLS * num_pages)
+    budget = min(available_bytes() * _HOST_SHARE * machine_share, _HOST_BYTES)
+    return min(int(budget // page_bytes), _HOST_POOLS * num_pages)
 
 
 def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
@@ -195,14 +225,37 @@ def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
     return 2 * config.max_running * (-(-context // config.page_size) + 1)
 
 
-def _free_bytes(device: torch.device) -> float:
+def _free_bytes(device: torch.device, device_share: float) -> float:
+    """What KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * _GPU_POOL_SHARE
-    return min(_available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, total * device_share - torch.cuda.memory_reserved(device)) * _GPU_POOL_SHARE
+    return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
 
 
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that the machine has free, or a container under its limit (files in its page cache are no use of it).
+
+    cgroup  where control groups are mounted, of version 2 or 1
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit, usage in files:
+        try:
+            left = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
+            stat = (cgroup / limit).with_name("memory.stat").read_text().split()
+        except (OSError, ValueError):  # not mounted, or "max"
+            continue
+        cached = [int(stat[i + 1]) for i, word in enumerate(stat) if word in ("inactive_file", "total_inactive_file")]
+        free = min(free, max(0, left + max(cached, default=0)))
+    return free
+
+
+def _described(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    size = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"the GPU ({torch.cuda.get_device_name(device)}, {size}); it needs a larger one, or one of its own"
+    )
 
 
 def cpu_multiplies_bfloat16() -> bool:

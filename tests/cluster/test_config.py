@@ -20,7 +20,7 @@ from mneme.replicas.model_directory import model_directory
 
 def test_the_defaults_serve_the_embedded_model_on_loopback() -> None:
     config = load_config()
-    assert (config.model, config.replicas, config.host, config.port) == ("mneme-tiny", 2, "127.0.0.1", 8000)
+    assert (config.model, config.replicas, config.host, config.port) == ("mneme-tiny", None, "127.0.0.1", 8000)
 
 
 def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ POD = strict(
         fsGroup=COUNT,
         seccompProfile=strict("type", type={"enum": ["RuntimeDefault", "Localhost", "Unconfined"]}),
     ),
+    tolerations=listed(
+        strict(
+            key=STRING,
+            operator={"enum": ["Exists", "Equal"]},
+            value={"type": "string"},
+            effect={"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
+        )
+    ),
     topologySpreadConstraints=listed(
         strict(
             "maxSkew topologyKey whenUnsatisfiable",

@@ -1,4 +1,4 @@
-"""k8s/rayservice.yaml: no unknown field anywhere, an application that builds, and pods that fit it."""
+"""k8s/rayservice*.yaml: no unknown field anywhere, an application that builds, and pods that fit it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ import yaml
 from pydantic import BaseModel
 
 from mneme.cluster.config import ClusterConfig
+from mneme.cluster.gpus import place_engines
 from mneme.config import parse
 from mneme.errors import ConfigError
 from tests.k8s.rayservice_schema import RAY_SERVICE
 
-MANIFEST = Path(__file__).parents[2] / "k8s" / "rayservice.yaml"
+FOLDER = Path(__file__).parents[2] / "k8s"
+RESOURCES = ("cpu", "memory", "nvidia.com/gpu")
 QUANTITIES = {"Mi": 2**20, "Gi": 2**30}
 
 
-@pytest.fixture
-def manifest() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
+@pytest.fixture(params=["rayservice.yaml", "rayservice-gpu.yaml"])
+def manifest(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return load(request.param)
+
+
+def load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text())
     return loaded
 
 
@@ -138,5 +144,47 @@ def test_replicas_and_ingresses_fit_the_workers_and_not_the_head(
     assert config.ingress.cpus > 0
     group = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     cpus = group["replicas"] * int(worker["containers"][0]["resources"]["limits"]["cpu"])
+    assert config.replicas is not None  # at the head nothing says how many GPUs will join
     needed = config.replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
     assert needed <= cpus
+
+
+def test_each_replica_of_the_gpu_manifest_has_a_gpu_that_its_pod_asks_for() -> None:
+    manifest = load("rayservice-gpu.yaml")
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    placement = place_engines(parse(ClusterConfig, application["args"]), num_gpus=0, may_grow=True)
+    assert (placement.device, placement.gpus_per_replica) == ("cuda", 1)
+    (_, head), (_, worker) = containers(manifest)
+    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    gpus = int(worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus * manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == placement.replicas
+
+
+def test_the_gpu_manifest_differs_from_the_other_in_what_gpus_need_alone() -> None:
+    plain, gpu = load("rayservice.yaml"), load("rayservice-gpu.yaml")
+    differences = {".".join(map(str, path)) for path in changed((), plain, gpu)}
+    group = "spec.rayClusterConfig.workerGroupSpecs.0"
+    container = f"{group}.template.spec.containers.0"
+    assert differences == {
+        "spec.serveConfigV2",
+        "spec.rayClusterConfig.headGroupSpec.template.spec.containers.0.image",
+        f"{group}.rayStartParams.object-store-memory",
+        f"{group}.template.spec.tolerations",
+        f"{group}.template.spec.volumes.0.emptyDir.sizeLimit",
+        f"{container}.image",
+        *(f"{container}.resources.{kind}.{what}" for kind in ("requests", "limits") for what in RESOURCES),
+    }
+    arguments = [yaml.safe_load(each["spec"]["serveConfigV2"])["applications"][0].pop("args") for each in (plain, gpu)]
+    assert {".".join(map(str, path)) for path in changed((), *arguments)} == {
+        "gpus_per_replica", "engine.device", "engine.num_threads"
+    }  # fmt: skip
+
+
+def changed(path: tuple[str | int, ...], one: Any, other: Any) -> list[tuple[str | int, ...]]:
+    """Where two trees differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = one.keys() | other.keys()
+        return [found for key in keys for found in changed((*path, key), one.get(key), other.get(key))]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [found for i in range(len(one)) for found in changed((*path, i), one[i], other[i])]
+    return [] if one == other else [path]

@@ -1,0 +1,79 @@
+"""Where engines run: how many there are, on which device, and what part of a GPU and of a machine each has.
+
+Ray gives each replica its GPU, by `CUDA_VISIBLE_DEVICES`; what is decided here is only how many it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from mneme.cluster.config import ClusterConfig
+from mneme.errors import ConfigError
+
+_CPU_REPLICAS = 2
+
+
+class EnginePlacement(NamedTuple):
+    """What Serve and the replicas are told."""
+
+    replicas: int
+    device: str  # "cpu" or "cuda": a replica that does not find its GPU fails, and never serves from the CPU instead
+    gpus_per_replica: float  # 0 on the CPU; under 1: engines share a GPU, and its memory
+
+    def __str__(self) -> str:
+        where = f"{self.gpus_per_replica:g} GPU each" if self.gpus_per_replica else "the CPU"
+        return f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'}, {where}"
+
+
+def place_engines(config: ClusterConfig, num_gpus: int, *, may_grow: bool = False) -> EnginePlacement:
+    """Decide what the configuration leaves open: a replica for each GPU where there are some, else two on the CPU.
+
+    num_gpus  GPUs that Ray has now
+    may_grow  more nodes, with GPUs, may join: more replicas than fit now are no error
+
+    Raises `ConfigError`.
+    """
+    device, gpus = config.engine.device, config.gpus_per_replica
+    if device.startswith("cuda:"):
+        raise ConfigError(f"engine.device: Ray chooses each replica's GPU; say cuda (got {device!r})")
+    if device == "cpu" or (device == "auto" and not (num_gpus if gpus is None else gpus)):
+        if gpus:
+            raise ConfigError(f"gpus_per_replica: engine.device is cpu, which needs none (got {gpus:g})")
+        return EnginePlacement(config.replicas or _CPU_REPLICAS, "cpu", 0.0)
+    if gpus == 0:
+        raise ConfigError("gpus_per_replica: an engine on a GPU needs one, or a share of one (got 0)")
+    gpus = 1.0 if gpus is None else gpus
+    room = num_gpus * int(1 / gpus)
+    replicas = room if config.replicas is None else config.replicas
+    if not replicas:
+        raise ConfigError("engine.device: there is no GPU; `replicas` says how many will be there, cpu serves without")
+    if replicas > room and not may_grow:
+        raise ConfigError(
+            f"replicas: {replicas} with {gpus:g} GPU each do not fit on {num_gpus}; "
+            "a smaller gpus_per_replica lets them share one, and its memory"
+        )
+    return EnginePlacement(replicas, "cuda", gpus)
+
+
+def count_gpus() -> int:
+    """GPUs that processes started from here may use; 0 without a driver."""
+    count = count_machine_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")]))
+
+
+def count_machine_gpus() -> int:
+    """GPUs of this machine or pod, whoever uses them; 0 without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
