@@ -3,6 +3,7 @@
 #   PYTHON    the interpreter that .venv is made from
 #   PIP_ARGS  more arguments for pip, such as an index of CPU or CUDA builds of torch (docs/serving.md, "CPU or CUDA")
 #   PORT      where `make serve` listens on 127.0.0.1
+#   REPLICAS  engine replicas; empty: one for each GPU, else two
 #   WORKERS   test processes at a time; one of them runs all that starts a Ray cluster
 #
 # `make gpu` needs a CUDA device and a PYTHON that has torch >= 2.11, triton >= 3.6, transformers, pytest and hypothesis
@@ -12,7 +13,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PORT ?= 8000
 MODEL ?= mneme-tiny
-REPLICAS ?= 2
+REPLICAS ?=
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -38,7 +39,7 @@ $(DEV_READY): $(READY)
 	touch $@
 
 serve: $(READY)
-	exec $(BIN)/mneme serve $(MODEL) --replicas $(REPLICAS) --host 127.0.0.1 --port $(PORT)
+	exec $(BIN)/mneme serve $(MODEL) $(if $(REPLICAS),--replicas $(REPLICAS)) --host 127.0.0.1 --port $(PORT)
 
 test: $(DEV_READY)
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)

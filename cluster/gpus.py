@@ -22,8 +22,8 @@ class EnginePlacement(NamedTuple):
     gpus_per_replica: float  # 0 on the CPU; under 1: engines share a GPU, and its memory
 
     def __str__(self) -> str:
-        where = f"{self.gpus_per_replica:g} GPU each" if self.gpus_per_replica else "the CPU"
-        return f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'}, {where}"
+        where = f"with {self.gpus_per_replica:g} GPU each" if self.gpus_per_replica else "on the CPU"
+        return f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'} {where}"
 
 
 def place_engines(config: ClusterConfig, num_gpus: int, *, may_grow: bool = False) -> EnginePlacement:

@@ -255,7 +255,6 @@ def _described(device: torch.device) -> str:
     free, total = torch.cuda.mem_get_info(device)
     size = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     return f"the GPU ({torch.cuda.get_device_name(device)}, {size}); it needs a larger one, or one of its own"
-    )
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -67,3 +67,26 @@ def test_a_missing_driver_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor_command._gpus()  # of this machine's devices nothing else can be known
     assert finding.is_ok is None
     assert "install it, or docker run --gpus all" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "trouble", "value", "is_ok"),
+    [
+        (0, None, "2 replicas on the CPU", True),
+        (8, None, "8 replicas with 1 GPU each", True),
+        (1, "torch is a CPU build", "1 replica with 1 GPU each, but torch is a CPU build", False),
+    ],
+)
+def test_the_doctor_says_which_replica_gets_what(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_gpus: int,
+    trouble: str | None,
+    value: str,
+    is_ok: bool,
+) -> None:
+    monkeypatch.setattr(doctor_command, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr("mneme.replicas.load.cuda_trouble", lambda: trouble)
+    doctor(port=1, as_json=True)
+    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert (findings["placement"]["value"], findings["placement"]["is_ok"]) == (value, is_ok)
