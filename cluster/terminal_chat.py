@@ -269,6 +269,7 @@ def _lines() -> Iterator[str]:
         try:
             text = input("> ").strip()
         except EOFError:
+            sys.stdout.write("\n")
             return
         except KeyboardInterrupt:
             sys.stdout.write("\n")
