@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
-from session_plots import plot_bars, plot_rows
+from plots import lines, rows, save
 from workloads import cpu_name, load_average
 
 from mneme.cachetier.cache_costs import Rates
@@ -154,33 +154,43 @@ def main() -> None:
         **closing_checks(checks),
     }  # fmt: skip
     if args.out is not None:
-        _write(args.out, closing, rows)
+        write_closing(args.out, closing)
+        draw(args.out, closing)
     print(json.dumps(closing))
 
 
-def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    write_closing(folder, closing)
-    whole = [row for row in rows if row["part"] == "whole" and not row["queue"]]
-    bars = {
-        name: [row["hit ratio"] for row in whole if row["policy"] == name]
-        for name in dict.fromkeys(row["policy"] for row in whole)
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    best = "best possible, knows the future"
+    shown = {DEFAULT: "mneme: returning (default)", "min": best}
+    whole = [row for row in closing["results"] if row["part"] == "whole" and not row["queue"]]
+    series = {
+        shown.get(policy, policy): [(row["blocks"], 100 * row["hit ratio"]) for row in whole if row["policy"] == policy]
+        for policy in POLICIES
     }
-    title = f"whole trace, {closing['num_requests']} requests"
-    groups = [f"{size:,}" for size in CAPACITIES]
-    plot_bars(folder / "cache_policies.png", title, "blocks found of all", groups, bars, x_label="capacity, blocks")
+    trace = f"{closing['trace'] or 'a made trace'}, {closing['num_requests']:,} requests"
+    title = "Share of a trace's blocks that a cache finds, by its size and policy (higher is better)"
+    labels = f"capacity, blocks of {closing['block_tokens']} tokens", "% of all blocks found"
+    save(folder / "cache_policies.png", title, trace,
+         lambda axes: lines(axes, series, *labels, log_x=True, dashed=[best]))  # fmt: skip
     if tiers := closing["tiers"]:
-        names = [f"{row['policy']}, queue {row['queue']}{', prefetch' if row['prefetch'] else ''}" for row in tiers]
-        arms = {name: {key: row[name] for key, row in zip(names, tiers, strict=True)} for name in TIER_NAMES}
-        plot_rows(
-            folder / "cache_tiers.png", "tiers of {:,}, {:,} and {:,} blocks".format(*TIERS), "found of all", arms
-        )
+        names = [_tier_arm(row) for row in tiers]
+        arms = {
+            f"mneme, {tier}": {name: 100 * row[tier] for name, row in zip(names, tiers, strict=True)}
+            for tier in TIER_NAMES
+        }
+        title = "Share of a trace's blocks found on device, host and disk of {:,}, {:,} and {:,} blocks".format(*TIERS)
+        x_label = "% of all blocks found (higher is better)"
+        save(folder / "cache_tiers.png", title, trace, lambda axes: rows(axes, names, arms, x_label, is_stacked=True))
     if capacity := closing["capacity"]:
-        hits = {"of no bound": [row["of no bound"] for row in capacity]}
-        shares = [f"{row['of hour']:g}" for row in capacity]
-        x_label = "capacity, of the blocks that the busiest hour uses"
-        plot_bars(
-            folder / "cache_capacity.png", DEFAULT, "found, of what no bound finds", shares, hits, x_label=x_label
-        )
+        found = {"mneme": [(100 * row["of hour"], 100 * row["of no bound"]) for row in capacity]}
+        labels = "capacity, % of the blocks that the busiest hour uses", "% of what an unbounded cache finds"
+        title = "How large a cache has to be (higher is better)"
+        save(folder / "cache_capacity.png", title, trace, lambda axes: lines(axes, found, *labels))
+
+
+def _tier_arm(row: dict[str, Any]) -> str:
+    queue = f"sees a queue of {row['queue']}" if row["queue"] else "sees no queue"
+    return f"{row['policy']}, {queue}{', prefetches' if row['prefetch'] else ''}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -49,8 +49,8 @@ from cache_saving import (
     process_tier,
     write_row,
 )
+from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
-from session_plots import plot_bars
 from workloads import cpu_name, load_average
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
@@ -176,11 +176,20 @@ def main() -> None:
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)
-        groups = list(dict.fromkeys(f"{row['part']}, {row['model']}" for row in rows))
-        bars = {arm: [row["tokens/s"] for row in rows if row["arm"] == arm] for arm in (PLAIN, SAVING)}
-        title = f"{DTYPE}, {cpu_name()}, one thread"
-        plot_bars(args.out / "cache_save_rate.png", title, "tokens/s", groups, bars, x_label="what runs")
+        draw(args.out, line)
     print(json.dumps(line))
+
+
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    saving = [row for row in closing["results"] if row["arm"] == SAVING]
+    costs = {f"{row['part']}, {row['model']}": 100 * row["cost"] for row in saving}
+
+    def percent(axes: Any) -> None:
+        rows(axes, list(costs), {"mneme": costs}, "% slower with saving than without")
+        axes.axvline(100 * MAX_COST, linestyle="--", color=DIM, linewidth=1, label="promised of decodes: at most 3%")
+
+    title = "What saving KV to the cache tier costs the engine (lower is better)"
+    save(folder / "cache_save_cost.png", title, caption_of(closing), percent)
 
 
 def _arguments() -> argparse.Namespace:

@@ -39,8 +39,8 @@ from attention.report import Check, PartResult, at_least, at_most, closing_check
 from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
 from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, SLOW, WARM, Case, NextTurns, measure_pairs
+from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
-from session_plots import plot_bars
 from workloads import cpu_name, load_average
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
@@ -149,7 +149,7 @@ def main() -> None:
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)
-        _plot(args.out, turns, pairs)
+        draw(args.out, line)
     print(json.dumps(line))
 
 
@@ -159,14 +159,31 @@ def _costs(model: CachedModel) -> dict[str, Any]:
     return rounded({"prefill": measured.prefill, **measured.edges})
 
 
-def _plot(folder: Path, turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]) -> None:
-    title = f"{MODEL}, {DTYPE}, {cpu_name()}, one thread"
-    groups = [str(turns[0]["history"])]
-    bars = {row["arm"]: [row["ttft ms"]] for row in turns}
-    plot_bars(folder / "cache_turn_ttft.png", title, "time to first token, ms", groups, bars)
-    cases = [f"{row['model'].removeprefix('llama-')}\n{row['history']}\n{row['source']}" for row in pairs]
-    bars = {name: [row[f"{name} ms"] for row in pairs] for name in ("with", "without")}
-    plot_bars(folder / "cache_turn_pairs.png", title, "time to first token, ms", cases, bars, x_label="case")
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    turns, pairs = closing["results"], closing["pairs"]
+    names = {
+        RECOMPUTE: "computed anew",
+        HOST: "mneme, node's memory",
+        COLD: "mneme, cold disk",
+        WARM: "mneme, disk in page cache",
+    }
+    alone = {names[row["arm"]]: row["ttft ms"] for row in turns}
+    title = f"First token of a turn on another replica, {turns[0]['history']:,} tokens of history (lower is better)"
+    caption = f"{MODEL}, {caption_of(closing)}"
+    save(folder / "cache_turn_ttft.png", title, caption,
+         lambda axes: rows(axes, list(alone), {"": alone}, "milliseconds"))  # fmt: skip
+    cases = {
+        f"{row['model'].removeprefix('llama-')}, {row['history']:,} tokens, {names.get(row['source'], row['source'])}"
+        .replace("mneme, ", ""): row["ratio"]
+        for row in pairs
+    }  # fmt: skip
+
+    def ratios(axes: Any) -> None:
+        rows(axes, list(cases), {"mneme": cases}, "time to the first token, with the tier over without")
+        axes.axvline(TOLERANCE, linestyle="--", color=DIM, linewidth=1, label=f"promised: at most {TOLERANCE:g}")
+
+    title = "A turn with the cache tier against computing (lower is better)"
+    save(folder / "cache_turn_pairs.png", title, caption, ratios)
 
 
 def _arguments() -> argparse.Namespace:

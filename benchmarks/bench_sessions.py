@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,15 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
 from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
-from rate_search import Point, Reading, throughput_at
+from plots import DIM, Points, caption_of, lines, save
+from rate_search import Point, Reading, median_points, throughput_at
 from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
 from session_load import Window
-from session_plots import plot_latency
 from session_runs import Runs, Scale
 from session_sweep import Steps, Sweep
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
 BOUND = 4.0  # times the unloaded p90 of the stateless system
+SHOWN = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 TARGETS = {"sharegpt": 1.6, "lmsys": 1.95}  # two-tier over stateless
 FULL = Scale(Window(6.0, 30.0), 0.2, 768, 16 * 1024, 60, 1.5, 1.13, 3)
 QUICK = Scale(Window(1.5, 6.0), 0.05, 512, 4 * 1024, 20, 2.0, 2.0, 1)
@@ -168,14 +170,35 @@ def main() -> None:
         ),
     }  # fmt: skip
     if args.out is not None:
-        _write(args.out, closing, found)
+        write_closing(args.out, closing)
+        draw(args.out, closing)
     print(json.dumps(closing))
 
 
-def _write(folder: Path, closing: dict[str, Any], found: dict[str, Found]) -> None:
-    write_closing(folder, closing)
-    for name, each in found.items():
-        plot_latency(folder / f"{name}.png", f"{name}: {each.result.title}\n{cpu_name()}", each.points, each.bound_s)
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    """p90 of normalized latency over the throughput, one line per system (Pensieve Fig. 8)."""
+    names = {STATELESS: "nothing kept", "device-only": "mneme, device only", TWO_TIER: "mneme, device and host memory"}
+    for part, found in closing["results"].items():
+        bound_ms = found["bound_s_per_token"] * 1e3
+        series = {shown: _medians(found["rows"], system) for system, shown in names.items()}
+
+        def over_load(axes: Any, series: dict[str, Points] = series, bound_ms: float = bound_ms) -> None:
+            lines(axes, series, "turns served per second (more is better)", "p90 of ms per token (lower is better)")
+            axes.axhline(bound_ms, linestyle="--", color=DIM, linewidth=1, label=f"limit, {bound_ms:.1f} ms")
+            axes.set_ylim(0, 3 * bound_ms)
+
+        title = f"Conversations of {SHOWN[PARTS[part].shape]} lengths, context {found['context']:,}: latency over load"
+        save(folder / f"{part}.png", title, f"31M Llama with random weights, {caption_of(closing)}", over_load)
+
+
+def _medians(rows: list[dict[str, Any]], system: str) -> Points:
+    """(turns served per second, p90 in ms) at each offered rate."""
+    points = [
+        Point(row["offered/s"], row["served/s"], row["p90 ms/token"] / 1e3, row["turns"])
+        for row in rows
+        if row["system"] == system and row["p90 ms/token"] is not None
+    ]
+    return [(point.served_per_s, point.p90_s * 1e3) for point in median_points(points) if math.isfinite(point.p90_s)]
 
 
 def _arguments() -> argparse.Namespace:

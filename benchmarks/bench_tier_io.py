@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
-from session_plots import plot_rows
+from plots import caption_of, rows, save
 from tier_io.chunks import LARGE, TINY, Chain, Shape
 from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
 from tier_io.memory import Pages, PlainHost, host_arms, page_arms
@@ -132,7 +132,7 @@ def main() -> None:
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)
-        _plot(args.out, rows)
+        draw(args.out, line)
     print(json.dumps(line))
 
 
@@ -152,13 +152,16 @@ def two_nodes(stack: ExitStack) -> Any:
     return stack.enter_context(closing(TwoNodes(STORE_BYTES)))
 
 
-def _plot(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    title = f"chunks of {LARGE.num_tokens} tokens, {cpu_name()}, one thread"
-    for column, file in (("GB/s", "rate"), ("chunk ms", "latency")):
-        bars: dict[str, dict[str, float]] = {row["shape"]: {} for row in rows}
-        for row in rows:
-            bars[row["shape"]][f"{row['edge']}: {row['arm']}"] = row[column]
-        plot_rows(folder / f"tier_io_{file}.png", title, column, bars)
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    found = [row for row in closing["results"] if row["shape"] == closing["results"][0]["shape"]]
+    names = [f"{row['edge']}: {row['arm']}" for row in found]
+    rates: dict[str, dict[str, float]] = {"mneme": {}, "plain copies and files": {}}
+    for name, row in zip(names, found, strict=True):
+        is_plain = row["arm"].startswith("raw") or row["edge"] == "host"
+        rates["plain copies and files" if is_plain else "mneme"][name] = row["GB/s"]
+    title = f"Rates of the cache tier's edges, chunks of {closing['tokens']} tokens (higher is better)"
+    save(folder / "tier_io_rate.png", title, f"{found[0]['shape']} heads, {caption_of(closing)}",
+         lambda axes: rows(axes, names, rates, "GB/s", is_stacked=True))  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:

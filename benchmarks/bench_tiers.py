@@ -55,8 +55,8 @@ from cache_engines import (
 from cache_overlap import read_buffer_rows, write_overlap_rows
 from cache_workload import CONTEXT, NUM_PLACES, WARM_UP_SHARE, Ran, Workload, make_order, make_sessions
 from conversations import Conversation
+from plots import Draw, bars, caption_of, save
 from random_models import SHAPES, kv_bytes_per_token
-from session_plots import plot_bars
 from workloads import cpu_name, load_average
 
 from mneme.cachetier.cache_config import CacheConfig
@@ -186,28 +186,32 @@ def main() -> None:
     }  # fmt: skip
     if args.out is not None:
         write_closing(args.out, line)
-        _plot(args.out, rows, buffers)
+        draw(args.out, line)
     print(json.dumps(line))
 
 
-def _plot(folder: Path, rows: Sequence[dict[str, Any]], buffers: Sequence[dict[str, Any]]) -> None:
-    title = f"{MODEL}, {DTYPE}, {cpu_name()}, one thread"
-    columns = {"ttft": "ttft mean ms", "prefill": "prompt tokens/s", "busy": "busy s", "cost": "cost of none"}
-    for file, column in columns.items():
-        bars = {row["arm"]: [row[column]] for row in rows}
-        plot_bars(folder / f"tiers_{file}.png", title, column, ["all turns"], bars, x_label="")
-    sources = {tier: [max(row[tier], 1e-3) for row in rows] for tier in ("device", "host", "disk")}
-    plot_bars(folder / "tiers_hits.png", title, "share of prompt tokens", list(ARMS), sources, x_label="tiers")
-    column = "ttft ms"
-    groups = [row["read buffer"] for row in buffers]
-    plot_bars(
-        folder / "tiers_read_buffer.png",
-        title,
-        column,
-        groups,
-        {"turn": [row[column] for row in buffers]},
-        x_label="read buffer",
-    )
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    found, buffers = closing["results"], closing["read_buffers"]
+    names = ["nothing\nkept", "mneme,\ndevice", "mneme,\n+ host", "mneme,\n+ disk"]
+    caption = f"{MODEL}, {closing['turns']} turns, {caption_of(closing)}"
+
+    def panel(column: str, y_label: str) -> Draw:
+        return lambda axes: bars(axes, names, {"": [row[column] for row in found]}, "", y_label)
+
+    title = "Conversations over a device pool for a part of them: what each tier under it brings"
+    save(folder / "tiers.png", title, caption,
+         panel("ttft mean ms", "mean ms to the first token (lower is better)"),
+         panel("prompt tokens/s", "prompt tokens per second (higher is better)"),
+         panel("cost of none", "cost, of keeping nothing (lower is better)"))  # fmt: skip
+    tiers = {f"mneme, {tier}": [100 * row[tier] for row in found] for tier in ("device", "host", "disk")}
+    title = "Where the tokens of prompts were found (higher is better)"
+    save(folder / "tiers_hits.png", title, caption,
+         lambda axes: bars(axes, names, tiers, "", "% of prompt tokens", is_stacked=True))  # fmt: skip
+    times = {"": [row["ttft ms"] for row in buffers]}
+    groups = ["computed\nanew", *(f"mneme,\n{row['read buffer']}" for row in buffers[1:])]
+    title = "First token of a turn whose history is read from a slow disk, by layers read ahead (lower is better)"
+    save(folder / "tiers_read_buffer.png", title, f"{SMALL_MODEL}, {caption_of(closing)}",
+         lambda axes: bars(axes, groups, times, "", "milliseconds"))  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:

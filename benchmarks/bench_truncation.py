@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
-from session_plots import plot_bars
+from plots import bars, caption_of, save
 from truncation_arms import Arm, Heard, Thought, load_decoder
 from truncation_dense import DenseDecoder
 from truncation_texts import MODEL, Question, held_out_ids, load_tokenizer, questions, streams
@@ -242,25 +242,36 @@ def main() -> None:
         **closing_checks(checks),
     }  # fmt: skip
     if args.out is not None:
-        _write(args.out, closing, results)
+        write_closing(args.out, closing)
+        draw(args.out, closing)
     print(json.dumps(closing))
 
 
-def _write(folder: Path, closing: dict[str, Any], results: dict[str, PartResult]) -> None:
-    write_closing(folder, closing)
-    title = f"mneme-tiny, float32, {cpu_name()}"
-    for part, column, groups in (
-        ("perplexity", "perplexity", ("window", "ratio")),
-        ("retrieval", "accuracy", ("window",)),
-        ("turns", "truncating ms", ("window",)),
-    ):
-        rows = [row for row in results[part].rows if not row.get("keeps")] if part in results else []
-        if not rows:
-            continue
-        names = list(dict.fromkeys(" / ".join(str(row[group]) for group in groups) for row in rows))
-        arms = dict.fromkeys(row["arm"] for row in rows)
-        bars = {arm: [row[column] for row in rows if row["arm"] == arm] for arm in arms}
-        plot_bars(folder / f"truncation_{part}.png", title, column, names, bars, x_label=" / ".join(groups))
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    names = {
+        TT: "rest computed anew", OURS: "mneme, KV of the rest kept",
+        f"{OURS}, important": "mneme, important tokens kept", NKVT: "KV kept at its old positions",
+    }  # fmt: skip
+    titles = {
+        "perplexity": ("Perplexity of text behind a full window (lower is better)", "perplexity", ("window", "ratio")),
+        "retrieval": ("Questions answered about what a truncation kept (higher is better)", "accuracy", ("window",)),
+        "turns": ("First token of a turn that truncates (lower is better)", "truncating ms", ("window",)),
+    }
+    for part, (title, column, group) in titles.items():
+        rows = [row for row in closing["results"].get(part, ()) if not row.get("keeps")]
+        if rows:
+            groups = list(dict.fromkeys("\n".join(f"{row[key]:,}" for key in group) for row in rows))
+            arms = [arm for arm in names if any(row["arm"] == arm for row in rows)]
+            series = {names[arm]: [row[column] for row in rows if row["arm"] == arm] for arm in arms}
+            x_label = "window, tokens" + ("; share of it that goes" if "ratio" in group else "")
+            y_label = "milliseconds" if part == "turns" else column
+            _draw_bars(folder / f"truncation_{part}.png", title, closing, groups, series, x_label, y_label)
+
+
+def _draw_bars(
+    path: Path, title: str, closing: dict[str, Any], groups: list[str], series: dict[str, list[float]], *labels: str
+) -> None:
+    save(path, title, f"mneme-tiny, {caption_of(closing)}", lambda axes: bars(axes, groups, series, *labels))
 
 
 def _arguments() -> argparse.Namespace:

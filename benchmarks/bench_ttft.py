@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
+from plots import Draw, caption_of, lines, save
 from session_engines import DTYPE, make_decoder
-from session_plots import plot_bars
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
@@ -117,16 +117,28 @@ def main() -> None:
         **closing_checks(result.checks),
     }  # fmt: skip
     if args.out is not None:
-        _write(args.out, closing, rows)
+        write_closing(args.out, closing)
+        draw(args.out, closing)
     print(json.dumps(closing))
 
 
-def _write(folder: Path, closing: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    write_closing(folder, closing)
-    groups = [str(history) for history in dict.fromkeys(row["history"] for row in rows)]
-    for column, file in (("ttft ms", "ttft"), ("busy s/turn", "compute_time"), ("out tokens/s", "output_rate")):
-        bars = {name: [row[column] for row in rows if row["arm"] == name] for name in ARMS}
-        plot_bars(folder / f"{file}.png", f"31M Llama, {DTYPE}, {cpu_name()}, one thread", column, groups, bars)
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    names = {RECOMPUTE: "computed anew", HOST: "mneme, from host memory", DEVICE: "mneme, on the device"}
+
+    def over_history(column: str, y_label: str) -> Draw:
+        series = {
+            shown: [(row["history"], row[column]) for row in closing["results"] if row["arm"] == arm]
+            for arm, shown in names.items()
+        }
+        return lambda axes: lines(axes, series, "history, tokens", y_label, log_x=True, log_y=True)
+
+    caption = f"31M Llama with random weights, {caption_of(closing)}"
+    turn = f"turn of {closing['new_tokens']} new tokens, by where the KV of its history is"
+    save(folder / "ttft.png", f"Time to the first token of a {turn} (lower is better)", caption,
+         over_history("ttft ms", "milliseconds"))  # fmt: skip
+    save(folder / "ttft_together.png", f"Several turns at once: a {turn}", caption,
+         over_history("busy s/turn", "seconds of computing for each turn (lower is better)"),
+         over_history("out tokens/s", "output tokens per second (higher is better)"))  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:

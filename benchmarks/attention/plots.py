@@ -1,80 +1,52 @@
-"""PNG plots in the form of the papers' figures, from the rows that were measured; without matplotlib, none."""
+"""PNG plots in the form of the papers' figures, from a closing line alone; without matplotlib, none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.bench import ran
-from attention.report import PartResult
+from attention.report import NOT_RUN
+from plots import DIM, Points, bars, caption_of, colors, lines, plain, save
 
 Rows = list[dict[str, Any]]
+_ARMS = {
+    "auto": "mneme", "never": "sequence-first, shared pages", "unshared": "sequence-first, own copies",
+    "contiguous": "torch SDPA, contiguous", "flashinfer_decode": "FlashInfer decode",
+    "flashinfer_cascade": "FlashInfer cascade", "flashinfer": "FlashInfer",
+}  # fmt: skip
+_RATES = {
+    "auto_tok/s": "mneme", "never_tok/s": "sequence-first", "contiguous_tok/s": "torch SDPA, contiguous",
+    "flashinfer_tok/s": "FlashInfer decode",
+}  # fmt: skip
 
 
-def draw(parts: Sequence[PartResult], folder: Path, device: str) -> list[Path]:
+def draw(folder: Path, closing: Mapping[str, Any]) -> list[Path]:
     """One file per figure that has at least one point; returns their paths."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plots: matplotlib is not installed")
-        return []
-    matplotlib.use("Agg")
-    figures: dict[str, tuple[tuple[str, Callable[[Any, Rows], bool]], ...]] = {
-        "relay": (("relay_fig1_latency", _relay_latency), ("relay_fig5_speedup", _relay_speedup)),
-        "chunk": (
-            ("chunk_fig3_token_rate", _chunk_rate),
-            ("chunk_fig4_batch", _chunk_batch),
-            ("chunk_fig5_first_token", _chunk_first),
-        ),
-        "pensieve": (("pensieve_fig10", _pensieve),),
-        "documents": (("documents", _documents),),
-        "regret": (("share_regret", _regret),),
-        "roofline": (("roofline", _roofline),),
-    }
+    figures = {
+        "relay_fig1_latency": ("relay", _relay_latency), "relay_fig5_speedup": ("relay", _relay_speedup),
+        "chunk_fig3_token_rate": ("chunk", _chunk_rate), "chunk_fig4_batch": ("chunk", _chunk_batch),
+        "chunk_fig5_first_token": ("chunk", _chunk_first), "pensieve_fig10": ("pensieve", _pensieve),
+        "documents": ("documents", _documents), "share_regret": ("regret", _regret),
+        "roofline": ("roofline", _roofline),
+    }  # fmt: skip
     drawn = []
-    for part in parts:
-        for name, plot in figures.get(part.name, ()):
-            drawn += _draw_one(folder / f"{name}.png", plot, ran(part.rows), f"{part.title}\n{device}")
+    for name, (part, plot) in figures.items():
+        found = closing["results"].get(part, {"rows": []})["rows"]
+        rows = [row for row in found if not str(row.get("status", "")).startswith(NOT_RUN)]
+        if rows and plot(folder / f"{name}.png", caption_of(closing), rows):
+            drawn.append(folder / f"{name}.png")
     return drawn
 
 
-def _draw_one(path: Path, plot: Callable[[Any, Rows], bool], rows: Rows, title: str) -> list[Path]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.8))
-    try:
-        if not rows or not plot(axes, rows):
-            return []
-        axes.set_title(title, fontsize=7)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-        figure.tight_layout()
-        figure.savefig(path, dpi=110)
-    finally:
-        pyplot.close(figure)
-    return [path]
-
-
-def _lines(axes: Any, rows: Rows, x: str, columns: dict[str, str], style: str = "o-") -> bool:
-    """A line per column that holds numbers, over ascending x."""
-    drawn = False
+def _series(rows: Rows, x: str, names: Mapping[str, str]) -> dict[str, Points]:
+    """Points of each column that has numbers, over ascending x."""
     ordered = sorted(rows, key=lambda row: row[x])
-    for column, label in columns.items():
-        points = [(row[x], row[column]) for row in ordered if row.get(column) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=3)
-            drawn = True
-    return drawn
-
-
-def _axes(axes: Any, x_label: str, y_label: str, *, log_x: bool = True, log_y: bool = False) -> None:
-    if log_x:
-        axes.set_xscale("log", base=2)
-    if log_y:
-        axes.set_yscale("log")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    found = {
+        shown: [(row[x], row[column]) for row in ordered if row.get(column) is not None]
+        for column, shown in names.items()
+    }
+    return {shown: points for shown, points in found.items() if points}
 
 
 def _of_batch_32(rows: Rows) -> Rows:
@@ -83,97 +55,119 @@ def _of_batch_32(rows: Rows) -> Rows:
     return [row for row in found if row["heads"] == first_heads]
 
 
-def _relay_latency(axes: Any, rows: Rows) -> bool:
-    arms = {
-        "auto": "ours", "never": "sequence-first, shared pages", "unshared": "sequence-first, own copies",
-        "contiguous": "SDPA, contiguous", "flashinfer_decode": "FlashInfer decode",
-        "flashinfer_cascade": "FlashInfer cascade",
-    }  # fmt: skip
-    _axes(axes, "system prompt (tokens), batch 32, 128 private", "ms per call", log_y=True)
-    return _lines(axes, _of_batch_32(rows), "shared", arms)
-
-
-def _relay_speedup(axes: Any, rows: Rows) -> bool:
+def _relay_latency(path: Path, caption: str, rows: Rows) -> bool:
     chosen = _of_batch_32(rows)
-    _axes(axes, "system prompt (tokens), batch 32, 128 private", "speed-up over sequence-first", log_y=True)
-    drawn = _lines(axes, chosen, "shared", {"unshared/auto": "over own copies", "never/auto": "over shared pages"})
-    theory = {"eq10": "Eq. 10 in bytes", "eq10_paper": "Eq. 10 as printed", "roof": "compute roof"}
-    return _lines(axes, chosen, "shared", theory, "--") or drawn
+    series, labels = _series(chosen, "shared", _ARMS), ("shared system prompt, tokens", "milliseconds per call")
+    title = "Attention of 32 sequences with 128 own tokens behind a shared prompt (lower is better)"
+    return bool(series) and save(path, title, f"heads {chosen[0]['heads']}, {caption}",
+                                 lambda axes: lines(axes, series, *labels, log_x=True, log_y=True))  # fmt: skip
 
 
-_RATES = {
-    "auto_tok/s": "ours", "never_tok/s": "sequence-first", "contiguous_tok/s": "SDPA, contiguous",
-    "flashinfer_tok/s": "FlashInfer decode",
-}  # fmt: skip
+def _relay_speedup(path: Path, caption: str, rows: Rows) -> bool:
+    theory = {"eq10": "theory: bytes (RelayAttention Eq. 10)", "roof": "theory: arithmetic"}
+    measured = {"unshared/auto": "mneme, over own copies", "never/auto": "mneme, over shared pages"}
+    chosen = _of_batch_32(rows)
+    series = _series(chosen, "shared", measured | theory)
+    labels = "shared system prompt, tokens", "times as fast as sequence-first"
+    title = "Speed-up by reading a shared prompt once for 32 sequences (higher is better)"
+    return bool(series) and save(
+        path, title, f"heads {chosen[0]['heads']}, {caption}",
+        lambda axes: lines(axes, series, *labels, log_x=True, dashed=list(theory.values())),
+    )  # fmt: skip
 
 
-def _chunk_rate(axes: Any, rows: Rows) -> bool:
+def _chunk_rate(path: Path, caption: str, rows: Rows) -> bool:
     rated = [row for row in rows if row["batch"] == 32 and "auto_tok/s" in row]
-    _axes(axes, "shared tokens, batch 32", "tokens/s of the kernel")
-    drawn = False
-    for index, completion in enumerate(sorted({row["completion"] for row in rated})):
-        chosen = [row for row in rated if row["completion"] == completion]
-        columns = {column: f"{label}, {completion} new" for column, label in _RATES.items()}
-        drawn = _lines(axes, chosen, "shared", columns, ("o-", "s--", "^:", "x-.")[index % 4]) or drawn
-    return drawn
+    completions = sorted({row["completion"] for row in rated})
+    panels = [
+        lambda axes, new=new: lines(
+            axes, _series([row for row in rated if row["completion"] == new], "shared", _RATES),
+            f"shared tokens; {new} new", "tokens per second of the attention kernel", log_x=True,
+        )
+        for new in completions
+    ]  # fmt: skip
+    title = "Decoding 32 sequences behind shared tokens (higher is better)"
+    return bool(panels) and save(path, title, caption, *panels, share_y=True)
 
 
-def _chunk_batch(axes: Any, rows: Rows) -> bool:
+def _chunk_batch(path: Path, caption: str, rows: Rows) -> bool:
     rated = [row for row in rows if row["shared"] == 1024 and "auto_tok/s" in row]
     shortest = min((row["completion"] for row in rated), default=0)
-    _axes(axes, f"batch size, 1,024 shared tokens, {shortest} new", "tokens/s of the kernel")
-    return _lines(axes, [row for row in rated if row["completion"] == shortest], "batch", _RATES)
+    series = _series([row for row in rated if row["completion"] == shortest], "batch", _RATES)
+    labels = "sequences in the batch", "tokens per second of the attention kernel"
+    title = f"Decoding behind 1,024 shared tokens, {shortest} new, by the size of the batch (higher is better)"
+    return bool(series) and save(path, title, caption, lambda axes: lines(axes, series, *labels, log_x=True))
 
 
-def _chunk_first(axes: Any, rows: Rows) -> bool:
-    first = [row for row in rows if row["completion"] == 0 and row["batch"] == 32]
-    _axes(axes, "shared tokens, batch 32", "ms, first completion token", log_y=True)
-    arms = {"auto": "ours", "never": "sequence-first", "contiguous": "SDPA, contiguous", "flashinfer": "FlashInfer"}
-    return _lines(axes, first, "shared", arms)
+def _chunk_first(path: Path, caption: str, rows: Rows) -> bool:
+    chosen = [row for row in rows if row["completion"] == 0 and row["batch"] == 32]
+    series, labels = _series(chosen, "shared", _ARMS), ("shared tokens", "milliseconds")
+    title = "Attention of the first new token of 32 sequences (lower is better)"
+    return bool(series) and save(path, title, caption,
+                                 lambda axes: lines(axes, series, *labels, log_x=True, log_y=True))  # fmt: skip
 
 
-def _pensieve(axes: Any, rows: Rows) -> bool:
-    arms = {"ours": "ours", "copy_out": "copy-out + contiguous", "rounds": "one token at a time", "ideal": "contiguous"}
-    return _bars(axes, rows, "context", arms, "past KV tokens", "ms per call")
-
-
-def _documents(axes: Any, rows: Rows) -> bool:
-    arms = {
-        "auto": "ours, a delta per row", "never": "sequence-first", "virtual": "virtual queries",
-        "contiguous": "SDPA, contiguous", "equal_positions": "ours, one order",
+def _pensieve(path: Path, caption: str, rows: Rows) -> bool:
+    names = {
+        "ours": "mneme, KV where it lies", "copy_out": "copied together first", "rounds": "one token at a time",
+        "ideal": "KV contiguous already (torch)",
     }  # fmt: skip
-    for row in rows:
-        row["shape"] = f"{row['documents']} of {row['of']}\n{row['dtype']}"
-    return _bars(axes, rows, "shape", arms, "documents of 512 tokens per sequence", "ms per call")
+    title = "Attention of 8 new tokens each of 32 sequences over scattered KV (lower is better)"
+    groups = [f"{row['context']:,}" for row in rows]
+    return _columns(path, title, caption, rows, names, groups, "past tokens of a sequence")
 
 
-def _bars(axes: Any, rows: Rows, x: str, columns: dict[str, str], x_label: str, y_label: str) -> bool:
-    width = 0.8 / len(columns)
-    for index, (column, label) in enumerate(columns.items()):
-        places = [i + index * width for i in range(len(rows))]
-        axes.bar(places, [row.get(column) or 0 for row in rows], width, label=label)
-    axes.set_xticks([i + 0.4 for i in range(len(rows))], [str(row[x]) for row in rows], fontsize=7)
-    _axes(axes, x_label, y_label, log_x=False)
-    return True
+def _documents(path: Path, caption: str, rows: Rows) -> bool:
+    names = {
+        "auto": "mneme, any positions", "equal_positions": "mneme, equal positions", "never": "sequence-first",
+        "virtual": "queries rotated beforehand", "contiguous": "torch SDPA, contiguous",
+    }  # fmt: skip
+    title = "Attention over shared documents at different positions in each sequence (lower is better)"
+    groups = [f"{row['documents']} of {row['of']}\n{row['dtype']}" for row in rows]
+    return _columns(path, title, caption, rows, names, groups, "documents of 512 tokens that a sequence sees")
 
 
-def _regret(axes: Any, rows: Rows) -> bool:
-    for kind in sorted({row["kind"] for row in rows}):
-        points = [(row["always"] / row["never"], row["regret"]) for row in rows if row["kind"] == kind]
-        axes.plot(*zip(*points, strict=True), "o", label=kind, markersize=3)
-    axes.axhline(1.1, linestyle="--", color="grey", label="worst allowed")
-    _axes(axes, "time of always over time of never", "time of auto over the better")
-    return True
+def _columns(
+    path: Path, title: str, caption: str, rows: Rows, names: Mapping[str, str], groups: Sequence[str], x_label: str
+) -> bool:
+    """Milliseconds per call, a bar for each column that was measured."""
+    series = {shown: [row.get(column) for row in rows] for column, shown in names.items()}
+    series = {shown: values for shown, values in series.items() if any(value is not None for value in values)}
+    return save(path, title, caption, lambda axes: bars(axes, groups, series, x_label, "milliseconds per call"))
 
 
-def _roofline(axes: Any, rows: Rows) -> bool:
-    for module in ("qkv", "attention", "mlp", "output"):
-        chosen = [row for row in rows if row.get("module") == module]
-        if chosen:
-            axes.plot([r["fused_intensity"] for r in chosen], [r["TFLOP/s"] for r in chosen], "o", label=module)
-    roof = sorted((r["fused_intensity"], r["TFLOP/s"] / r["of_roof"]) for r in rows if "of_roof" in r)
-    if not roof:
-        return False
-    axes.plot(*zip(*roof, strict=True), "--", color="grey", label="roof")
-    _axes(axes, "flops per byte", "TFLOP/s", log_y=True)
-    return True
+def _regret(path: Path, caption: str, rows: Rows) -> bool:
+    def scatter(axes: Any) -> None:
+        kinds = sorted({row["kind"] for row in rows})
+        for kind, color in colors(kinds).items():
+            points = [(row["always"] / row["never"], row["regret"]) for row in rows if row["kind"] == kind]
+            axes.plot(*zip(*points, strict=True), "o", label=kind, color=color, markersize=3.5)
+        axes.axhline(1.1, linestyle="--", color=DIM, linewidth=1, label="promised: at most 1.1")
+        axes.set_xscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            plain(axis)
+        axes.set_xlabel("time if all is shared, over time if nothing is")
+        axes.set_ylabel("time of the choice, over the better of both")
+
+    return save(path, f"How good the choice to share is, at {len(rows)} shapes (lower is better)", caption, scatter)
+
+
+def _roofline(path: Path, caption: str, rows: Rows) -> bool:
+    roof = sorted((row["fused_intensity"], row["TFLOP/s"] / row["of_roof"]) for row in rows if "of_roof" in row)
+
+    def scatter(axes: Any) -> None:
+        for module, color in colors(("qkv", "attention", "mlp", "output")).items():
+            chosen = [row for row in rows if row.get("module") == module]
+            found = [(row["fused_intensity"], row["TFLOP/s"]) for row in chosen]
+            axes.plot(*zip(*found, strict=True), "o", label=module, color=color, markersize=5)
+        axes.plot(*zip(*roof, strict=True), "--", color=DIM, linewidth=1, label="what the machine can do")
+        for scale in (axes.set_xscale, axes.set_yscale):
+            scale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            plain(axis)
+        axes.set_xlabel("flops per byte")
+        axes.set_ylabel("TFLOP/s")
+
+    return bool(roof) and save(
+        path, "Modules of a Llama-2-7B layer against the machine (higher is better)", caption, scatter
+    )

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         closing["backends"] = available
         _write(args.out, closing)  # after each part: a run that is cut short leaves what it has
     if args.out is not None:
-        drawn = plots.draw(parts, args.out, f"{device_name(device)}, {time.strftime('%Y-%m-%d')}")
+        drawn = plots.draw(args.out, closing)
         print(f"\nwrote {args.out / 'attention.json'} and {len(drawn)} plots")
     print(json.dumps(closing))
     missed = [check["name"] for check in closing["checks"] if check["ok"] is False]

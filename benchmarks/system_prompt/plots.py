@@ -1,97 +1,84 @@
-"""PNG plots in the form of the papers' figures, from the rows that were measured; without matplotlib, none."""
+"""PNG plots in the form of the papers' figures, from a closing line alone; without matplotlib, none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.report import PartResult
-from system_prompt.arms import ARMS
+from attention.report import NOT_RUN
+from plots import Points, caption_of, lines, save
 
-Rows = list[dict[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
+_NAMES = {"relay": "mneme", "PS": "shared in memory only", "none": "nothing shared"}
 
 
-def draw(parts: Sequence[PartResult], folder: Path, device: str) -> list[Path]:
-    """One file per part that has a figure and at least two points; returns their paths."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plots: matplotlib is not installed")
-        return []
-    matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Callable[[Any, Rows], None]] = {
-        "throughput": _throughput,
-        "batch": _batch,
-        "few_shot": _few_shot,
-        "interactive": _interactive,
-        "capacity": _capacity,
+def draw(folder: Path, closing: Mapping[str, Any]) -> list[Path]:
+    """Draw a file per part that has a figure and at least three points on its axis; returns their paths."""
+    drawn = []
+    for part, (plot, x) in {
+        "throughput": (_throughput, "system"), "batch": (_batch, "batch"), "few_shot": (_few_shot, "examples"),
+        "interactive": (_interactive, "system"), "capacity": (_capacity, "r"),
+    }.items():  # fmt: skip
+        found = closing["results"].get(part, {"rows": []})["rows"]
+        rows = [row for row in found if not str(row.get("status", "")).startswith(NOT_RUN)]
+        if len({row[x] for row in rows}) > 2:
+            drawn.append(folder / f"{part}.png")
+            plot(drawn[-1], f"31M Llama with random weights, {caption_of(closing)}", rows)
+    return drawn
+
+
+def _arms(rows: Rows, x: str, unit: str) -> dict[str, Points]:
+    return {
+        shown: [(row[x], row[f"{arm} {unit}"]) for row in rows if row.get(f"{arm} {unit}") is not None]
+        for arm, shown in _NAMES.items()
     }
-    return [
-        _draw_one(folder / f"{part.name}.png", figures[part.name], part.rows, f"{part.title}\n{device}")
-        for part in parts
-        if part.name in figures and len(part.rows) > 1
-    ]
 
 
-def _draw_one(path: Path, plot: Callable[[Any, Rows], None], rows: Rows, title: str) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.8))
-    try:
-        plot(axes, rows)
-        axes.set_title(title, fontsize=7)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-        figure.tight_layout()
-        figure.savefig(path, dpi=110)
-    finally:
-        pyplot.close(figure)
-    return path
-
-
-def _arms(axes: Any, rows: Rows, x: str, unit: str, *, style: str = "o-", note: str = "") -> None:
-    """A line per arm, one colour each in every group of lines."""
-    for index, arm in enumerate(ARMS):
-        points = [(row[x], row[f"{arm.name} {unit}"]) for row in rows if row.get(f"{arm.name} {unit}") is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, color=f"C{index}", label=f"{arm.name}{note}", markersize=3)
-
-
-def _axes(axes: Any, x_label: str, y_label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-
-
-def _throughput(axes: Any, rows: Rows) -> None:
+def _throughput(path: Path, caption: str, rows: Rows) -> None:
     shapes = list(dict.fromkeys((row["user"], row["new"]) for row in rows))
-    for shape, style in zip(shapes, ("o-", "s--", "^:"), strict=False):
-        chosen = [row for row in rows if (row["user"], row["new"]) == shape]
-        _arms(axes, chosen, "system", "tok/s", style=style, note=f" {shape}")
-    _axes(axes, "system prompt (tokens)", "output tokens/s")
+    panels = [
+        lambda axes, shape=shape: lines(
+            axes,
+            _arms([row for row in rows if (row["user"], row["new"]) == shape], "system", "tok/s"),
+            f"shared system prompt, tokens; {shape[0]} own, {shape[1]} new",
+            "output tokens per second",
+            log_x=True,
+        )
+        for shape in shapes
+    ]
+    save(path, "A batch of requests behind one system prompt (higher is better)", caption, *panels, share_y=True)
 
 
-def _batch(axes: Any, rows: Rows) -> None:
-    _arms(axes, rows, "batch", "decode tok/s")
-    _axes(axes, "batch size, 2,048 shared tokens", "tokens/s while all decode")
+def _batch(path: Path, caption: str, rows: Rows) -> None:
+    series, labels = _arms(rows, "batch", "decode tok/s"), ("requests at once", "tokens per second while all decode")
+    title = "Decoding behind 2,048 shared tokens, by the size of the batch (higher is better)"
+    save(path, title, caption, lambda axes: lines(axes, series, *labels, log_x=True))
 
 
-def _few_shot(axes: Any, rows: Rows) -> None:
-    for new, style in zip(dict.fromkeys(row["new"] for row in rows), ("o-", "s--"), strict=False):
-        _arms(axes, [row for row in rows if row["new"] == new], "examples", "s", style=style, note=f", {new} new")
-    _axes(axes, "shared examples (tokens)", "seconds of the batch")
+def _few_shot(path: Path, caption: str, rows: Rows) -> None:
+    panels = [
+        lambda axes, new=new: lines(
+            axes,
+            _arms([row for row in rows if row["new"] == new], "examples", "s"),
+            f"shared examples, tokens; answers of {new}",
+            "seconds for all questions",
+            log_x=True,
+        )
+        for new in dict.fromkeys(row["new"] for row in rows)
+    ]
+    save(path, "A batch of questions behind the same examples (lower is better)", caption, *panels)
 
 
-def _interactive(axes: Any, rows: Rows) -> None:
-    _arms(axes, rows, "system", "req/s")
-    _axes(axes, "system prompt (tokens)", "highest Poisson rate (requests/s)")
+def _interactive(path: Path, caption: str, rows: Rows) -> None:
+    series, labels = _arms(rows, "system", "req/s"), ("shared system prompt, tokens", "requests per second")
+    title = "Highest rate of Poisson arrivals at a fixed latency (higher is better)"
+    save(path, title, caption, lambda axes: lines(axes, series, *labels, log_x=True))
 
 
-def _capacity(axes: Any, rows: Rows) -> None:
-    for column, style in (("growth", "o-"), ("1/(1-r)", "--")):
-        axes.plot([row["r"] for row in rows], [row[column] for row in rows], style, label=column)
-    axes.set_xlabel("part of the tokens that is shared")
-    axes.set_ylabel("running sequences, over those without sharing")
+def _capacity(path: Path, caption: str, rows: Rows) -> None:
+    names = {"growth": "mneme", "1/(1-r)": "the most that is possible, 1 / (1 - r)"}
+    series = {shown: [(100 * row["r"], row[column]) for row in rows] for column, shown in names.items()}
+    labels = "% of the tokens that is shared", "times as many as without sharing"
+    title = "Sequences that run at once in a fixed pool (higher is better)"
+    save(path, title, caption, lambda axes: lines(axes, series, *labels, dashed=[names["1/(1-r)"]]))

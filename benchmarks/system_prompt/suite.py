@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         closing = _closing(args, bench, parts, [load_before, load_average()], time.perf_counter() - started)
         _write(args.out, closing)  # after each part: a run that is cut short leaves what it has
     if args.out is not None:
-        drawn = plots.draw(parts, args.out, f"{cpu_name()}, {time.strftime('%Y-%m-%d')}")
+        drawn = plots.draw(args.out, closing)
         print(f"\nwrote {args.out / 'system_prompt.json'} and {len(drawn)} plots")
     print(json.dumps(closing))
     missed = [check["name"] for check in closing["checks"] if check["ok"] is False]

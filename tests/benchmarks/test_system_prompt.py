@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attention.report import PartResult
 from system_prompt import plots
 from system_prompt.arms import Shape, pool_pages, requests
 from system_prompt.capacity import NEW, RATIOS, TOKENS, shared_shape
@@ -176,8 +175,8 @@ def test_plots_are_drawn_of_what_was_measured(tmp_path: Path) -> None:
         {"r": 0.5, "growth": 1.9, "1/(1-r)": 2.0, "system": 64 * size, "none req/s": None, "relay req/s": 3.0}
         for size in (1, 2)
     ]
-    parts = [PartResult(name=name, title=name, rows=points) for name in ("capacity", "interactive")]
-    alone = PartResult(name="batch", title="one point", rows=points[:1])
-    drawn = plots.draw([*parts, alone], tmp_path / "out", "a machine")
-    assert [path.name for path in drawn] == ["capacity.png", "interactive.png"]
+    parts = {name: {"rows": points} for name in ("interactive", "capacity")} | {"batch": {"rows": points[:1]}}
+    closing = {"device": "a machine", "quick": True, "load_average": [1.0, 1.0], "results": parts}
+    drawn = plots.draw(tmp_path / "out", closing)
+    assert [path.name for path in drawn] == ["interactive.png", "capacity.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)

@@ -1,0 +1,214 @@
+"""One look for the plots of all benchmarks, and a command that draws them again from what a run left.
+
+    python benchmarks/plots.py benchmarks/results/FOLDER...
+
+Bars are linear and begin at zero; what spans powers of ten is points on a logarithmic axis. Titles say what is shown
+and which way is better, a caption names machine and run. What is mneme's is green everywhere, in shades where there are
+several; all else is not. A benchmark draws with `draw(folder, closing)`, from its closing line alone. Without
+matplotlib there are no plots.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GREENS = ("#0f6b4a", "#4fa583", "#97ccb6", "#c9e6da")  # of labels that begin with "mneme"
+OTHERS = ("#6b7788", "#c98a2b", "#8a6aa0", "#b85c5c", "#4a86ad", "#a3a9b3", "#7d6b4f")
+DIM = "#555b66"
+MOST_LABELLED_BARS = 24
+SUITES = {"attention": "attention.plots", "system_prompt": "system_prompt.plots"}
+Draw = Callable[[Any], None]
+Points = Sequence[tuple[float, float]]
+
+
+def save(path: Path, title: str, caption: str, *draws: Draw, share_y: bool = False) -> bool:
+    """Write a PNG of one panel for each of `draws`, side by side; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (8.4 if len(draws) < 3 else 11, 5)
+    figure, panels = pyplot.subplots(1, len(draws), figsize=size, squeeze=False, sharey=share_y)
+    try:
+        for axes, draw in zip(panels[0], draws, strict=True):
+            axes.set_axisbelow(True)
+            axes.grid(color="#e4e6ea")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize=9)
+            draw(axes)
+        figure.suptitle(title, fontsize=11.5, x=0.02, y=0.985, ha="left")
+        figure.text(0.02, 0.012, caption, fontsize=7.5, color=DIM)
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        num_rows = -(-len(labels) // 3) if len(labels) > 1 else 0
+        if num_rows:  # above the panels, which have the same labels: never over what it explains
+            place = {"loc": "upper left", "bbox_to_anchor": (0.012, 0.955), "ncols": 3}
+            figure.legend(handles, labels, fontsize=9, frameon=False, **place)
+        figure.tight_layout(rect=(0, 0.035, 1, 1 - 0.045 * num_rows))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    finally:
+        pyplot.close(figure)
+    return True
+
+
+def caption_of(closing: Mapping[str, Any]) -> str:
+    """Name the machine, threads, dtype and load of a run."""
+    threads, loads = closing.get("threads"), closing["load_average"]
+    parts = [
+        " ".join(str(closing[key]) for key in ("device", "cpu") if key in closing),
+        f"{threads} thread{'s' if threads > 1 else ''}" if threads else "",
+        str(closing.get("dtype", "")).removeprefix("torch."),
+        f"load average {loads[0]:g} before, {loads[1]:g} after",
+        "a --quick run" if closing["quick"] else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def colors(labels: Collection[str]) -> dict[str, str]:
+    """One for each label."""
+    greens, others = iter(GREENS * len(labels)), iter(OTHERS * len(labels))
+    return {label: next(greens if label.startswith("mneme") else others) for label in labels}
+
+
+def _bar_colors(label: str, color: str, names: Sequence[str]) -> str | list[str]:
+    """Bars without a label are coloured by the names below them."""
+    return color if label else [GREENS[0] if name.startswith("mneme") else OTHERS[0] for name in names]
+
+
+def lines(
+    axes: Any,
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    dashed: Collection[str] = (),
+) -> None:
+    """Draw a line per label through its points; on a logarithmic x axis ticks are where points are."""
+    named = colors(series)
+    for label, points in series.items():
+        if points:
+            style = "--" if label in dashed else "o-"
+            axes.plot(*zip(*points, strict=True), style, color=named[label], label=label, markersize=4.5, linewidth=1.8)
+    if log_x:
+        axes.set_xscale("log")
+        _ticks(axes.xaxis, sorted({x for points in series.values() for x, _ in points}))
+    else:
+        plain(axes.xaxis)
+    if log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    plain(axes.yaxis)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+
+
+def bars(
+    axes: Any,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    x_label: str,
+    y_label: str,
+    *,
+    is_stacked: bool = False,
+) -> None:
+    """Draw a group of vertical bars for each name; None where there is none."""
+    named, width = colors(series), 0.8 / (1 if is_stacked else len(series))
+    below = [0.0] * len(groups)
+    for index, (label, values) in enumerate(series.items()):
+        heights = [value or 0.0 for value in values]
+        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * width
+        places = [place + shift for place in range(len(groups))]
+        drawn = axes.bar(places, heights, width * 0.94, bottom=below, label=label or None,
+                         color=_bar_colors(label, named[label], groups))  # fmt: skip
+        if is_stacked:
+            below = [under + height for under, height in zip(below, heights, strict=True)]
+        elif len(groups) * len(series) <= MOST_LABELLED_BARS:
+            shown = ["" if value is None else number(value) for value in values]
+            axes.bar_label(drawn, shown, fontsize=7.5, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(visible=False, axis="x")
+    plain(axes.yaxis)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+
+
+def rows(
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Mapping[str, float]],
+    x_label: str,
+    *,
+    is_stacked: bool = False,
+) -> None:
+    """Draw horizontal bars, a row per name, for names that are long."""
+    named, height = colors(series), 0.8 / (1 if is_stacked else len(series))
+    left = dict.fromkeys(names, 0.0)
+    for index, (label, values) in enumerate(series.items()):
+        own = [name for name in names if name in values]
+        found = [values[name] for name in own]
+        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * height
+        places = [names.index(name) + shift for name in own]
+        drawn = axes.barh(places, found, height * 0.94, left=[left[name] for name in own], label=label or None,
+                          color=_bar_colors(label, named[label], own))  # fmt: skip
+        if is_stacked:
+            left |= {name: left[name] + values[name] for name in own}
+        elif len(names) * len(series) <= MOST_LABELLED_BARS:
+            axes.bar_label(drawn, [number(value) for value in found], fontsize=7.5, padding=2)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    plain(axes.xaxis)
+    axes.set_xlabel(x_label)
+
+
+def number(value: float) -> str:
+    """Three digits, no powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def plain(axis: Any) -> None:
+    """Ticks as plain numbers: 512, 2,048, 40."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if axis.get_scale() == "log":
+        low, high = sorted(axis.get_view_interval())
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / max(low, 1e-12) < 3000 else (1,)))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _ticks(axis: Any, values: Sequence[float]) -> None:
+    """Ticks on a logarithmic axis at these values."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def main(folders: Sequence[str]) -> None:
+    """Draw again what the JSON files in these folders have."""
+    for folder in map(Path, folders):
+        for path in sorted(folder.glob("*.json")):
+            closing = json.loads(path.read_text())
+            name = closing["benchmark"]
+            module = importlib.import_module(SUITES.get(name, f"bench_{name}"))
+            if hasattr(module, "draw"):
+                module.draw(folder, closing)
+                print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
