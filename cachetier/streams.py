@@ -1,7 +1,7 @@
 """Streams and events of a device, as much as a tier needs; tests play a device behind the same names.
 
 Work of one stream runs in order; work of different streams in any order that the events allow. Nothing here blocks the
-caller but `finish`.
+caller but `Event.wait` and `finish`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ class Event(Protocol):
 
     def is_done(self) -> bool:
         """Whether the stream has come past it."""
+
+    def wait(self) -> None:
+        """Return when the stream has come past it."""
 
     def seconds_since(self, start: Event) -> float:
         """Between two events that are done; only of timed streams."""
@@ -54,6 +57,9 @@ class Streams(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory."""
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """uint8 host memory that the device copies from and to by itself."""
+
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """Let the device copy from and to host memory by itself; the function that is returned ends that."""
 
@@ -69,6 +75,9 @@ class CudaEvent:
 
     def is_done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
     def seconds_since(self, start: Event) -> float:
         assert isinstance(start, CudaEvent)
@@ -91,7 +100,8 @@ class CudaStream:
         self._stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
+        # Who waits for it sleeps: the engine's thread has better use for the processor.
+        event = torch.cuda.Event(enable_timing=self._is_timed, blocking=True)  # type: ignore[no-untyped-call]
         self._stream.record_event(event)
         return CudaEvent(event)
 
@@ -116,6 +126,9 @@ class CudaStreams:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """Registered as it is: torch's own pinned memory takes the next power of two of bytes."""

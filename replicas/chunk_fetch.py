@@ -60,6 +60,7 @@ class Fetch:
         self.is_alone = is_alone
         self.is_given_up = False  # as it took too long
         self.late_edge: Edge | None = None  # for which it was given up
+        self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
         self._look_until_s = look_until_s
         self._times: LoadClock | None = None  # once it was found
         self._at = 0  # the chunk that is being brought, or was last
@@ -186,7 +187,7 @@ class Fetch:
     def take(self, index: int, layer: int) -> U8Array | Miss:
         """The bytes of a chunk's layer, checked; waits for them where they are being read. Each is taken once."""
         if index not in self._far:
-            return self._read(index, layer)
+            return self._read(index, layer, self.num_readers)
         self._is_urgent = True
         self._room.wake()
         with self._condition:
@@ -264,7 +265,7 @@ class Fetch:
             self._condition.notify_all()
         self._give_room(brought)
 
-    def _read(self, index: int, layer: int) -> U8Array | Miss:
+    def _read(self, index: int, layer: int, num_readers: int = 1) -> U8Array | Miss:
         source, started_s = self.sources[index], self._clock()
         read: U8Array | Miss = Miss.BUSY
         with self._condition:
@@ -275,7 +276,7 @@ class Fetch:
         except MemoryError:
             pass
         finally:
-            self._note(reads, read, self._clock() - started_s)
+            self._note(reads, read, (self._clock() - started_s) / num_readers)
         return read
 
     def _note(self, reads: Reads, read: U8Array | Miss, seconds: float) -> None:

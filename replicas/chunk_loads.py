@@ -1,10 +1,10 @@
 """KV of chunks into the pages that a step took for it, layer by layer, while the step computes (AttentionStore 3.2.1).
 
-A thread takes each chunk's layer from its `Fetch`, checked, and copies it into the pool; the forward pass waits for a
-layer right before it needs it, and no longer than the fetch may take. What fails, or comes too late, is *lost*: the
-pass goes on with whatever lies there, and when it is over the engine takes back all that depends on it
-(`Scheduler.retract`). So a fault of the cache tier ends no request, and nobody gets a token that was computed from
-wrong bytes.
+A thread takes each chunk's layer from its `Fetch`, checked, and copies it into the pool, on CUDA with a few others that
+take beside it; the forward pass waits for a layer right before it needs it, and no longer than the fetch may take. What
+fails, or comes too late, is *lost*: the pass goes on with whatever lies there, and when it is over the engine takes
+back all that depends on it (`Scheduler.retract`). So a fault of the cache tier ends no request, and nobody gets a token
+that was computed from wrong bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mneme.cachetier.misses import Miss
-from mneme.kernels.page_table import IntArray
+from mneme.cachetier.streams import Event
 from mneme.replicas.chunk_fetch import Fetch
-from mneme.replicas.chunk_pages import ChunkPages, Event
+from mneme.replicas.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest_moves import Graft, GraftPiece
 from mneme.replicas.forest_nodes import Node
 
@@ -35,25 +37,30 @@ class _Piece:
 
     fetch: Fetch
     given: GraftPiece
-    runs: IntArray  # [r, 4]
+    tokens: ChunkTokens
     num_done: int = 0  # layers in the pool
-    event: Event = None  # of the last of them
     is_lost: bool = False
 
 
 class ChunkLoad:
     """What one step loads; see `tier.Load`, but nothing is raised for what does not come."""
 
-    def __init__(self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages) -> None:
+    def __init__(
+        self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages, take_all: Callable[..., object] = map
+    ) -> None:
+        """`take_all` is `map`, with the calls beside each other where pages have several readers."""
         self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
         self._ending = [pieces[0].fetch for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
-        self._num_layers, self._pages = num_layers, pages
+        self._all = [piece for pieces in self._pieces for piece in pieces]
+        self._num_layers, self._pages, self._take_all = num_layers, pages, take_all
+        self._events: list[list[Event]] = [[] for _ in range(num_layers)]  # of each layer's batches
         self._condition = threading.Condition()
         self._is_over = False
         self._after = pages.issued()
         self.num_lost = 0
         step_s = sum(map(_predicted_s, self._pieces))
         for pieces in self._pieces:
+            pieces[0].fetch.num_readers = max(min(pages.num_readers, len(self._all)), 1)
             pieces[0].fetch.begin_load(step_s - _predicted_s(pieces))
 
     def wait_layer(self, layer: int) -> None:
@@ -66,18 +73,23 @@ class ChunkLoad:
                         late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
                         fetch.give_up("loading", late.given.chunk)
                         self._lose(late)
-            events = {id(p.event): p.event for p in self._all if not p.is_lost and p.event is not None}
-        for event in events.values():
+            events = self._events[layer].copy()
+        for event in events:
             self._pages.wait(event)
 
     def finish(self) -> list[Node]:
-        """The pass is over: nothing is written any more. Returns the nodes whose KV did not come."""
+        """The pass is over: nothing is written any more, but before what the engine issues from now on.
+
+        Returns the nodes whose KV did not come.
+        """
         with self._condition:
             for piece in self._all:
                 if piece.num_done < self._num_layers and not piece.is_lost:
                     self._lose(piece)
             self._is_over = True
             lost = [piece for piece in self._all if piece.is_lost]
+            last = next((events[-1] for events in reversed(self._events) if events), None)
+        self._pages.wait(last)  # copies are in order
         for fetch in self._ending:
             fetch.close()
         self.num_lost = len(lost)
@@ -85,30 +97,51 @@ class ChunkLoad:
 
     def run(self) -> None:
         """Copy layer after layer; on the thread of loads."""
+        batches = self._pages.batches([piece.tokens for piece in self._all])
         for layer in range(self._num_layers):
-            for piece in self._all:
-                if not piece.is_lost:
-                    self._copy(piece, layer)
+            for batch in batches:
+                self._copy(batch, layer)
 
-    @property
-    def _all(self) -> list[_Piece]:
-        return [piece for pieces in self._pieces for piece in pieces]
-
-    def _copy(self, piece: _Piece, layer: int) -> None:
-        fetch, index = piece.fetch, piece.given.chunk
-        taken = fetch.take(index, layer)
+    def _copy(self, batch: PageBatch, layer: int) -> None:
+        pieces = [self._all[index] for index in batch.chunks]
+        if all(piece.is_lost for piece in pieces):
+            return
+        started_s = time.monotonic()
+        batch.begin()
+        begun_s = time.monotonic() - started_s
+        for _ in self._take_all(partial(self._take, batch, layer), batch.chunks):  # type: ignore[attr-defined]
+            pass
         with self._condition:  # held while the pool is written: `finish` returns when nothing is
-            if self._is_over or piece.is_lost:
+            if self._is_over or all(piece.is_lost for piece in pieces):
                 return
-            if isinstance(taken, Miss):
-                self._lose(piece)
-            else:
-                started_s = time.monotonic()
-                num_tokens = fetch.sources[index].header.num_tokens
-                piece.event = self._pages.scatter(layer, taken, num_tokens, piece.runs, self._after)
-                piece.num_done = layer + 1
-                fetch.note_copy(index, time.monotonic() - started_s)
+            started_s = time.monotonic()
+            event = batch.scatter(layer, self._after)
+            if event is not None:
+                self._events[layer].append(event)
+            seconds = begun_s + time.monotonic() - started_s
+            for piece in pieces:
+                if not piece.is_lost:
+                    piece.num_done = layer + 1
+                    piece.fetch.note_copy(piece.given.chunk, seconds / len(pieces))
             self._condition.notify_all()
+
+    def _take(self, batch: PageBatch, layer: int, number: int) -> None:
+        """Never raises: the next batch may have the memory that this one gave when all of these calls have returned."""
+        piece, fetch = self._all[number], self._all[number].fetch
+        if piece.is_lost:
+            return
+        try:
+            taken = fetch.take(piece.given.chunk, layer)
+            started_s = time.monotonic()
+            if not isinstance(taken, Miss):
+                batch.put(number, taken)
+                fetch.note_copy(piece.given.chunk, (time.monotonic() - started_s) / fetch.num_readers)
+                return
+        except Exception:  # the edge of a thread
+            log.exception("a chunk's layer could not be read")
+        with self._condition:
+            if not self._is_over and not piece.is_lost:
+                self._lose(piece)
 
     def _lose(self, first: _Piece) -> None:
         """A piece, and those of its sequence behind it."""
@@ -127,13 +160,16 @@ class ChunkLoads:
 
     def __init__(self, num_layers: int, pages: ChunkPages) -> None:
         self._num_layers, self._pages = num_layers, pages
+        self._take_all: Callable[..., object] = map
+        if pages.num_readers > 1:
+            self._take_all = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes").map
         self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._queue,), name="kv-chunk-loads", daemon=True)
         self._thread.start()
         self.close: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
 
     def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
-        load = ChunkLoad(grafts, self._num_layers, self._pages)
+        load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
         self._queue.put(load)
         return load
 
@@ -166,4 +202,5 @@ def _piece(graft: Graft, given: GraftPiece) -> _Piece:
     for page_id, offset, count in given.runs:
         runs.append((page_id, offset, count, position - start))
         position += count
-    return _Piece(fetch, given, np.array(runs, np.int64).reshape(-1, 4))
+    num_tokens = fetch.sources[given.chunk].header.num_tokens
+    return _Piece(fetch, given, ChunkTokens(num_tokens, np.array(runs, np.int64).reshape(-1, 4)))

@@ -27,13 +27,14 @@ class ChunkMover:
         config: CacheConfig,
         note_save: NoteSave = lambda _num_bytes, _seconds: None,
     ) -> None:
-        pages = make_chunk_pages(pool)
+        layout = fingerprint.layout
+        loaded, saved = (make_chunk_pages(pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
         self.saver = ChunkSaver(
-            store, fingerprint, pages, write_buffer_bytes=config.write_buffer_bytes, note_save=note_save
+            store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=note_save
         )
         self.num_lost = 0  # chunks that were to be loaded and did not come
         self.num_loaded = 0
-        self._loads = ChunkLoads(fingerprint.layout.num_layers, pages)
+        self._loads = ChunkLoads(layout.num_layers, loaded)
         self._load: ChunkLoad | None = None
         self._saves: StepSaves | None = None
 

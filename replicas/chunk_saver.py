@@ -21,8 +21,9 @@ import numpy as np
 from mneme.cachetier.chunk import U8Array, make_chunk
 from mneme.cachetier.chunk_store import ChunkStore
 from mneme.cachetier.fingerprint import ModelFingerprint
+from mneme.cachetier.streams import Event
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.chunk_pages import ChunkPages, Event
+from mneme.replicas.chunk_pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.chunk_saves import SaveJob
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class _Copy:
     """One chunk on its way out."""
 
     job: SaveJob
-    runs: IntArray  # [r, 4]
+    tokens: ChunkTokens
     layers: U8Array  # [layers, layer_bytes]
     page_ids: frozenset[int]
     num_left: int  # layers that are still to be copied, and one more until it is confirmed; less if it is void
@@ -88,7 +89,7 @@ class _Task:
 
     copies: list[_Copy]
     layer: int = 0
-    after: Event = None
+    after: Event | None = None
 
 
 @dataclass(slots=True)
@@ -171,7 +172,8 @@ class ChunkSaver:
                 shared.counts.dropped += 1
                 return
             page_ids = frozenset(page_id for page_id, *_ in job.runs)
-            copy = _Copy(job, np.array(job.runs, np.int64), layers, page_ids, self.num_layers + 1)
+            tokens = ChunkTokens(len(job.token_ids), np.array(job.runs, np.int64))
+            copy = _Copy(job, tokens, layers, page_ids, self.num_layers + 1)
             copies.append(copy)  # first: what is not among them is let go of by nobody
             shared.under_way.add(copy)
             shared.reading.add(copy)
@@ -219,25 +221,34 @@ class ChunkSaver:
 
 
 def _copy_chunks(shared: _Shared) -> None:
+    batches: Sequence[PageBatch] = ()  # of the step whose layers are being copied
     while (task := shared.to_copy.get()) is not None:
-        for copy in task.copies:
-            try:
-                if not copy.is_void:
-                    _copy_layer(shared, copy, task)
-            except Exception:  # the edge of a thread: this chunk is not saved, and its pages are free again
-                log.exception("a chunk could not be copied")
+        try:
+            if not task.layer:
+                batches = shared.pages.batches([copy.tokens for copy in task.copies])
+            for batch in batches:
+                _copy_layer(batch, task)
+        except Exception:  # the edge of a thread: these chunks are not saved, and their pages are free again
+            log.exception("chunks could not be copied")
+            for copy in task.copies:
                 copy.is_void = True
+        for copy in task.copies:
             if task.layer == len(copy.layers) - 1:
+                batches = ()
                 _release_pages(shared, copy)
             _layer_done(shared, copy)
+            del copy
         del task
     shared.to_put.put(None)
 
 
-def _copy_layer(shared: _Shared, copy: _Copy, task: _Task) -> None:
-    started_s, num_tokens = time.monotonic(), len(copy.job.token_ids)
-    shared.pages.gather(task.layer, copy.layers[task.layer], num_tokens, copy.runs, task.after)
-    copy.seconds += time.monotonic() - started_s
+def _copy_layer(batch: PageBatch, task: _Task) -> None:
+    copies, started_s = [task.copies[index] for index in batch.chunks], time.monotonic()
+    if all(copy.is_void for copy in copies):
+        return
+    batch.gather(task.layer, [copy.layers[task.layer] for copy in copies], task.after)
+    for copy in copies:
+        copy.seconds += (time.monotonic() - started_s) / len(copies)
 
 
 def _release_pages(shared: _Shared, copy: _Copy) -> None:

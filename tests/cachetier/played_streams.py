@@ -15,8 +15,13 @@ Choose = Callable[[int], int]  # a number below n
 class PlayedEvent:
     """Done when its stream has come past it; `tick` is when that was."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: PlayedStreams) -> None:
         self.tick: int | None = None
+        self._streams = streams
+
+    def wait(self) -> None:
+        while not self.is_done():
+            assert self._streams.go_on(), "the event never comes"
 
     def is_done(self) -> bool:
         return self.tick is not None
@@ -30,7 +35,9 @@ class PlayedEvent:
 class PlayedStream:
     """A queue of work, waits and events."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: PlayedStreams) -> None:
+        self._streams = streams
+        self.is_held = False  # it stands still
         self.queue: list[Callable[[], None] | PlayedEvent] = []
         self.waits: list[tuple[int, PlayedEvent]] = []  # (how much of all that was appended comes before, event)
         self._num_appended = self.num_run = 0
@@ -42,7 +49,7 @@ class PlayedStream:
         self.waits.append((self._num_appended, event))
 
     def record(self) -> PlayedEvent:
-        event = PlayedEvent()
+        event = PlayedEvent(self._streams)
         self._append(event)
         return event
 
@@ -50,7 +57,11 @@ class PlayedStream:
         return torch.from_numpy(ids)
 
     def can_go_on(self) -> bool:
-        return bool(self.queue) and all(event.is_done() for at, event in self.waits if at <= self.num_run)
+        return (
+            bool(self.queue)
+            and not self.is_held
+            and all(event.is_done() for at, event in self.waits if at <= self.num_run)
+        )
 
     def _append(self, item: Callable[[], None] | PlayedEvent) -> None:
         self.queue.append(item)
@@ -58,19 +69,27 @@ class PlayedStream:
 
 
 class PlayedStreams:
-    """All streams; the first is the engine's."""
+    """All streams; the first is the engine's. What waits for an event goes on as `choose` says."""
 
-    def __init__(self) -> None:
-        self._streams = [PlayedStream()]
+    def __init__(self, choose: Choose = lambda n: 0) -> None:
+        self.choose = choose
+        self._streams = [PlayedStream(self)]
         self.tick = 0
         self.pinned: list[int] = []
 
     def new(self) -> PlayedStream:
-        self._streams.append(PlayedStream())
+        self._streams.append(PlayedStream(self))
         return self._streams[-1]
 
     def current(self) -> PlayedStream:
         return self._streams[0]
+
+    def others(self) -> list[PlayedStream]:
+        """All but the engine's."""
+        return self._streams[1:]
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype)
@@ -85,13 +104,18 @@ class PlayedStreams:
 
         return unpin
 
-    def go_on(self, choose: Choose) -> bool:
-        """Run one piece of work that may run now; False if all streams have come to their ends."""
+    def go_on(self, choose: Choose | None = None) -> bool:
+        """Run one piece of work that may run now; False if all streams have come to their ends, or are held."""
         ready = [stream for stream in self._streams if stream.can_go_on()]
         if not ready:
-            assert not any(stream.queue for stream in self._streams), "streams wait for each other"
+            is_held = any(stream.is_held for stream in self._streams)
+            assert is_held or not any(stream.queue for stream in self._streams), "streams wait for each other"
             return False
-        stream = ready[choose(len(ready))]
+        self.step(ready[(choose or self.choose)(len(ready))])
+        return True
+
+    def step(self, stream: PlayedStream) -> None:
+        """Run the next piece of one stream's work."""
         item = stream.queue.pop(0)
         stream.num_run += 1
         self.tick += 1
@@ -99,8 +123,7 @@ class PlayedStreams:
             item.tick = self.tick
         else:
             item()
-        return True
 
-    def finish(self, choose: Choose = lambda n: 0) -> None:
+    def finish(self, choose: Choose | None = None) -> None:
         while self.go_on(choose):
             pass

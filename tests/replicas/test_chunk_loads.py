@@ -17,6 +17,8 @@ from tests.replicas.test_chunk_fetches import NUM_LAYERS, Costs, begin, make_fet
 class NoPages:
     """Nothing is copied."""
 
+    num_readers = 1
+
     def issued(self) -> None:
         return None
 
