@@ -68,7 +68,8 @@ class ApiState:
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
 
     def model(self, name: str) -> ServedModel:
-        model = self.models.get(name)
+        """By its id, or by its `root`, as `vllm bench serve` asks /tokenize; raises `ModelNotFound`."""
+        model = self.models.get(name) or next((m for m in self.models.values() if m.root == name), None)
         if model is None:
             raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")
         return model

@@ -1,6 +1,6 @@
 """Load tools of others, unmodified, against a server of ours: no request may fail, no field may be missing.
 
-    python benchmarks/clients/run.py NAME [--url http://127.0.0.1:8000] [--out FOLDER]
+    python benchmarks/clients/run.py NAME [--url http://127.0.0.1:8000] [--out FOLDER] [--only RUN...]
 
 NAME is `vllm` (`vllm bench serve` of the CPU build), `guidellm`, `aiperf` or `inference-perf`. Each has an environment
 of its own, made once under .peers/clients; inference-perf wants Python 3.12 or newer. `--url` is a running server, such
@@ -327,13 +327,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", choices=TOOLS)
     parser.add_argument("--url", help="of a running server on this machine (default: start one)")
     parser.add_argument("--out", type=Path, default=RESULTS / "clients", help="folder of the results")
+    parser.add_argument("--only", nargs="+", help="these of the tool's runs, by name")
     given = parser.parse_args(arguments)
     tool = TOOLS[given.name]
     directory = environment(given.name, tool)
     given.out.mkdir(parents=True, exist_ok=True)
     checks = []
     with serving(given.url) as server:
-        for run in tool.runs:
+        for run in [run for run in tool.runs if given.only is None or run.name in given.only]:
             kept = call(tool, run, directory, server)
             (given.out / f"{given.name}-{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
             print(f"{given.name} {run.name}: completed={kept['completed']} failed={kept['failed']}", flush=True)

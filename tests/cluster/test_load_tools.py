@@ -49,12 +49,15 @@ def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str,
 def test_models_have_the_directory_of_their_tokenizer() -> None:
     app = build_api(FakeEngineClient(TOKENIZER), [replace(MODEL, root="/models/tiny")], TOKENIZER)
 
-    async def run() -> Any:
+    async def run() -> tuple[Any, Any]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-            return (await client.get("/v1/models")).json()
+            (model,) = (await client.get("/v1/models")).json()["data"]
+            body = {"model": model["root"], "prompt": "the fox", "add_special_tokens": False}
+            return model, (await client.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
 
-    (model,) = asyncio.run(run())["data"]
+    model, tokens = asyncio.run(run())
     assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "/models/tiny", 1024)
+    assert tokens == TOKENIZER.encode("the fox", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
