@@ -290,11 +290,9 @@ def call(tool: Tool, run: Run, directory: Path, server: Server) -> dict[str, Any
         if run.config:
             (Path(out) / "config.json").write_text(filled(run.config))
         command = [str(directory / "bin" / tool.command[0]), *tool.command[1:], *map(filled, run.arguments)]
-        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PATH": f"{directory}/bin:{os.environ['PATH']}"}
+        own = {"VLLM_NO_USAGE_STATS": "1", "PATH": f"{directory}/bin:{os.environ['PATH']}"}
         before = load_average()
-        done = subprocess.run(
-            command, cwd=out, env={**os.environ, **offline}, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=out, env={**os.environ, **own}, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
         if done.returncode:
             sys.exit(f"{run.name}: status {done.returncode}\n{output[-4000:]}")
