@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--minutes 60] [--out FILE] [--quick]
 
-Starts `mneme serve mneme-tiny --replicas 2` with three API keys and a disk tier, sends it to 127.0.0.1 only, and reads
+Starts `mneme serve mneme-tiny --replicas 2` with three API keys, sends it to 127.0.0.1 only, and reads
 each process's memory every 30 s: resident (RSS), and what is its own (USS: private pages, without libraries and the
 object store, which all processes map). The load: turns of sessions, streamed and whole, half of them new; streams that
 are cut off; forks, lookups, deletes; the corpus of malformed requests, bodies of 9 MiB, bytes that are not HTTP;
@@ -39,7 +39,7 @@ NUM_CLIENTS, PAUSE_S = 4, 0.25
 MAX_REQUESTS = 100_000
 GROWTH_LIMIT_MIB_PER_HOUR = 16.0  # of private memory, of one process, in the second half
 WATCHED = ("engine", "ingress", "NodeActor", "DirectoryActor", "ServeController", "HAProxyManager", "haproxy")
-WORDS = "book reader shelf lamp river stone winter letter garden bridge clock harbour paper window journey".split()
+WORDS = ("book", "reader", "shelf", "lamp", "river", "stone", "winter", "letter", "garden", "bridge", "clock", "window")
 
 
 class Load:
@@ -169,8 +169,8 @@ async def soak(server: ServerProcess, url: str, minutes: float) -> tuple[dict[st
         sample = await asyncio.to_thread(memory_mib, server)
         for name, (rss, uss) in sample.items():
             samples[name].append([round(at_s), round(rss, 1), round(uss, 1)])
-        ingress = next((f"{name}: RSS {rss:.0f}, own {uss:.0f}" for name, (rss, uss) in sample.items() if "ingr" in name))
-        print(f"{at_s:5.0f} s  {outcomes.total():6} requests  {ingress} MiB", file=sys.stderr, flush=True)
+        own = ", ".join(f"{name.split()[0]} {uss:.0f}" for name, (_, uss) in sample.items())
+        print(f"{at_s:5.0f} s  {outcomes.total():6} requests  MiB: {own}", file=sys.stderr, flush=True)
         await asyncio.sleep(min(SAMPLE_S, max(0.0, until - time.monotonic())))
     await asyncio.gather(*clients)
     return dict(samples), outcomes
@@ -190,19 +190,20 @@ def main() -> None:
     arguments = parser.parse_args()
     minutes = 1.0 if arguments.quick else min(arguments.minutes, 120.0)
     port = free_port()
-    command = [*SERVE, MODEL.model, "--replicas", "2", "--port", str(port), "--set", f"http.api_keys=[{','.join(KEYS)}]"]
-    server = ServerProcess(command)
+    keys = f"http.api_keys=[{','.join(KEYS)}]"
+    server = ServerProcess([*SERVE, MODEL.model, "--replicas", "2", "--port", str(port), "--set", keys])
     try:
         url = server.await_ready()
         samples, outcomes = asyncio.run(soak(server, url, minutes))
         server.stop()
     finally:
         server.discard()
-    report: dict[str, Any] = {"minutes": minutes, "requests": outcomes.total(), "outcomes": dict(sorted(outcomes.items()))}
-    report["load_average"] = os.getloadavg()
+    report: dict[str, Any] = {"minutes": minutes, "requests": outcomes.total(), "load_average": os.getloadavg()}
+    report["outcomes"] = dict(sorted(outcomes.items()))
     checks = []
     for name, found in samples.items():
-        print(f"{name}: RSS {found[0][1]:.0f} -> {found[-1][1]:.0f} MiB, own {found[0][2]:.0f} -> {found[-1][2]:.0f} MiB")
+        (_, rss, uss), (_, last_rss, last_uss) = found[0], found[-1]
+        print(f"{name}: RSS {rss:.0f} -> {last_rss:.0f} MiB, own {uss:.0f} -> {last_uss:.0f} MiB")
         if not arguments.quick and len(found) >= 20:
             value = round(growth(found), 1)
             target = f"<= {GROWTH_LIMIT_MIB_PER_HOUR:g}"

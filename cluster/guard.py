@@ -52,32 +52,33 @@ class Guard:
             await self._app(scope, receive, send)
             return
         response = _Response(send, secrets.token_hex(16), _given_id(scope))
+        body = HeldBody(self._bodies)
         try:
-            await self._serve(scope, receive, response)
+            await self._serve(scope, receive, response, body)
         except (ClientGone, OSError):
             logger.info("client gone request=%s given_id=%s", response.request_id, response.given_id)
         except MnemeError as error:
+            if response.status is None:
+                await self._bodies.skip(body, receive)
             await self._fail(error, scope, receive, response)
         except Exception:  # the edge of the process
             logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
             await self._fail(MnemeError("internal error"), scope, receive, response)
+        finally:
+            body.take()
         if response.status is not None:
             self._on_response(scope["path"], response.status)
 
-    async def _serve(self, scope: Scope, receive: Receive, response: _Response) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:
         arrived_s = self._clock()
         headers = self._headers(scope)
         is_open = scope["path"] in OPEN_PATHS
         tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
-        body = HeldBody(self._bodies)
-        try:
-            if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
-                await self._bodies.read(body, headers, receive)
-            state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
-            scope.setdefault("state", {}).update(state)
-            await self._app(scope, receive, response.send)
-        finally:
-            body.take()
+        if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
+            await self._bodies.read(body, headers, receive)
+        state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
+        scope.setdefault("state", {}).update(state)
+        await self._app(scope, receive, response.send)
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
         logger.info(

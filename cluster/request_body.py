@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from mneme.cluster.http_config import HttpConfig
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+
+_SKIP_S, _SKIP_IDLE_S = 3.0, 0.5
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,6 +26,7 @@ class HeldBody:
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader
         self._bytes = bytearray()
+        self.is_whole = False  # nothing more will come
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -61,16 +65,28 @@ class BodyReader:
         except TimeoutError:
             raise RequestTimeout("body", f"{len(body)} bytes", "did not arrive in time") from None
 
+    async def skip(self, body: HeldBody, receive: Receive) -> None:
+        """Throw away what a client that is refused is sending, for a moment.
+
+        Who is cut off while sending may not get to read why; a connection whose request is over can be used again.
+        """
+        body.take()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SKIP_S):
+                while not body.is_whole:
+                    async with asyncio.timeout(_SKIP_IDLE_S):
+                        message = await receive()
+                    body.is_whole = not message.get("more_body", False)
+
     async def _read_parts(self, body: HeldBody, receive: Receive) -> None:
-        more = True
-        while more:
+        while not body.is_whole:
             async with asyncio.timeout(self._config.body_idle_timeout_s):
                 message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
+            body.is_whole = not message.get("more_body", False)
             body.add(message.get("body", b""))
             self._check_size(len(body))
-            more = message.get("more_body", False)
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._config.max_body_bytes:

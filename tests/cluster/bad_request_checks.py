@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,7 +104,7 @@ def check_error_object(body: bytes) -> str | None:
 
 
 def _read_answer(connection: socket.socket, *, has_body: bool) -> bytes:
-    """The head of the first answer, and its body by Content-Length."""
+    """The head of the first answer, and its body by Content-Length, or else all until the connection ends."""
     received = b""
     while b"\r\n\r\n" not in received:
         part = connection.recv(65536)
@@ -112,7 +113,7 @@ def _read_answer(connection: socket.socket, *, has_body: bool) -> bytes:
         received += part
     head = received.partition(b"\r\n\r\n")[0]
     match = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-    size = len(head) + 4 + (int(match[1]) if match and has_body else 0)
+    size = len(head) + 4 + (int(match[1]) if match else sys.maxsize if has_body else 0)
     while len(received) < size:
         part = connection.recv(65536)
         if not part:
