@@ -25,7 +25,6 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # what probes and scrapers call, without a key
 # Of two, a proxy may have judged the other one.
 _ONCE = ("Authorization", "Content-Type", "X-Session-ID")
 # What we or Serve take for text, by its name in lower case with hyphens.
@@ -34,6 +33,8 @@ _TEXT = {
     "x-request-id": "X-Request-ID",
     "serve-multiplexed-model-id": "serve_multiplexed_model_id",
 }
+# Without a key: what probes and scrapers call, and what says what runs here, as in vLLM.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/", "/docs", "/openapi.json", "/version"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 

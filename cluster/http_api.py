@@ -15,18 +15,23 @@ from fastapi import FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from mneme.cluster import api_docs as docs
+from mneme.cluster.api_docs import Route
 from mneme.cluster.api_state import ApiState, ServedModel
 from mneme.cluster.completion_routes import chat_completions, completions
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import http_exception_response
 from mneme.cluster.guard import Guard, Send
 from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest, WarmRequest
 from mneme.cluster.kv_routes import drop, lookup, pin, stats, unpin
 from mneme.cluster.latency import Clock
+from mneme.cluster.metric_families import number_at
 from mneme.cluster.metrics_page import MetricsPage
 from mneme.cluster.pin_routes import delete_pin, list_pins, warm
+from mneme.cluster.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ForkRequest, TokenizeRequest
 from mneme.cluster.request_body import Receive
 from mneme.cluster.session_routes import delete_session, explain, fork_session, get_session
 from mneme.cluster.token_routes import detokenize, tokenize
@@ -74,31 +79,37 @@ def build_api(
 
 
 def _add_routes(app: FastAPI, api: ApiState) -> None:
-    routes: list[tuple[str, str, Handler]] = [
-        ("POST", "/v1/chat/completions", chat_completions),
-        ("POST", "/v1/completions", completions),
-        ("POST", "/tokenize", tokenize),
-        ("POST", "/detokenize", detokenize),
-        ("GET", "/v1/models", _list_models),
-        ("GET", "/v1/models/{model_id:path}", _get_model),
-        ("GET", "/v1/sessions/{session_id:path}", get_session),
-        ("DELETE", "/v1/sessions/{session_id:path}", delete_session),
-        ("POST", "/v1/sessions/{session_id:path}/fork", fork_session),
-        ("GET", "/v1/kv/explain/{request_id:path}", explain),
-        ("POST", "/v1/kv/warm", warm),
-        ("POST", "/v1/kv/lookup", lookup),
-        ("POST", "/v1/kv/pin", pin),
-        ("POST", "/v1/kv/unpin", unpin),
-        ("DELETE", "/v1/kv", drop),
-        ("GET", "/v1/kv/stats", stats),
-        ("GET", "/v1/kv/pins", list_pins),
-        ("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin),
-        ("GET", "/health", _health),
-        ("GET", "/ready", _ready),
-        ("GET", "/metrics", _metrics),
+    routes = [
+        Route("POST", "/v1/chat/completions", chat_completions, docs.ChatCompletion, ChatRequest),
+        Route("POST", "/v1/completions", completions, docs.Completion, CompletionRequest),
+        Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
+        Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
+        Route("GET", "/v1/models", _list_models, docs.ModelList),
+        Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
+        Route("GET", "/v1/sessions/{session_id:path}", get_session, docs.Session),
+        Route("DELETE", "/v1/sessions/{session_id:path}", delete_session, docs.Deleted),
+        Route("POST", "/v1/sessions/{session_id:path}/fork", fork_session, docs.Session, ForkRequest),
+        Route("GET", "/v1/kv/explain/{request_id:path}", explain, docs.Explanation),
+        Route("POST", "/v1/kv/warm", warm, docs.Pin, WarmRequest),
+        Route("POST", "/v1/kv/lookup", lookup, docs.Lookup, LookupRequest),
+        Route("POST", "/v1/kv/pin", pin, docs.Pin, PinRequest),
+        Route("POST", "/v1/kv/unpin", unpin, docs.Deleted, UnpinRequest),
+        Route("DELETE", "/v1/kv", drop, docs.Dropped, DropRequest),
+        Route("GET", "/v1/kv/stats", stats, docs.KvStats),
+        Route("GET", "/v1/kv/pins", list_pins, docs.PinList),
+        Route("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin, docs.Deleted),
+        Route("GET", "/health", _health, docs.Status),
+        Route("GET", "/ready", _ready, docs.Ready),
+        Route("GET", "/metrics", _metrics, str),
+        Route("GET", "/version", _version, docs.Version),
+        Route("GET", "/", _root, docs.Service),
     ]
-    for method, path, handler in routes:
-        app.router.add_route(path, _bound(handler, api), methods=[method])
+    for route in routes:
+        app.router.add_route(route.path, _bound(route.handler, api), methods=[route.method])
+    document = docs.openapi(routes)
+    page = docs.docs_page(document)
+    app.router.add_route("/openapi.json", lambda request: JSONResponse(document), methods=["GET"])
+    app.router.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
 
 
 def _bound(handler: Handler, api: ApiState) -> Callable[[Request], Awaitable[Any]]:
@@ -109,10 +120,12 @@ def _bound(handler: Handler, api: ApiState) -> Callable[[Request], Awaitable[Any
 
 
 async def _list_models(api: ApiState, request: Request) -> Response:
+    """The names that `model` may have."""
     return JSONResponse({"object": "list", "data": [_model_object(model) for model in api.models.values()]})
 
 
 async def _get_model(api: ApiState, request: Request) -> Response:
+    """One of them."""
     return JSONResponse(_model_object(api.model(request.path_params["model_id"])))
 
 
@@ -129,7 +142,41 @@ async def _ready(api: ApiState, request: Request) -> Response:
 
 
 async def _metrics(api: ApiState, request: Request) -> Response:
+    """Figures for Prometheus."""
     return Response(await api.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+async def _version(api: ApiState, request: Request) -> Response:
+    """The server's version."""
+    return JSONResponse({"version": docs.VERSION})
+
+
+async def _root(api: ApiState, request: Request) -> Response:
+    """What runs here and how busy it is: a page for a browser, JSON for others."""
+    model = next(iter(api.models.values()))
+    replicas = [each.metrics for each in await api.client.stats()]
+
+    def total(*path: str) -> int:
+        return round(sum(number_at(each, path) for each in replicas))
+
+    service: docs.Service = {
+        "service": "mneme",
+        "version": docs.VERSION,
+        "model": model.id,
+        "max_model_len": model.max_context,
+        "replicas": len(replicas),
+        "device": next((each.get("device") for each in replicas), None),
+        "dtype": next((each.get("dtype") for each in replicas), None),
+        "kv_capacity_tokens": total("capacity_tokens"),
+        "kv_usage": total("pages", "in_use") / max(1, total("pages", "total")),
+        "requests": {"running": total("requests", "running"), "waiting": total("requests", "waiting")},
+        "prompt_tokens": total("tokens", "prompt"),
+        "cached_tokens": total("tokens", "cached"),
+        "generated_tokens": total("tokens", "generated"),
+    }
+    if "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(docs.service_page(service, str(request.base_url).rstrip("/")))
+    return JSONResponse(service)
 
 
 async def _refused_by_framework(request: Request, error: Exception) -> Response:

@@ -38,6 +38,8 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
         "shared_segments": runner.num_shared_segments,
         "graphs": None if runner.graphs is None else runner.graphs.stats(),
         "capacity_tokens": engine.capacity,
+        "device": runner.device,
+        "dtype": runner.dtype,
     }
     return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine, runner)}
 

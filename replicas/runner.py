@@ -71,6 +71,7 @@ class Runner:
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_context = decoder.max_context
+        self.device, self.dtype = str(decoder.device), str(decoder.dtype).removeprefix("torch.")
         self.vocab_size = config.vocab_size
         self.num_shared_segments = 0  # read once for several sequences, over all steps
         self._share_cost = share_cost_of(decoder.device, decoder.dtype)

@@ -168,6 +168,9 @@ class FakeEngineClient:
             "rss_bytes": 1 << 20,
             "shared_segments": 5,
             "graphs": {"replays": 40, "failed": 1, "off": 0},
+            "capacity_tokens": 16_000,
+            "device": "cpu",
+            "dtype": "float32",
             "of_a_later_version": {"x": [1]},
         }
         return [ReplicaStats(replica_id=name, model="tiny", metrics=metrics) for name in ("a", "b")]

@@ -37,6 +37,7 @@ class FakeRunner:
     ) -> None:
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
         self.window, self.is_windowed = window, window is not None
+        self.device, self.dtype = "none", "none"
         self.can_copy = True
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
