@@ -193,6 +193,7 @@ class Service(TypedDict):
     version: str
     model: str
     max_model_len: int
+    needs_key: bool
     replicas: int
     device: str | None
     dtype: str | None
@@ -263,17 +264,19 @@ def service_page(service: Service, url: str) -> str:
     rows = "".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.items())
     paths = ("/docs", "/openapi.json", "/metrics", "/v1/models")
     links = " &middot; ".join(f'<a href="{path}">{path}</a>' for path in paths)
-    call = html.escape(curl_line(url, service["model"]))
+    call = html.escape(curl_line(url, service))
     return _page(
         f"<h1>Mneme {VERSION}</h1><p>{links}</p><table>{rows}</table><h2>Ask it</h2><pre>{call}</pre>"
         f"<pre>mneme chat --url {html.escape(url)}</pre><p>OpenAI's clients: base_url = {html.escape(url)}/v1</p>"
     )
 
 
-def curl_line(url: str, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+def curl_line(url: str, service: Mapping[str, Any]) -> str:
+    """How to ask it from a shell."""
+    key = ' -H "Authorization: Bearer $KEY"' if service["needs_key"] else ""
+    body = json.dumps({"model": service["model"], "messages": [{"role": "user", "content": "Hello"}]})
     quoted = body.replace("'", "'\\''")
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
 
 
 def cached_share(tokens: Mapping[str, Any]) -> float:
@@ -338,6 +341,6 @@ def _page(content: str) -> str:
         "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
         "h2{margin:2rem 0 .3rem;font-size:1.1rem}h3{margin:1.5rem 0 .3rem;font-size:1rem}p{margin:.3rem 0}"
         "th{text-align:left;font-weight:normal;color:#666;padding-right:2rem}td{padding-right:2rem}"
-        "pre{background:#f4f4f4;padding:.8rem;overflow:auto}a{color:#0645ad}</style>"
+        "pre{background:#f4f4f4;padding:.8rem;white-space:pre-wrap}a{color:#0645ad}</style>"
         f"<body>{content}</html>"
     )

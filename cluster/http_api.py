@@ -125,7 +125,7 @@ async def _list_models(api: ApiState, request: Request) -> Response:
 
 
 async def _get_model(api: ApiState, request: Request) -> Response:
-    """One of them."""
+    """The model of this name."""
     return JSONResponse(_model_object(api.model(request.path_params["model_id"])))
 
 
@@ -164,6 +164,7 @@ async def _root(api: ApiState, request: Request) -> Response:
         "version": docs.VERSION,
         "model": model.id,
         "max_model_len": model.max_context,
+        "needs_key": bool(api.config.api_keys),
         "replicas": len(replicas),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),

@@ -34,6 +34,7 @@ class HttpConfig:
     body_idle_timeout_s: float = 10.0  # between two pieces of it
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
     affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
+    shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
     max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. `mneme serve` alone
 
     def __post_init__(self) -> None:
@@ -43,6 +44,7 @@ class HttpConfig:
         check_range("http.max_connections_per_address", self.max_connections_per_address, 1, 2**20)
         for name in ("body_timeout_s", "body_idle_timeout_s", "client_stall_timeout_s"):
             check_range(f"http.{name}", getattr(self, name), 0.01, 86_400)
+        check_range("http.shutdown_grace_s", self.shutdown_grace_s, 0, 86_400)
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
         if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):

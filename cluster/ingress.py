@@ -18,6 +18,8 @@ from mneme.cluster.ray_private import HandleCalls, keep_to_loopback, own_replica
 from mneme.config import parse
 from mneme.router import replica_set
 
+_LAST_EVENTS_S = 0.1  # what streams still say is written within that
+
 BuildApi = Callable[[EngineClient, ClusterConfig], FastAPI]
 
 
@@ -43,6 +45,11 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._build_api(self._client, self._config)
+
+    async def end_answers(self) -> None:
+        """Take no more requests, and let clients hear how their answers end."""
+        await self._client.stop(self._config.http.shutdown_grace_s)
+        await asyncio.sleep(_LAST_EVENTS_S)
 
     def _replicas_changed(self, replica_ids: frozenset[str]) -> None:
         """Called on the router's thread."""

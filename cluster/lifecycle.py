@@ -8,6 +8,7 @@ janitor ends the rest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mneme.cluster import environment, preflight
 from mneme.cluster.config import ClusterConfig
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 APPLICATION = "mneme"
 _CACHE_CLOSE_S = 1.5
 GRACE_S = 3.5  # for ray.shutdown; with the janitor's work everything has stopped within 5 s
+_INGRESS_S = 0.5  # for the call that ends answers
 _READY_POLL_S = 0.1
 
 BuildApplication = Callable[[EnginePlacement], object]
@@ -52,6 +55,7 @@ class LocalCluster:
     _is_up: bool = False
     _stop_requested: threading.Event = field(default_factory=threading.Event)
     _signals: StopSignals | None = None
+    _ingress: Any = None  # a handle
 
     @property
     def url(self) -> str:
@@ -89,6 +93,8 @@ class LocalCluster:
         """Stop everything that was started; nothing is left behind."""
         if self._janitor is None:
             return
+        if self._is_up:
+            self._end_answers()
         deadline = threading.Timer(GRACE_S, self._stop_now)
         deadline.daemon = True
         deadline.start()
@@ -131,9 +137,21 @@ class LocalCluster:
         http = {"host": self.config.host, "port": self.config.port}
         try:
             serve.start(proxy_location="HeadOnly", http_options=http)
-            serve.run(application(), name=APPLICATION, route_prefix="/")
+            self._ingress = serve.run(application(), name=APPLICATION, route_prefix="/")
         except Exception as error:
             raise StartFailed(_reason(error)) from error
+
+    def _end_answers(self) -> None:
+        """Streams end with an error that says why, in a short time that is beside `GRACE_S`."""
+        timeout_s = self.config.http.shutdown_grace_s + _INGRESS_S
+
+        async def stop() -> None:
+            await self._ingress.broadcast("end_answers").results_async(timeout_s=timeout_s)
+
+        try:
+            asyncio.run(stop())
+        except Exception as error:  # they are cut off then
+            logger.warning("answers were not ended: %s", _first_line(error))
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -152,6 +170,7 @@ class LocalCluster:
         """End the rest and this process, from any thread."""
         if self._janitor is not None:
             self._janitor.clean()
+        sys.stderr.write("mneme serve: stopped\n")
         sys.stderr.flush()
         os._exit(130)
 

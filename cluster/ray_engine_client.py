@@ -35,6 +35,7 @@ QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take se
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
 STATS_TIMEOUT_S = 0.5
+_STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
 
 
@@ -51,6 +52,7 @@ class RayEngineClient:
         self._chooser = ReplicaChooser(router)
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
+        self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self._homes, self._has_session_logs = SessionHomes(), has_session_logs
         self._epochs: dict[str, str] = {}
@@ -71,6 +73,15 @@ class RayEngineClient:
             self._links[replica_id] = link
             link.start()
         self._update_candidates()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests; those that have not ended after `grace_s` end with an error."""
+        self._is_stopping = True
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace_s
+        while clock() < deadline and any(link.is_busy for link in self._links.values()):
+            await asyncio.sleep(_STOP_POLL_S)
+        await self.close()
 
     async def close(self) -> None:
         """Close all links."""
@@ -154,6 +165,8 @@ class RayEngineClient:
         refusal: MnemeError = ReplicaUnavailable("no replica is ready")
         deadline = asyncio.get_running_loop().time() + min(WAIT_FOR_REPLICA_S, choices[0].time_left_s)
         while True:
+            if self._is_stopping:
+                raise ReplicaUnavailable("the server is stopping")
             barred = await self._barred(choices[0].request)
             reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | barred)
             if reservation is None:

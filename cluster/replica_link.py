@@ -72,6 +72,11 @@ class ReplicaLink:
         """Whether a submit would be carried now."""
         return self.epoch is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation still waits for events."""
+        return bool(self._sinks)
+
     def start(self) -> None:
         """Open the stream, and keep it open until `close`."""
         self._spawn("stream", self._keep_open())

@@ -44,6 +44,12 @@ def refusal(*arguments: str) -> str:
     return result.stderr
 
 
+def check_start_lines(lines: list[str]) -> None:
+    """A line for each stage, and one for the end: no traceback, no warning."""
+    assert lines[0] == "mneme serve: starting Ray"
+    assert all(line.startswith("mneme serve: ") for line in lines), lines
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the embedded model, to be damaged."""
@@ -92,8 +98,8 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
     with running(*SERVE, str(checkpoint), "--port", str(free_port())) as process:
         assert process.process.wait(120) == 2
         process.await_nothing_left(STOP_LIMIT_S)
-        assert len(process.lines) == 1, process.lines
-        assert "CheckpointError" in process.lines[0]
+        check_start_lines(process.lines)
+        assert "CheckpointError" in process.lines[-1]
 
 
 def test_a_cache_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -105,8 +111,8 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path: Path) -> None:
     with running(*command) as process:
         assert process.process.wait(180) == 2
         process.await_nothing_left(STOP_LIMIT_S)
-        assert len(process.lines) == 1, process.lines
-        assert f"disk tier: {tmp_path}/file/127.0.0.1 cannot be used" in process.lines[0]
+        check_start_lines(process.lines)
+        assert f"disk tier: {tmp_path}/file/127.0.0.1 cannot be used" in process.lines[-1]
 
 
 def test_two_servers_at_once_and_ctrl_c() -> None:
@@ -141,3 +147,5 @@ def test_ctrl_c_while_starting() -> None:
         assert process.stop(signal.SIGINT) <= STOP_LIMIT_S
         assert process.process.returncode == 130
         process.await_nothing_left(1.0)
+        check_start_lines(process.lines)
+        assert process.lines[-1] == "mneme serve: stopped"
