@@ -391,3 +391,22 @@ def test_a_turn_that_its_session_s_replica_refuses_does_not_run_elsewhere() -> N
         assert not client._chooser.is_answering("s")
 
     run(scenario, replicas=())
+
+
+def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        endless = asyncio.ensure_future(tokens(client, request("endless.0", num=ENDLESS)))
+        short = asyncio.ensure_future(tokens(client, request("short.0")))
+        await until(lambda: running(calls) == 2)
+        stopping = asyncio.ensure_future(client.stop(0.2))
+        await asyncio.sleep(0)
+        with pytest.raises(ReplicaUnavailable, match="stopping"):
+            await tokens(client, request("late.0"))
+        await stopping
+        assert (await short)[0] == expected(request("short.0"))
+        ids, last = await endless
+        assert ids
+        assert (last.finish_reason, last.error) == ("error", "the server is stopping")
+        assert not client.is_ready()
+
+    run(scenario)
