@@ -10,15 +10,14 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from typing import Any, Literal, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
+from mneme import __version__
 from mneme.cluster.protocol import Body
 
-VERSION = version("mneme")
 _REF = "#/components/schemas/{model}"
 
 
@@ -105,6 +104,7 @@ class Text(TypedDict):
 
 class Model(TypedDict):
     id: str
+    root: str
     object: str
     created: int
     owned_by: str
@@ -235,7 +235,7 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
         paths.setdefault(path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Mneme", "version": VERSION},
+        "info": {"title": "Mneme", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -266,7 +266,7 @@ def service_page(service: Service, url: str) -> str:
     links = " &middot; ".join(f'<a href="{path}">{path}</a>' for path in paths)
     call = html.escape(curl_line(url, service))
     return _page(
-        f"<h1>Mneme {VERSION}</h1><p>{links}</p><table>{rows}</table><h2>Ask it</h2><pre>{call}</pre>"
+        f"<h1>Mneme {__version__}</h1><p>{links}</p><table>{rows}</table><h2>Ask it</h2><pre>{call}</pre>"
         f"<pre>mneme chat --url {html.escape(url)}</pre><p>OpenAI's clients: base_url = {html.escape(url)}/v1</p>"
     )
 
@@ -297,7 +297,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
         for name, schema in sorted(document["components"]["schemas"].items())
     ]
     return _page(
-        f'<h1>Mneme {VERSION}: HTTP API</h1><p><a href="/">what runs here</a> &middot; '
+        f'<h1>Mneme {__version__}: HTTP API</h1><p><a href="/">what runs here</a> &middot; '
         f'<a href="/openapi.json">/openapi.json</a></p>{"".join(operations)}<h2>Types</h2>{"".join(schemas)}'
     )
 

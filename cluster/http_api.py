@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from mneme import __version__
 from mneme.cluster import api_docs as docs
 from mneme.cluster.api_docs import Route
 from mneme.cluster.api_state import ApiState, ServedModel
@@ -148,7 +149,7 @@ async def _metrics(api: ApiState, request: Request) -> Response:
 
 async def _version(api: ApiState, request: Request) -> Response:
     """The server's version."""
-    return JSONResponse({"version": docs.VERSION})
+    return JSONResponse({"version": __version__})
 
 
 async def _root(api: ApiState, request: Request) -> Response:
@@ -161,7 +162,7 @@ async def _root(api: ApiState, request: Request) -> Response:
 
     service: docs.Service = {
         "service": "mneme",
-        "version": docs.VERSION,
+        "version": __version__,
         "model": model.id,
         "max_model_len": model.max_context,
         "needs_key": bool(api.config.api_keys),
