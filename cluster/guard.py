@@ -33,7 +33,6 @@ _TEXT = {
     "x-request-id": "X-Request-ID",
     "serve-multiplexed-model-id": "serve_multiplexed_model_id",
 }
-# Without a key: what probes and scrapers call, and what says what runs here, as in vLLM.
 # Without a key: what probes and scrapers call, and what says what runs here, as in vLLM
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/", "/docs", "/openapi.json", "/version"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
