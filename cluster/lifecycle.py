@@ -93,11 +93,11 @@ class LocalCluster:
         """Stop everything that was started; nothing is left behind."""
         if self._janitor is None:
             return
-        if self._is_up:
-            self._end_answers()
-        deadline = threading.Timer(GRACE_S, self._stop_now)
+        deadline = threading.Timer(self.config.http.shutdown_grace_s + GRACE_S, self._stop_now)
         deadline.daemon = True
         deadline.start()
+        if self._is_up:
+            self._end_answers()
         if self._is_up and self.config.cache.enabled:
             _close_cache_tier()
         _shut_ray_down()
@@ -142,7 +142,7 @@ class LocalCluster:
             raise StartFailed(_reason(error)) from error
 
     def _end_answers(self) -> None:
-        """Streams end with an error that says why, in a short time that is beside `GRACE_S`."""
+        """Streams that have not ended within `http.shutdown_grace_s` end with an error that says why."""
         timeout_s = self.config.http.shutdown_grace_s + _INGRESS_S
 
         async def stop() -> None:
