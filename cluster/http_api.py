@@ -169,7 +169,7 @@ async def _root(api: ApiState, request: Request) -> Response:
         "replicas": len(replicas),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
-        "kv_capacity_tokens": total("capacity_tokens"),
+        "kv_capacity_tokens": total("kv_tokens"),
         "kv_usage": total("pages", "in_use") / max(1, total("pages", "total")),
         "requests": {"running": total("requests", "running"), "waiting": total("requests", "waiting")},
         "prompt_tokens": total("tokens", "prompt"),

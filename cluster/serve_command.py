@@ -117,7 +117,7 @@ def _with_progress(work: Callable[[Progress], EnginePlacement]) -> EnginePlaceme
 
         def show(stage: str, fraction: float) -> None:
             bars.update(task, description=stage, completed=fraction)
-            if not console.is_terminal and stage not in stages:
+            if not console.is_terminal and stage not in (*stages, "ready"):
                 stages.append(stage)
                 print(f"mneme serve: {stage}", file=sys.stderr, flush=True)
 

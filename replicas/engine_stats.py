@@ -38,6 +38,7 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
         "shared_segments": runner.num_shared_segments,
         "graphs": None if runner.graphs is None else runner.graphs.stats(),
         "capacity_tokens": engine.capacity,
+        "kv_tokens": runner.num_pages * runner.page_size,
         "device": runner.device,
         "dtype": runner.dtype,
     }

@@ -168,7 +168,7 @@ class FakeEngineClient:
             "rss_bytes": 1 << 20,
             "shared_segments": 5,
             "graphs": {"replays": 40, "failed": 1, "off": 0},
-            "capacity_tokens": 16_000,
+            "kv_tokens": 16_000,
             "device": "cpu",
             "dtype": "float32",
             "of_a_later_version": {"x": [1]},
