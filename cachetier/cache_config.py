@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mneme.cachetier.disk_interface import DiskTierConfig, check_ttl
 from mneme.cachetier.eviction_policies import PolicyName
 from mneme.cachetier.fingerprint import MAX_CHUNK_TOKENS
 from mneme.config import check_range
 from mneme.errors import ConfigError
+
+
+LoadPolicy = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,9 @@ class CacheConfig:
     write_buffer_bytes: int = 256 << 20  # in an engine's process, of chunks on their way out; more are not saved
     read_buffer_bytes: int = 256 << 20  # likewise, of chunks on their way in
     min_load_tokens: int = 64  # fewer are computed without a question
-    min_lookup_s: float = 0.005  # that a question may take; a twentieth of what computing takes, if that is longer
+    # What is done with chunks that a tier has of a prompt. auto: what brings its first token soonest; always: they are
+    # waited for and loaded, however long that takes; never: nothing is looked for, chunks are only saved.
+    load: LoadPolicy = "auto"
     directory_shards: int = 1
     session_log_bytes: int = 1 << 30  # of token logs beside `disk`'s chunks; nothing is written without it
     session_log_sync: bool = False  # wait for the disk at each record: a log survives its machine's fall too
@@ -46,6 +52,5 @@ class CacheConfig:
         check_range("cache.write_buffer_bytes", self.write_buffer_bytes, 0, 2**48)
         check_range("cache.read_buffer_bytes", self.read_buffer_bytes, 0, 2**48)
         check_range("cache.min_load_tokens", self.min_load_tokens, 1, 2**31)
-        check_range("cache.min_lookup_s", self.min_lookup_s, 0, 60)
         check_range("cache.session_log_bytes", self.session_log_bytes, 0, 2**60)
         check_range("cache.directory_shards", self.directory_shards, 1, 256)

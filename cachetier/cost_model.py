@@ -143,7 +143,7 @@ class CostModel:
             return self._costs[edge].scale
 
     def is_trusted(self, edge: CostEdge) -> bool:
-        """False for a minute after a load over the edge was given up, or until one has come."""
+        """False for a while after loads over the edge were given up, or until one has come."""
         with self._lock:
             return self._costs[edge].is_trusted
 

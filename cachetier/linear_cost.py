@@ -24,7 +24,7 @@ _CLIP = math.log(16)  # of one measurement to its prediction; beyond that it say
 _FAR = math.log(3)  # off; twice in a row, and it is the new truth
 _MAX_SCALE = 1e4
 _MISS_RATIO = 2.0  # at least, of what was given up
-_DISTRUST_S = 60.0
+_DISTRUST_S, _NUM_MISSES = 60.0, 2  # after so many works in a row were given up: one may be a hiccup of the machine
 
 
 class Point(NamedTuple):
@@ -79,7 +79,7 @@ class LearnedCost:
         `is_guess`: nothing was measured yet, and the first measurement replaces the scale.
         """
         self.coefficients = coefficients
-        self._is_guess, self._missed_s = is_guess, -math.inf
+        self._is_guess, self._missed_s, self._num_missed = is_guess, -math.inf, 0
         self._left = 0.0  # of the last measurement, that the scale did not follow; log
         self._clock, self._weight, self._half_life_s = clock, weight, half_life_s
         self._log_scale, self._noted_s = math.log(scale), clock()
@@ -102,8 +102,8 @@ class LearnedCost:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last work was not given up, or long ago."""
-        return self._clock() - self._missed_s >= _DISTRUST_S
+        """Whether the last works were not given up one after the other, or long ago."""
+        return self._num_missed < _NUM_MISSES or self._clock() - self._missed_s >= _DISTRUST_S
 
     def note(self, ratio: float, share: float = 1.0) -> None:
         """Work took `ratio` times what was predicted; `share`: how much of it was of this kind."""
@@ -115,7 +115,7 @@ class LearnedCost:
             step = math.copysign(min(abs(far), abs(self._left)), far)
         self._move(step)
         self._left = far - step
-        self._is_guess, self._missed_s = False, -math.inf
+        self._is_guess, self._missed_s, self._num_missed = False, -math.inf, 0
 
     def note_missed(self, ratio: float) -> None:
         """Work was given up after `ratio` times what was predicted: it is at least that slow, and at least twice.
@@ -124,6 +124,7 @@ class LearnedCost:
         """
         self._move(math.log(min(max(ratio, _MISS_RATIO), _MAX_SCALE)))
         self._is_guess, self._missed_s, self._left = True, self._clock(), 0.0
+        self._num_missed += 1
 
     def _move(self, step: float) -> None:
         bound = math.log(_MAX_SCALE)

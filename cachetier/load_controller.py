@@ -31,10 +31,11 @@ min(2 L, L + 0.05 C)). Up to L = C / 40 giving up costs 5% and nothing more, and
 predicted; beyond, it costs L as well, and noise of 0.05 C is all that is borne.
 
 A miss tells the cost model, if the edge that was late was slower than predicted (else a queue was long, and the edge is
-not to blame). Then nothing more is staked on that edge for a minute, or until it has been tried with success: on one
-chunk at the head, at most every ten seconds, which is given up after 0.05 C. An edge that has become too slow for a
-plan, or was never measured, is tried so too, if at its calibrated rate that chunk would come in time; where a head is
-loaded anyway, on one chunk behind it, if that is predicted to cost no more than 0.05 C.
+not to blame). After two in a row (one may be a hiccup of the machine) nothing more is staked on that edge for a minute,
+or until it has been tried with success: on one chunk at the head, at most every ten seconds, which is given up after
+0.05 C. An edge that has become too slow for a plan, or was never measured, is tried so too, if at its
+calibrated rate that chunk would come in time; where a head is loaded anyway, on one chunk behind it, if that is
+predicted to cost no more than 0.05 C.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ from mneme.cachetier.chunk_store import Edge
 from mneme.cachetier.cost_model import CostModel
 
 TOLERANCE = 0.05  # of what computing takes
+_MIN_LOOKUP_S = 0.005  # waited for an answer; a twentieth of what computing takes, if that is longer
+_PATIENT_LOOKUP_S = 60.0  # the same where everything is to be loaded
+_UNBOUNDED_S = 1e6  # likewise, of a load: each of its reads has a limit of its own
 _PROBE_AFTER_S = 10.0  # since an edge was last tried
 _SLOWER = 1.1  # than the calibration
 _LEAST_GAIN = 0.02  # of what computing takes: less is a tie, and nothing is loaded
@@ -71,6 +75,7 @@ class LoadPlan:
 
     num_chunks: int
     deadline_s: float  # give the load up then, if nothing is known of how far it is
+    slack_s: float  # that may be lost whatever comes of the load
     predicted_load_s: float
     predicted_recompute_s: float  # the time to the first token without a load
     predicted_ttft_s: float  # with it
@@ -78,11 +83,6 @@ class LoadPlan:
     latest_beside_s: float  # the same for its far part, where nothing is computed before that is in memory
     step_chunks: int  # that are loaded in the time that a full step computes
     is_probe: bool = False
-
-    @property
-    def slack_s(self) -> float:
-        """What may be lost whatever comes of the load."""
-        return TOLERANCE * self.predicted_recompute_s
 
     def due_s(self, num_done: int, num_units: int, *, waited_s: float = 0.0, is_alone: bool = True) -> float:
         """When the next unit (the load in equal parts, layers of chunks) must have come, or the load is given up.
@@ -117,9 +117,10 @@ class LoadController:
         clock: Callable[[], float] = time.monotonic,
         *,
         num_layers: int = 32,
-        min_lookup_s: float = 0.005,
+        loads_all: bool = False,
     ) -> None:
-        self._costs, self._min_lookup_s = cost_model, min_lookup_s
+        """`loads_all`: whatever it is predicted to cost, and nothing is given up (`cache.load: always`)."""
+        self._costs, self._loads_all = cost_model, loads_all
         self._clock = clock
         self._num_layers = num_layers
         self._lock = threading.Lock()
@@ -135,18 +136,19 @@ class LoadController:
         """
         choices = list(self._choices(num_resident, num_tokens, chunks, is_alone))
         recompute_s = choices[0].ttft_s
-        best = self._best(choices, chunks)
+        best = choices[-1] if self._loads_all else self._best(choices, chunks)
         is_probe = best.num_chunks < len(chunks) and self._probes(best, choices, chunks)
         if is_probe:
             best = choices[best.num_chunks + 1]
         self._count(best.num_chunks, len(chunks), is_probe)
         self._note_tried(chunks[: best.num_chunks])
-        slack_s = TOLERANCE * recompute_s
+        slack_s = _UNBOUNDED_S if self._loads_all else TOLERANCE * recompute_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
         is_small = is_probe and best.num_chunks == 1
         return LoadPlan(
             num_chunks=best.num_chunks,
             deadline_s=slack_s if is_small else deadline_s,
+            slack_s=slack_s,
             predicted_load_s=best.load_s,
             predicted_recompute_s=recompute_s,
             predicted_ttft_s=best.ttft_s,
@@ -156,9 +158,16 @@ class LoadController:
             is_probe=is_small,
         )
 
+    def lookup_wait_s(self, num_resident: int, num_tokens: int) -> float:
+        """How long a prompt waits for what the tier says before its first rows are computed."""
+        if self._loads_all:
+            return _PATIENT_LOOKUP_S
+        return max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+
     def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
-        """How long a question to the tier may take: `min_lookup_s`, or a twentieth of what computing takes."""
-        return max(self._min_lookup_s, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+        """How long the question may take: as long as some of the prompt is still to be computed."""
+        computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
+        return max(self.lookup_wait_s(num_resident, num_tokens), computing_s)
 
     def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> _Choice:
         """Of the heads over edges that are trusted."""

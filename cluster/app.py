@@ -93,6 +93,8 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
     from mneme.cluster.http_api import build_api
 
     directory = model_directory(config.model)
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.warm_up()  # before /ready is asked: while the replicas load
     max_context = load_model_config(directory).max_context
     model = ServedModel(
         id=config.model_name,
@@ -103,7 +105,7 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
     return build_api(
         client,
         [model],
-        Tokenizer.load(directory),
+        tokenizer,
         config.http,
         ingress=own_replica_id(),
         truncation=config.engine.truncation,

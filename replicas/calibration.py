@@ -30,6 +30,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sampler import SampleRow, sample
 from mneme.replicas.scheduler import Scheduler
 from mneme.replicas.sequence import Sequence
+from mneme.replicas.warm_up import no_trace
 
 if TYPE_CHECKING:
     from mneme.replicas.runner import Runner
@@ -98,12 +99,8 @@ def calibrate(
     num_layers, num_kv_heads, _, _, head_dim = pool.k_pages.shape
     token_bytes = 2 * num_layers * num_kv_heads * head_dim * pool.k_pages.element_size()
     edges = measured_edges(chunk_tokens * token_bytes, disk_folder, budget_s=_EDGE_SHARE * budget_s, clock=clock)
-    num_shared = runner.num_shared_segments
-    try:
+    with no_trace(runner):
         steps = _measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
-    finally:
-        pool.slot_position.fill_(FREE_SLOT_POSITION)
-        runner.num_shared_segments = num_shared
     return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
 
 

@@ -28,7 +28,7 @@ _WORKER = Path(__file__).resolve().with_name("chat_template_worker.py")
 
 
 class ChatTemplate:
-    """One model's template; workers start at the first render."""
+    """One model's template; workers start with `start`, or at the first render."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], *, max_render_s: float = MAX_RENDER_S) -> None:
         self._source = source
@@ -55,6 +55,16 @@ class ChatTemplate:
             rule = f"the chat template refused them: {answer['error']}"
             raise InvalidRequest("messages", f"{len(messages)} messages", rule)
         return answer["text"]
+
+    def start(self) -> None:
+        """Start all workers now, so that no render waits for their imports; raises `MnemeError` if one does not."""
+        workers = [self._take_worker() for _ in range(_NUM_WORKERS)]
+        try:
+            for index, worker in enumerate(workers):
+                workers[index] = worker or _Worker(self._source)
+        finally:
+            for worker in workers:
+                self._workers.put(worker)
 
     def close(self) -> None:
         """End the workers; a later render starts new ones."""

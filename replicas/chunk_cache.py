@@ -1,6 +1,7 @@
 """The cache tier of one engine: what is looked for, loaded and saved, and what that costs.
 
-Engine._start     want        a sequence that begins is looked for; the scheduler waits for the answer, not for long
+Engine._start     want        a sequence that begins is looked for; the scheduler waits for the answer, not for long:
+                              then it computes the first rows, and what comes before the last of them is still used
 Scheduler._admit              pages for what was found (`forest_paths.py: graft`)
 Engine._moves     add_saves   chunks that the step completes
 Runner.prepare                loads and saves begin (`chunk_mover.py`); layers are waited for, and told
@@ -56,7 +57,7 @@ class ChunkCache:
         self._step_began_s = 0.0
         self._on_close = on_close
         self._controller = LoadController(
-            costs, clock, num_layers=fingerprint.layout.num_layers, min_lookup_s=config.min_lookup_s
+            costs, clock, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
         )
         self._fetches = Fetches(
             store,
@@ -81,7 +82,7 @@ class ChunkCache:
             return
         salt, context = sequence.request.salt, sequence.context
         sequence.chain = ChunkChain(self.saves.lineage(salt))
-        if sequence.request.choice_index:  # follows the first choice, which asks
+        if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
         resident = forest.resident(salt, context)
         num_resident = resident.device + resident.host

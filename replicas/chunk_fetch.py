@@ -1,6 +1,6 @@
 """What the cache tier has of one sequence: looked for, and brought into memory, while the engine runs others.
 
-A `Fetch` goes from *looking* (the store is asked) over *bringing* (bytes that are not in this node's memory are read,
+A `Fetch` goes from *looking* (the store is asked; meanwhile its sequence may compute its first rows) over *bringing* (bytes that are not in this node's memory are read,
 first layers first) to *there*. It may stop at any time: what did not come is computed. One thread is at it until
 `rest`; sources are closed once nobody wants it and no thread is at it.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mneme.cachetier.chunk import U8Array
@@ -79,6 +79,23 @@ class Fetch:
         return self._is_closed
 
     @property
+    def is_looking(self) -> bool:
+        """Whether it is not known yet what there is."""
+        return not (self._has_looked or self._is_there or self._is_closed)
+
+    def num_rows_before(self, num_tokens: int) -> int:
+        """Rows behind so many tokens that a step computes at most while it is looking: up to where a chunk ends."""
+        return self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
+
+    def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
+        """Without those of which the sequence has all by now; the rest begins at `start_of(0)`."""
+        num_skipped = max(self.num_resident // self.query.chunk_tokens - self.query.first, 0)
+        self.query = replace(self.query, first=self.query.first + num_skipped)
+        for source in sources[:num_skipped]:
+            source.close()
+        return sources[num_skipped:]
+
+    @property
     def is_settled(self) -> bool:
         """Whether nobody need wait for it: all is in memory, or nothing is to come."""
         return self._is_closed or self._is_there
@@ -120,7 +137,7 @@ class Fetch:
 
     def is_ready(self, *, is_alone: bool) -> bool:
         """Whether the sequence, which could run, need not wait for it any longer: all is in memory, nothing was found,
-        or it is too late.
+        it is too late, or what there is will be said while the first rows are computed.
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
@@ -128,10 +145,11 @@ class Fetch:
             self.pause()
             return True
         times = self._times
-        left_s = self._look_until_s - self._clock() if times is None else times.left_to_wait_s()
-        if left_s > 0:
+        if times is None:
+            return self._clock() >= self._look_until_s
+        if times.left_to_wait_s() > 0:
             return False
-        self.give_up("lookup" if times is None else "waiting", None if times is None else self._at)
+        self.give_up("waiting", self._at)
         self.close()
         return True
 

@@ -55,8 +55,9 @@ class Fetches:
 
         `is_alone`: nothing else runs or waits.
         """
-        timeout_s = self._controller.lookup_timeout_s(num_resident, len(query.token_ids))
-        look_until_s = self._clock() + timeout_s
+        num_tokens = len(query.token_ids)
+        timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens)
+        look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens)
         fetch = Fetch(
             query, num_resident, look_until_s, self.room, self._clock,
             is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
@@ -109,6 +110,7 @@ class Fetches:
         """Whether chunks are being brought."""
         sources = self._store.locate(fetch.query, timeout_s)
         try:
+            sources = fetch.skip_computed(sources)
             chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)
             plan = self._controller.plan(fetch.num_resident, num_tokens, chunks, is_alone=fetch.is_alone)
         except BaseException:

@@ -25,7 +25,7 @@ class Grafting:
         `found` stays if more is to come.
         """
         found, path = sequence.found, sequence.path
-        if found is None:
+        if found is None or found.is_looking:
             return
         assert path is not None
         needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))

@@ -28,6 +28,7 @@ from mneme.replicas.runner import Runner
 from mneme.replicas.timeline import Timeline
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.warm_prompts import PUBLIC, Tenant, warm_before_traffic
+from mneme.replicas.warm_up import warm_up
 from mneme.replicas.weights import load_weights
 
 _CPU_POOL_BYTES = 1 << 30
@@ -99,6 +100,8 @@ def load_engine(
         weights_name = chunks.fingerprint.weights
         durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
         report("cache tier", 1.0)
+    warm_up(runner, tokenizer, config)
+    report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)

@@ -127,14 +127,15 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
-        with_rows = [s for s in self.running if s.found is None]  # more chunks of the others come first
+        loading = self._loading()
+        with_rows = [s for s in self.running if s not in loading]
         num_decodes = sum(self._num_pending(s) <= 1 for s in with_rows)
         num_prefills = len(with_rows) - num_decodes
         budget = self._budget = StepBudget(self._max_batch_tokens - num_decodes, self._forest.page_size)
         for sequence in list(self.running):
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
-            if sequence.found is not None:
+            if sequence in loading:
                 budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
             if sequence.is_over:
@@ -147,7 +148,7 @@ class Scheduler:
                 chunks.append(chunk)
                 if not is_decode:
                     budget.take(chunk, self._num_missing_pages)
-        for sequence in [s for s in self.running if s.found is not None]:
+        for sequence in [s for s in loading if s.path is not None]:
             self._graft_more(sequence, chunks)
         self._admit(chunks, budget)
         self._widen(chunks, budget)
@@ -189,9 +190,22 @@ class Scheduler:
         _insert_by_arrival(self.running, sequence)
         return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
 
+    def _loading(self) -> list[Sequence]:
+        """Who runs and has no rows before more of its chunks is loaded."""
+        answered = [s for s in self.running if s.found is not None and not s.found.is_looking]
+        for sequence in answered:
+            if not self._grafting.num_to_come(sequence):  # it computed, or follows, as much meanwhile
+                self._grafting.forget(sequence)
+        return [s for s in answered if s.found is not None]
+
     def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
-        """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more."""
+        """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
+
+        Those that were found after its first rows may be on their way: it is waited for them only beside others.
+        """
         assert sequence.path is not None
+        if sequence.found is not None and not sequence.found.is_ready(is_alone=not chunks):
+            return
         self._forest.extend(sequence.path, sequence.context, len(sequence.context))
         self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
@@ -200,7 +214,7 @@ class Scheduler:
     def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
         """Its first rows, if all that is loaded of it comes with this step."""
         budget = self._budget
-        if sequence.found is not None:
+        if sequence.found is not None and not sequence.found.is_looking:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
         elif budget.num_left > 0:
@@ -214,7 +228,9 @@ class Scheduler:
         for index, chunk in enumerate(chunks):
             path, ids = chunk.sequence.path, chunk.sequence.context
             assert path is not None
-            if budget.num_left == 0 or chunk.samples or self._forest.extend(path, ids, len(ids)):
+            if budget.num_left == 0 or chunk.samples or chunk.sequence.found is not None:
+                continue
+            if self._forest.extend(path, ids, len(ids)):
                 continue
             with contextlib.suppress(OutOfPages):  # it has its share
                 rows = self._forest.take_rows(path, ids, budget.num_left)
@@ -256,9 +272,18 @@ class Scheduler:
         self._forest.extend(path, ids, len(ids))
         if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
             return None
+        found = sequence.found
+        if found is not None:  # more of it may be said to be in a tier before these are computed
+            budget = min(budget, found.num_rows_before(path.num_tokens))
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
-        return Chunk(sequence, rows.spans, rows.runs)
+        chunk = Chunk(sequence, rows.spans, rows.runs)
+        if found is not None:
+            found.num_resident = path.num_tokens
+            if chunk.samples:  # it has all its rows: too late
+                found.give_up("lookup")
+                self._grafting.forget(sequence)
+        return chunk
 
     def _put_back(self, sequences: Collection[Sequence]) -> None:
         for sequence in sequences:

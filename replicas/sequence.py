@@ -37,7 +37,7 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
-    found: Fetch | None = None  # what the cache tier has of it, until it is admitted
+    found: Fetch | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
     begun_s: float | None = None  # when it first had rows

@@ -140,6 +140,12 @@ class Tokenizer:
         variables = {**(template_variables or {}), "add_generation_prompt": add_generation_prompt}
         return self._chat_template.render(messages, variables)
 
+    def warm_up(self) -> None:
+        """Build what the first conversation would: the processes that render templates, tables of the tokenizer."""
+        self.decode(self.encode("warm", add_special_tokens=True), skip_special_tokens=True)
+        if self._chat_template:
+            self._chat_template.start()
+
     def close(self) -> None:
         """End the processes that render templates."""
         if self._chat_template:

@@ -132,10 +132,20 @@ def test_a_guess_is_replaced_by_the_first_measurement() -> None:
     cost.note(1 / 4)
     assert cost.scale == pytest.approx(100 * 0.25**0.35)
     cost.note_missed(3)
-    assert not cost.is_trusted
     cost.note(1 / 300)
     assert cost.is_trusted
     assert cost.scale == pytest.approx(0.25**0.35)
+
+
+def test_work_is_trusted_until_it_was_given_up_twice_in_a_row() -> None:
+    clock = PlayedClock()
+    cost = LearnedCost(PREFILL, clock, weight=0.35)
+    for _ in range(2):
+        cost.note_missed(3)
+        assert cost.is_trusted
+        cost.note(1.0)
     cost.note_missed(3)
+    cost.note_missed(3)
+    assert not cost.is_trusted
     clock.now_s += 60
     assert cost.is_trusted

@@ -145,6 +145,7 @@ def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, l
     plan = LoadPlan(
         num_chunks=3,
         deadline_s=1.0,
+        slack_s=TOLERANCE * latest_s,
         predicted_load_s=load_share * latest_s,
         predicted_recompute_s=latest_s,
         predicted_ttft_s=latest_s,
@@ -205,11 +206,23 @@ def test_ties_and_nothing_to_load_are_computed() -> None:
     assert LoadController(costs, PlayedClock()).plan(0, 1, chunks_of(1, "host")).num_chunks == 0
 
 
-def test_a_lookup_may_take_a_twentieth() -> None:
+def test_a_lookup_is_waited_for_a_twentieth_and_used_as_long_as_rows_are_left() -> None:
     controller = LoadController(make_costs(), PlayedClock())
-    assert controller.lookup_timeout_s(0, 10) == 0.005
-    assert LoadController(make_costs(), PlayedClock(), min_lookup_s=1.0).lookup_timeout_s(0, 10) == 1.0
-    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(0.05 * make_costs().prefill_s(8192, 100))
+    computing_s = make_costs().prefill_s(8192, 100)
+    assert controller.lookup_wait_s(0, 10) == 0.005
+    assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.05 * computing_s)
+    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(computing_s)
+
+
+def test_who_loads_all_neither_weighs_nor_gives_up() -> None:
+    costs = make_costs(disk=(1.0, 1.0, 1e-3))  # far slower than computing
+    costs.note_edge("disk", 1, 1, 100.0, is_complete=False)
+    plan = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS, loads_all=True).plan(
+        0, 1000, chunks_of(900, "disk"), is_alone=False
+    )
+    assert plan.num_chunks == len(chunks_of(900, "disk"))
+    hour_s = 3600.0
+    assert min(plan.slack_s, plan.deadline_s, plan.due_s(0, 100), plan.due_s(0, 100, is_alone=False)) > hour_s
 
 
 class World(NamedTuple):

@@ -12,6 +12,7 @@ NUM_LAYERS = 10
 PLAN = LoadPlan(
     num_chunks=4,
     deadline_s=1.0,
+    slack_s=0.05,
     predicted_load_s=0.7,
     predicted_recompute_s=1.0,
     predicted_ttft_s=0.8,

@@ -96,6 +96,58 @@ def test_what_was_found_of_a_prompt_is_not_loaded_once_it_was_cut(store: FakeSto
     case.check_rest()
 
 
+LONG_S = 1e6
+
+
+def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    assert case.engine.is_blocked
+    case.cache.now_s += LONG_S
+    assert not case.engine.is_blocked
+    assert case.engine.step() == []
+    assert case.runner.num_rows == CHUNK_TOKENS  # no more: what the store says may be of use behind them
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.usage is not None)
+    assert (usage.host_tokens, usage.cached_tokens) == (24 - CHUNK_TOKENS, 24 - CHUNK_TOKENS)
+    assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
+def test_what_is_found_after_the_last_row_is_not_used(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.now_s += LONG_S
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert case.runner.num_rows == 30 + 2
+    assert case.cache.cache.stats()["given_up"] == {"lookup": 1}
+    case.check_rest()
+
+
+def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -> None:
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("stream", [4] * 5, 20)
+    case.cache.play()
+    case.engine.step()
+    case.submit("a", IDS[:30])
+    case.cache.now_s += LONG_S
+    case.engine.step()
+    case.cache.play(num_reads=0)
+    before = case.runner.num_rows
+    events = [event for _ in range(5) for event in case.engine.step()]
+    assert {event.request_id for event in events} == {"stream"}
+    assert case.runner.num_rows == before + 5
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert next(event.usage for event in events if event.usage is not None).disk_tokens == 24 - CHUNK_TOKENS
+    case.check_rest()
+
+
 def test_all_choices_follow_one_load(store: FakeStore) -> None:
     case = Played(store)
     for choice in range(3):
