@@ -11,7 +11,6 @@ from mneme.cachetier.fingerprint import MAX_CHUNK_TOKENS
 from mneme.config import check_range
 from mneme.errors import ConfigError
 
-
 LoadPolicy = Literal["auto", "always", "never"]
 
 

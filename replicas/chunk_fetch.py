@@ -1,8 +1,8 @@
 """What the cache tier has of one sequence: looked for, and brought into memory, while the engine runs others.
 
-A `Fetch` goes from *looking* (the store is asked; meanwhile its sequence may compute its first rows) over *bringing* (bytes that are not in this node's memory are read,
-first layers first) to *there*. It may stop at any time: what did not come is computed. One thread is at it until
-`rest`; sources are closed once nobody wants it and no thread is at it.
+A `Fetch` goes from *looking* (the store is asked; its sequence may compute its first rows meanwhile) over *bringing*
+(bytes that are not in this node's memory are read, first layers first) to *there*. It may stop at any time: what did
+not come is computed. One thread is at it until `rest`; sources are closed once nobody wants it and no thread is at it.
 
 Policy and threads only: no tensors.
 """

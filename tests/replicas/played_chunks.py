@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, LoadPolicy
 from mneme.cachetier.chunk import make_chunk
 from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.misses import Miss
@@ -64,12 +64,18 @@ class PlayedCache:
     """The parts that a test moves."""
 
     def __init__(
-        self, store: FakeStore, page_size: int, *, read_buffer_bytes: int = 1 << 20, step_chunks: int | None = None
+        self,
+        store: FakeStore,
+        page_size: int,
+        *,
+        read_buffer_bytes: int = 1 << 20,
+        step_chunks: int | None = None,
+        load: LoadPolicy = "auto",
     ) -> None:
         """`step_chunks`: that one step loads beside others."""
         self.now_s = 0.0
         self.workers: dict[str, PlayedWorkers] = {}
-        config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes)
+        config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes, load=load)
         self.cache = ChunkCache(
             store,
             FINGERPRINT,

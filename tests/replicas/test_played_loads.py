@@ -28,7 +28,9 @@ class Played:
     def __init__(self, store: FakeStore, **options: Any) -> None:
         self.store = store
         self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
-        self.cache = PlayedCache(store, 4, step_chunks=options.pop("step_chunks", None))
+        self.cache = PlayedCache(
+            store, 4, step_chunks=options.pop("step_chunks", None), load=options.pop("load", "auto")
+        )
         self.engine: Engine = make_played_engine(
             self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
         )
@@ -113,6 +115,27 @@ def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: 
     usage = next(event.usage for event in events if event.usage is not None)
     assert (usage.host_tokens, usage.cached_tokens) == (24 - CHUNK_TOKENS, 24 - CHUNK_TOKENS)
     assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
+def test_who_always_loads_waits_for_the_store(store: FakeStore) -> None:
+    case = Played(store, load="always")
+    case.submit("a", IDS[:30])
+    case.cache.now_s += 10.0
+    assert case.engine.is_blocked
+    case.cache.play()
+    events = run(case.engine)
+    assert next(event.usage for event in events if event.usage is not None).host_tokens == 24
+    case.check_rest()
+
+
+def test_who_never_loads_asks_for_nothing_and_saves(store: FakeStore) -> None:
+    case = Played(store, load="never")
+    case.submit("a", IDS[:40])
+    events = run(case.engine)
+    assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
+    assert case.cache.cache.counts["lookups"] == 0
+    assert len(store.chunks) > 3
     case.check_rest()
 
 
