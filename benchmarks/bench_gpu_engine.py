@@ -31,6 +31,7 @@ import torch
 from attention.machine import Ceilings, measure_ceilings
 from attention.report import NOT_RUN, PartResult, closing_checks, print_part, rounded
 from attention.suite import device_name
+from plots import Draw, caption_of, lines, save
 from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weights, model_config, random_weights
 from workloads import load_average
 
@@ -208,7 +209,7 @@ def main() -> None:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "engine.json").write_text(json.dumps(closing) + "\n")
-        _plot(rows, args.out / "engine.png", device_name(device))
+        draw(args.out, closing)
     print(json.dumps(closing))
 
 
@@ -223,31 +224,19 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plot(rows: list[dict[str, Any]], path: Path, device: str) -> None:
-    """Decode tokens/s over the batch size; without matplotlib, nothing."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw(folder: Path, closing: dict[str, Any]) -> None:
+    """Plot decode tokens/s over the batch size: a line per model, a panel per kind of prompts."""
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.8))
-    decodes = [row for row in rows if row.get("what") in ("private", "shared") and "tok/s" in row]
-    for key in dict.fromkeys((row["model"], row["what"]) for row in decodes):
-        points = [(row["batch"], row["tok/s"]) for row in decodes if (row["model"], row["what"]) == key]
-        axes.plot(*zip(*points, strict=True), "o-" if key[1] == "private" else "s--", label=" ".join(key), markersize=3)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("requests")
-    axes.set_ylabel("decode tokens/s")
-    axes.set_title(f"random weights, {device}, {time.strftime('%Y-%m-%d')}", fontsize=8)
-    axes.grid(alpha=0.3)
-    if decodes:
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    def panel(what: str) -> Draw:
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in closing["results"]:
+            if row.get("what") == what and "tok/s" in row:
+                series.setdefault(f"mneme, {row['model']}", []).append((row["batch"], row["tok/s"]))
+        labels = f"requests at once, {what} prompts", "output tokens per second"
+        return lambda axes: lines(axes, series, *labels, log_x=True, log_y=True)
+
+    title = "Decoding with random weights, by the size of the batch (higher is better)"
+    save(folder / "engine.png", title, caption_of(closing), panel("private"), panel("shared"), share_y=True)
 
 
 if __name__ == "__main__":

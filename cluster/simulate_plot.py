@@ -9,8 +9,8 @@ from typing import Any
 from mneme.errors import ConfigError
 
 OPTIMUM = "min"  # the policy that knows the future
-_COLOUR_BY_TIER = {"device": "#1f5fa8", "host": "#6fa8dc", "disk": "#c9d9ea"}
-_COST_COLOUR = "#8a8a8a"
+_COLOUR_BY_TIER = {"device": "#0f6b4a", "host": "#4fa583", "disk": "#97ccb6"}
+_COST_COLOUR = "#6b7788"
 
 
 def plot_runs(path: Path, runs: Sequence[dict[str, Any]], subtitle: str) -> None:

@@ -140,8 +140,9 @@ def _regret(path: Path, caption: str, rows: Rows) -> bool:
     def scatter(axes: Any) -> None:
         kinds = sorted({row["kind"] for row in rows})
         for kind, color in colors(kinds).items():
-            points = [(row["always"] / row["never"], row["regret"]) for row in rows if row["kind"] == kind]
-            axes.plot(*zip(*points, strict=True), "o", label=kind, color=color, markersize=3.5)
+            judged = [row for row in rows if row["kind"] == kind and row["regret"] is not None]
+            x, y = [row["always"] / row["never"] for row in judged], [row["regret"] for row in judged]
+            axes.plot(x, y, "o", label=kind, color=color, markersize=3.5)
         axes.axhline(1.1, linestyle="--", color=DIM, linewidth=1, label="promised: at most 1.1")
         axes.set_xscale("log")
         for axis in (axes.xaxis, axes.yaxis):
