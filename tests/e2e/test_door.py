@@ -1,8 +1,9 @@
-"""Who takes connections and gives nothing: such a client loses them, and takes them from nobody else."""
+"""Who takes connections and gives nothing loses them, and takes them from nobody else; how streams end with the server."""
 
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -128,3 +129,26 @@ def test_nothing_listens_beyond_this_machine(process: ServerProcess, address: tu
     assert f"0100007F:{address[1]:04X}" in listening
     loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
     assert [local for local in listening if local.split(":")[0] not in loopback] == []
+
+
+def test_a_server_that_stops_ends_its_streams_with_an_error(process: ServerProcess, address: tuple[str, int]) -> None:
+    """The last test: the server is gone then."""
+    host, port = address
+    body = {
+        "model": "mneme-tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 1900,
+        "min_tokens": 1900,
+        "stream": True,
+    }
+    headers = {"Authorization": "Bearer door"}
+    url = f"http://{host}:{port}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as response:
+        events = (line for line in response.iter_lines() if line)
+        first = next(events)
+        process.process.send_signal(signal.SIGINT)
+        *_, last = events
+    assert "choices" in first
+    assert check_error_object(last.removeprefix("data: ").encode()) is None
+    assert "the server is stopping" in last
+    assert process.process.wait(PATIENCE_S) == 0
