@@ -1,4 +1,4 @@
-"""Who takes connections and gives nothing loses them, and takes them from nobody else; how streams end with the server."""
+"""Who takes connections and gives nothing loses them, and takes them from nobody else; a stop is told to streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ LISTENING = "0A"  # in /proc/net/tcp
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ServerProcess]:
-    settings = (f"http.max_connections_per_address={SHARE}", "http.api_keys=[door]", "engine.kv_cache_bytes=8388608")
+    door = (f"http.max_connections_per_address={SHARE}", "http.api_keys=[door]", "http.shutdown_grace_s=0")
+    settings = (*door, "engine.kv_cache_bytes=8388608")
     options = [option for setting in settings for option in ("--set", setting)]
     server = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "1", "--port", str(free_port()), *options])
     try:
