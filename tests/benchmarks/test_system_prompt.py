@@ -172,10 +172,11 @@ def test_a_pool_holds_its_batch_beside_the_reserve() -> None:
 def test_plots_are_drawn_of_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     points: list[dict[str, object]] = [
-        {"r": 0.5, "growth": 1.9, "1/(1-r)": 2.0, "system": 64 * size, "none req/s": None, "relay req/s": 3.0}
-        for size in (1, 2)
+        {"r": size / 4, "growth": 1.9, "1/(1-r)": 2.0, "system": 64 * size, "none req/s": None, "relay req/s": 3.0}
+        | {"batch": size, "relay decode tok/s": 9.0}
+        for size in (1, 2, 3)
     ]
-    parts = {name: {"rows": points} for name in ("interactive", "capacity")} | {"batch": {"rows": points[:1]}}
+    parts = {name: {"rows": points} for name in ("interactive", "capacity")} | {"batch": {"rows": points[:2]}}
     closing = {"device": "a machine", "quick": True, "load_average": [1.0, 1.0], "results": parts}
     drawn = plots.draw(tmp_path / "out", closing)
     assert [path.name for path in drawn] == ["interactive.png", "capacity.png"]
