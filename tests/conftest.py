@@ -13,8 +13,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("any-machine", deadline=None)  # how long an example takes decides nothing
+hypothesis.settings.load_profile("any-machine")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -296,9 +296,9 @@ def test_changes_wake_the_thread() -> None:
 
     announcer = Announcer("a", 1, list, send, epoch=1, clock=Clock())  # of which no sign of life is due
     announcer.start()
-    assert began.wait(10)
+    assert began.wait(60)
     announcer.changed([Change(KEYS[0], "host", 1, True)])
-    assert told.wait(10)
+    assert told.wait(60)
     announcer.stop()
 
 
@@ -324,5 +324,5 @@ def test_the_thread_announces_and_outlives_an_error() -> None:
 
     node.announcer._send = telling
     node.announcer.start()
-    assert told.wait(10)
+    assert told.wait(60)
     node.announcer.stop()

@@ -303,7 +303,7 @@ def test_engines_of_a_path_that_is_gone_end(decoder: Decoder, tmp_path: Path) ->
     del engine
     for thread in threading.enumerate():
         if thread.name.startswith("kv-"):
-            thread.join(10)
+            thread.join(60)
     assert threading.active_count() <= before
 
 
