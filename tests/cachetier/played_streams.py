@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -20,8 +21,8 @@ class PlayedEvent:
         self._streams = streams
 
     def wait(self) -> None:
-        while not self.is_done():
-            assert self._streams.go_on(), "the event never comes"
+        while not self.is_done():  # another thread may be about to run what it waits for
+            assert self._streams.go_on() or self.is_done(), "the event never comes"
 
     def is_done(self) -> bool:
         return self.tick is not None
@@ -38,15 +39,18 @@ class PlayedStream:
     def __init__(self, streams: PlayedStreams) -> None:
         self._streams = streams
         self.is_held = False  # it stands still
+        self.threads: set[str] = set()  # that appended work
         self.queue: list[Callable[[], None] | PlayedEvent] = []
         self.waits: list[tuple[int, PlayedEvent]] = []  # (how much of all that was appended comes before, event)
         self._num_appended = self.num_run = 0
 
     def run(self, work: Callable[[], None]) -> None:
+        self.threads.add(threading.current_thread().name)
         self._append(work)
 
     def wait(self, event: PlayedEvent) -> None:  # type: ignore[override]
-        self.waits.append((self._num_appended, event))
+        with self._streams.lock:
+            self.waits.append((self._num_appended, event))
 
     def record(self) -> PlayedEvent:
         event = PlayedEvent(self._streams)
@@ -64,8 +68,9 @@ class PlayedStream:
         )
 
     def _append(self, item: Callable[[], None] | PlayedEvent) -> None:
-        self.queue.append(item)
-        self._num_appended += 1
+        with self._streams.lock:
+            self.queue.append(item)
+            self._num_appended += 1
 
 
 class PlayedStreams:
@@ -73,6 +78,7 @@ class PlayedStreams:
 
     def __init__(self, choose: Choose = lambda n: 0) -> None:
         self.choose = choose
+        self.lock = threading.RLock()  # held while work runs
         self._streams = [PlayedStream(self)]
         self.tick = 0
         self.pinned: list[int] = []
@@ -106,13 +112,14 @@ class PlayedStreams:
 
     def go_on(self, choose: Choose | None = None) -> bool:
         """Run one piece of work that may run now; False if all streams have come to their ends, or are held."""
-        ready = [stream for stream in self._streams if stream.can_go_on()]
-        if not ready:
-            is_held = any(stream.is_held for stream in self._streams)
-            assert is_held or not any(stream.queue for stream in self._streams), "streams wait for each other"
-            return False
-        self.step(ready[(choose or self.choose)(len(ready))])
-        return True
+        with self.lock:
+            ready = [stream for stream in self._streams if stream.can_go_on()]
+            if not ready:
+                is_held = any(stream.is_held for stream in self._streams)
+                assert is_held or not any(stream.queue for stream in self._streams), "streams wait for each other"
+                return False
+            self.step(ready[(choose or self.choose)(len(ready))])
+            return True
 
     def step(self, stream: PlayedStream) -> None:
         """Run the next piece of one stream's work."""
