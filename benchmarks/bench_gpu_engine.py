@@ -69,7 +69,9 @@ QUICK = Grid((1, 4), (Prompts("private", 0, 64), Prompts("shared", 128, 32)), (6
 class Model:
     """One model with a pool that holds its largest batch."""
 
-    def __init__(self, name: str, grid: Grid, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, name: str, grid: Grid, device: torch.device, dtype: torch.dtype, seed: int, num_host_pages: int = 0
+    ) -> None:
         self.config = model_config(name)
         self.dtype = dtype
         self._ids = torch.Generator().manual_seed(seed)
@@ -78,19 +80,13 @@ class Model:
         num_pages = max(tokens, max(grid.ttft_lengths)) // PAGE_SIZE + 2 * max(grid.batches) + _SPARE_PAGES
         weights = random_weights(self.config, device, dtype, seed)
         decoder = Decoder(self.config, weights, max_context=4096)
-        self._runner = Runner(decoder, num_pages, PAGE_SIZE, decode_graphs_for(decoder, max(grid.batches)))
+        self.decoder = decoder
+        graphs = decode_graphs_for(decoder, max(grid.batches))
+        self.runner = Runner(decoder, num_pages, PAGE_SIZE, graphs, num_host_pages=num_host_pages)
 
     def decode_ms(self, batch: int, prompts: Prompts, num_steps: int) -> list[float]:
         """Times of single steps in which all `batch` requests decode."""
-        engine = self._engine(max_running=max(batch, 16))
-        shared = self._draw(prompts.shared)
-        for index in range(batch):
-            self._submit(engine, str(index), shared + self._draw(prompts.private), max_tokens=1024)
-        decoding: set[str] = set()
-        while len(decoding) < batch:
-            decoding.update(event.request_id for event in engine.step() if event.token_ids)
-        for _ in range(_WARM_STEPS):
-            engine.step()
+        engine = self.decoding(batch, prompts)
         times = []
         for _ in range(num_steps):
             started, before = time.perf_counter(), engine.num_tokens["generated"]
@@ -99,24 +95,38 @@ class Model:
             assert engine.num_tokens["generated"] - before == batch, "every request decodes in every timed step"
         return times
 
+    def decoding(self, batch: int, prompts: Prompts, temperature: float = 0.0, top_p: float = 1.0) -> Engine:
+        """An engine on which so many requests decode, warm."""
+        engine = self.engine(max_running=max(batch, 16))
+        shared = self.draw(prompts.shared)
+        for index in range(batch):
+            ids = shared + self.draw(prompts.private)
+            self.submit(engine, str(index), ids, max_tokens=1024, temperature=temperature, top_p=top_p)
+        decoding: set[str] = set()
+        while len(decoding) < batch:
+            decoding.update(event.request_id for event in engine.step() if event.token_ids)
+        for _ in range(_WARM_STEPS):
+            engine.step()
+        return engine
+
     def ttft_ms(self, length: int) -> float:
         """From submission to the first token, alone, nothing cached."""
-        engine = self._engine(max_running=16)
-        ids = self._draw(length)
+        engine = self.engine(max_running=16)
+        ids = self.draw(length)
         started = time.perf_counter()
-        self._submit(engine, "0", ids, max_tokens=1)
+        self.submit(engine, "0", ids, max_tokens=1)
         while not engine.num_tokens["generated"]:
             engine.step()
         return (time.perf_counter() - started) * 1e3
 
-    def _engine(self, max_running: int) -> Engine:
-        return Engine(self._runner, None, EngineConfig(page_size=PAGE_SIZE, max_running=max_running, max_sessions=0))
+    def engine(self, max_running: int) -> Engine:
+        return Engine(self.runner, None, EngineConfig(page_size=PAGE_SIZE, max_running=max_running, max_sessions=0))
 
-    def _submit(self, engine: Engine, request_id: str, ids: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    def submit(self, engine: Engine, request_id: str, ids: list[int], max_tokens: int, **sampling: Any) -> None:
+        params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=max_tokens, ignore_eos=True, seed=0)
         engine.submit(GenerationRequest(request_id=request_id, prompt_token_ids=tuple(ids), sampling=params))
 
-    def _draw(self, count: int) -> list[int]:
+    def draw(self, count: int) -> list[int]:
         drawn: list[int] = torch.randint(16, self.config.vocab_size, (count,), generator=self._ids).tolist()
         return drawn
 
@@ -141,7 +151,7 @@ def measure_model(name: str, run: Run, ends_s: float) -> Iterator[dict[str, Any]
         return {"model": name, "what": what, "batch": batch, "prompt": prompt, **found}
 
     for length in run.grid.ttft_lengths:
-        yield row("ttft", 1, length, partial(_first_token, model, length, run))
+        yield row("ttft", 1, length, partial(first_token, model, length, run))
     for prompts in run.grid.prompts:
         for batch in run.grid.batches:
             yield row(
@@ -149,25 +159,29 @@ def measure_model(name: str, run: Run, ends_s: float) -> Iterator[dict[str, Any]
             )
 
 
-def _first_token(model: Model, length: int, run: Run) -> dict[str, float]:
+def first_token(model: Model, length: int, run: Run) -> dict[str, float]:
     model.ttft_ms(length)  # compiles what is new at this length
     ms = statistics.median(model.ttft_ms(length) for _ in range(3))
     flops_ms = 2e3 * layer_weights(model.config) * length / run.ceilings.flops_per_s[run.dtype]
-    read_ms = _weight_bytes(model) / run.ceilings.copy_bytes_per_s * 1e3
+    read_ms = weight_bytes(model) / run.ceilings.copy_bytes_per_s * 1e3
     floor_ms = max(flops_ms, read_ms)
     return {"ms": ms, "tok/s": length / ms * 1e3, "floor_ms": floor_ms, "of_floor": floor_ms / ms}
 
 
+def decode_bytes(model: Model, batch: int, prompts: Prompts, num_steps: int) -> int:
+    """What a decode step reads at least, in the middle of so many timed ones: weights, and distinct tokens' KV."""
+    distinct = prompts.shared + batch * (prompts.private + _WARM_STEPS + num_steps // 2)
+    return weight_bytes(model) + distinct * kv_bytes_per_token(model.config, model.dtype)
+
+
 def _decode(model: Model, batch: int, prompts: Prompts, run: Run) -> dict[str, float]:
     ms = statistics.median(model.decode_ms(batch, prompts, run.grid.num_steps))
-    generated = _WARM_STEPS + run.grid.num_steps // 2
-    distinct = prompts.shared + batch * (prompts.private + generated)
-    num_bytes = _weight_bytes(model) + distinct * kv_bytes_per_token(model.config, run.dtype)
-    floor_ms = num_bytes / run.ceilings.copy_bytes_per_s * 1e3
+    floor_ms = decode_bytes(model, batch, prompts, run.grid.num_steps) / run.ceilings.copy_bytes_per_s * 1e3
     return {"ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor_ms, "of_floor": floor_ms / ms}
 
 
-def _weight_bytes(model: Model) -> int:
+def weight_bytes(model: Model) -> int:
+    """What a step reads of the weights, whatever its rows."""
     return (layer_weights(model.config) + head_weights(model.config)) * model.dtype.itemsize
 
 

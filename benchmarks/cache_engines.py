@@ -30,6 +30,7 @@ from mneme.replicas.calibration import calibrate
 from mneme.replicas.chunk_cache import ChunkCache
 from mneme.replicas.chunk_mover import ChunkMover
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.cuda_graphs import decode_graphs_for
 from mneme.replicas.engine import BLOCKED_S, Engine
 from mneme.replicas.load import compiled_kernels
 from mneme.replicas.model import Decoder
@@ -41,6 +42,7 @@ PAGE_SIZE = 32
 DTYPE = torch.bfloat16
 CHUNK_TOKENS = 256
 HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
+_MAX_GRAPH_ROWS = 32
 FLUSH_S = 30.0  # for what waits to be saved
 
 
@@ -63,15 +65,17 @@ def cache_config(folder: Path, *, host_bytes: int = HOST_BYTES, **more: Any) -> 
     )
 
 
-def bare_model(shape: str, max_context: int, seed: int) -> CachedModel:
+def bare_model(
+    shape: str, max_context: int, seed: int, *, device: str = "cpu", dtype: torch.dtype = DTYPE
+) -> CachedModel:
     """A model of random weights, without a calibration."""
     described = parse_model_config({**SHAPES[shape], "max_position_embeddings": max_context}, shape)
-    decoder = Decoder(described, random_weights(described, torch.device("cpu"), DTYPE, seed))
+    decoder = Decoder(described, random_weights(described, torch.device(device), dtype, seed))
     layout = ChunkLayout(
         num_layers=described.num_layers,
         num_kv_heads=described.num_kv_heads,
         head_dim=described.head_dim,
-        dtype=str(DTYPE).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         chunk_tokens=CHUNK_TOKENS,
     )
     name = f"{shape} of random weights, seed {seed}"
@@ -99,8 +103,8 @@ def pages_for(num_tokens: int, share: float = 1.25) -> int:
 def make_engine(
     model: CachedModel, store: ChunkStore | None, cache: CacheConfig, num_pages: int, *, share_prefixes: bool = True
 ) -> Engine:
-    """An engine that is alike with a tier and without one (None)."""
-    runner = Runner(model.decoder, num_pages, PAGE_SIZE)
+    """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs."""
+    runner = Runner(model.decoder, num_pages, PAGE_SIZE, decode_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, max_sessions=0, prefix_sharing=share_prefixes)
     if store is None:
         return Engine(runner, None, config)

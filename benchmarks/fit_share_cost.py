@@ -15,16 +15,18 @@ import itertools
 import json
 import os
 import random
-import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from attention.arms import ours
 from attention.machine import last_cache_bytes
-from attention.scenes import Heads, Scene, prefix_scene
-from attention.timing import Arm, interleaved
+from attention.scenes import Heads, prefix_scene
+from attention.timing import interleaved
 
 from mneme.kernels.plan import Plan
 from mneme.kernels.work import Share
@@ -40,22 +42,37 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    samples = [
-        sample
-        for heads, batch, shared in _grid()
-        for sample in measure(heads, batch, shared, device, dtype, options.backend)
-    ]
+    found = fit(torch.device(options.device), getattr(torch, options.dtype), options.backend)
+    report = {
+        "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, "backend": options.backend,
+        **found, "load_average": [round(load, 2) for load in os.getloadavg()],
+    }  # fmt: skip
+    print(json.dumps(report))
+
+
+def fit(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    *,
+    is_late: Callable[[], bool] = lambda: False,
+    point_s: float = 0.3,
+) -> dict[str, Any]:
+    """The constants in picoseconds, and how far the model is from the times; of the points begun before it is late."""
+    samples: list[tuple[list[float], float]] = []
+    for heads, batch, shared in _grid():
+        if is_late():
+            break
+        samples += measure(heads, batch, shared, device, dtype, backend, point_s)
+    if not samples:
+        return {"constants_ps": {}, "median_error": None, "points": 0}
     features, picoseconds = np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
     constants = non_negative_fit(features / picoseconds[:, None], np.ones(len(samples)))
     errors = np.abs(features @ constants / picoseconds - 1)
-    report = {
-        "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, "backend": options.backend,
+    return {
         "constants_ps": dict(zip(_CONSTANTS, constants.round(3).tolist(), strict=True)),
         "median_error": round(float(np.median(errors)), 3), "points": len(samples),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
     }  # fmt: skip
-    print(json.dumps(report))
 
 
 def _grid() -> list[tuple[Heads, int, int]]:
@@ -65,25 +82,24 @@ def _grid() -> list[tuple[Heads, int, int]]:
 
 
 def measure(
-    heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, backend: str
+    heads: Heads, batch: int, shared: int, device: torch.device, dtype: torch.dtype, backend: str, point_s: float
 ) -> list[tuple[list[float], float]]:
-    """(features, picoseconds) of both arms; features are what each constant is multiplied with."""
+    """(features, picoseconds) of both arms; features are what each constant is multiplied with.
+
+    Nothing on CUDA if an arm was launched call by call: the constants are of kernels, not of launches.
+    """
     cache_bytes = last_cache_bytes(device)
     scene = prefix_scene(
         batch, shared, 64, heads=heads, dtype=dtype, device=device, page_size=32, cache_bytes=cache_bytes
     )
-    plans: dict[Share, Plan] = {share: scene.plan(share) for share in ("always", "never")}
-    arms = [Arm(share, _call(scene, plan, backend), len(scene.layers)) for share, plan in plans.items()]
+    shares: tuple[Share, ...] = ("always", "never")
+    arms = [ours(scene, share, share, backend) for share in shares]
     for arm in arms:
         arm.output()
-    timings = interleaved(arms, device, budget_s=0.3, now_s=time.perf_counter)
-    return [
-        (features_of(plan, heads), statistics.median(timings.samples[share]) * 1e9) for share, plan in plans.items()
-    ]
-
-
-def _call(scene: Scene, plan: Plan, backend: str):  # type: ignore[no-untyped-def]
-    return lambda layer: scene.attend(layer, plan, backend=backend)
+    timings = interleaved(arms, device, budget_s=point_s, now_s=time.perf_counter)
+    if "eager" in timings.launched.values():
+        return []
+    return [(features_of(scene.plan(share), heads), timings.ms(share) * 1e9) for share in shares]
 
 
 def features_of(plan: Plan, heads: Heads) -> list[float]:

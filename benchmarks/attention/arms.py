@@ -32,7 +32,7 @@ def ours(scene: Scene, name: str = "auto", share: Share = "auto", backend: str =
     plan = scene.plan(share)
     # The torch backend waits for the host, which ends a capture.
     is_capturable = backend != "torch"
-    buffers = _own_buffers(scene.q.device)
+    buffers = own_buffers(scene.q.device)
 
     def call(layer: int) -> Tensor:
         with buffers:
@@ -41,8 +41,8 @@ def ours(scene: Scene, name: str = "auto", share: Share = "auto", backend: str =
     return Arm(name, call, len(scene.layers), is_capturable=is_capturable)
 
 
-def _own_buffers(device: torch.device) -> AbstractContextManager[object]:
-    """A captured pass finds its plan where it was, whatever other arms have run since."""
+def own_buffers(device: torch.device) -> AbstractContextManager[object]:
+    """Buffers for one plan: a captured pass finds it where it was, whatever other plans have run since."""
     if device.type != "cuda":
         return nullcontext()
     try:

@@ -128,6 +128,6 @@ def ran(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if "status" not in row]
 
 
-def least(values: Iterable[float]) -> float | None:
-    """The smallest, or None of nothing."""
-    return min(values, default=None)
+def least(values: Iterable[float | None]) -> float | None:
+    """The smallest of those that are there, or None."""
+    return min((value for value in values if value is not None), default=None)

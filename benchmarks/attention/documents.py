@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from attention.arms import contiguous, ours
+from attention.arms import contiguous, ours, own_buffers
 from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.report import Check, PartResult, at_most
 from attention.scenes import Heads, Scene, documents_scene
@@ -64,7 +64,8 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     else:
         times = bench.time(scene, arms)
     families = ("auto", "always", "never", "virtual", "contiguous", "equal_positions")
-    row: dict[str, Any] = {name: times.ms(name) if name in times else None for name in families}
+    row: dict[str, Any] = {"launched": times.launches(*families)}
+    row |= {name: times.ms(name) if name in times else None for name in families}
     row |= {f"{name}/auto": times.ratio(name, "auto") for name in ("never", "virtual", "contiguous") if name in times}
     if "equal_positions" in times:
         row["auto/equal_positions"] = times.ratio("auto", "equal_positions")
@@ -79,10 +80,12 @@ def virtual_queries(scene: Scene, share: Share = "auto") -> Arm:
     local = QueryRows(np.arange(len(rows)), position.cpu().numpy())
     plan = scene.plan_of(tables, local, share)
     num_parts = len(rows) // len(scene.tables)  # of a sequence; the same for all
+    buffers = own_buffers(scene.q.device)
 
     def call(layer: int) -> torch.Tensor:
         q = scene.rope.rotate(scene.q.index_select(0, sequence), position).to(scene.q.dtype)
-        out, lse = scene.attend_rows(layer, plan, q, rope=False)
+        with buffers:
+            out, lse = scene.attend_rows(layer, plan, q, rope=False)
         outs = out.float().view(-1, num_parts, *out.shape[1:]).transpose(0, 1)
         return merge_parts(outs, lse.view(-1, num_parts, lse.shape[1]).transpose(0, 1))[0].to(q.dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from attention.arms import contiguous, gathered, ours
+from attention.arms import contiguous, gathered, ours, own_buffers
 from attention.bench import DTYPES, Bench, NotRun
 from attention.optional_arms import contiguous_by_head
 from attention.report import PartResult
@@ -49,8 +49,8 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     scene = prefix_scene(_BATCH, 0, point.context, rows_per_sequence=_ROWS, **options)
     arms = [ours(scene), one_row_at_a_time(scene), *gathered(scene), *contiguous(scene)]
     times = bench.time(scene, arms, [lambda: contiguous_by_head(scene)])
-    row: dict[str, Any] = {"launched": times.launched["auto"]}
     names = {"auto": "ours", "gather": "copy_out", "rounds": "rounds", "contiguous": "ideal"}
+    row: dict[str, Any] = {"launched": times.launches(*names)}
     row |= {column: times.ms(family) for family, column in names.items()}
     return row | {f"{names[f]}/ours": times.ratio(f, "auto") for f in ("gather", "rounds", "contiguous")}
 
@@ -62,8 +62,13 @@ def one_row_at_a_time(scene: Scene) -> Arm:
     plans = [scene.plan_of(scene.tables, QueryRows(sequence[:, i], position[:, i]), "auto") for i in range(num_rows)]
     by_row = scene.q.view(batch, num_rows, scene.heads.q, scene.heads.dim).unbind(1)
     queries = [q.contiguous() for q in by_row]
+    buffers = [own_buffers(scene.q.device) for _ in plans]
 
     def call(layer: int) -> list[torch.Tensor]:
-        return [scene.attend_rows(layer, plan, q)[0] for plan, q in zip(plans, queries, strict=True)]
+        outs = []
+        for plan, q, own in zip(plans, queries, buffers, strict=True):
+            with own:
+                outs.append(scene.attend_rows(layer, plan, q)[0])
+        return outs
 
     return Arm("rounds", call, len(scene.layers), lambda outs: torch.stack(outs, 1).flatten(0, 1))

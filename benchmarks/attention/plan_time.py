@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from attention.arms import ours
 from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.report import Check, PartResult, at_most
 from attention.scenes import Heads, Scene, prefix_scene
+from attention.timing import interleaved
 
 from mneme.kernels import native_backend, native_library
 from mneme.kernels.attention import Plan, QueryRows, mark_written
@@ -59,7 +61,7 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     scene = prefix_scene(point.batch, half, half, **options)
     plan = scene.plan()
     clock = bench.now_s
-    attention_ms = _attention_ms(scene, plan, clock)
+    attention_ms = interleaved([ours(scene)], bench.device, budget_s=bench.point_s, now_s=clock).ms("auto")
     prepare_ms = _prepare_ms(scene, clock)
     step_ms = num_layers * attention_ms
     row = {
@@ -72,13 +74,6 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
     }
     moved_on = row["with_rows"] + prepare_ms  # each step
     return row | {"decode_of_step": moved_on / step_ms, "rebuild_of_step": (row["build"] + prepare_ms) / step_ms}
-
-
-def _attention_ms(scene: Scene, plan: Plan, clock: Clock) -> float:
-    """One layer's attention."""
-    scene.attend(0, plan)
-    call = partial(scene.attend, 0, plan)
-    return statistics.median(_once_ms(call, scene.q.device, clock) for _ in range(5))
 
 
 def _prepare_ms(scene: Scene, clock: Clock) -> float:

@@ -36,14 +36,14 @@ def run(bench: Bench) -> PartResult:
     points = _grid(bench)
     random.Random(bench.seed).shuffle(points)
     rows = bench.sweep(points, lambda point: _measure(bench, point))
-    regrets = [row["regret"] for row in ran(rows)]
+    regrets = [row["regret"] for row in ran(rows) if row["regret"] is not None]
     device = bench.device.type
     checks = [
         at_most(f"{device}_auto_regret_geometric_mean", geometric_mean(regrets) if regrets else None,
                 _GEOMETRIC_MEAN_TARGET),
         at_most(f"{device}_auto_regret_worst", max(regrets, default=None), _WORST_TARGET),
     ]  # fmt: skip
-    rows.sort(key=lambda row: -row.get("regret", 0.0))
+    rows.sort(key=lambda row: -(row.get("regret") or 0.0))
     title = f"share decision, {len(regrets)} of {len(points)} points, worst first; ms per call"
     return PartResult(name="regret", title=title, rows=rows, checks=checks)
 

@@ -20,7 +20,17 @@ from attention.scenes import Heads, Scene, prefix_scene, unshared
 _DTYPE = "bfloat16"
 _GQA, _MHA = Heads(32, 8, 128), Heads(32, 32, 128)
 _SHARE_OF_BOUND = 0.9
+# A launch has a fixed cost, some microseconds, which no equation counts: it is a figure of its own (gpu/attention.py),
+# and Eq. 10 is promised where the ideal time is long beside it.
+PROMISED_FROM_US = 40.0
 _NOISE = 0.02  # two arms with one and the same plan differ by this
+
+
+# (batch, shared, private), the telling ones first: what is left when time is over is not run.
+_CHOSEN = (
+    (32, 2048, 128), (32, 8192, 128), (128, 8192, 128), (32, 16384, 128), (128, 8192, 768), (8, 8192, 128),
+    (8, 16384, 768),
+)  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -31,18 +41,19 @@ class Point(NamedTuple):
 
 
 def run(bench: Bench) -> PartResult:
-    """The whole grid with grouped heads, and batch 32 as in the paper, a KV head per query head, on CUDA."""
+    """The whole grid with grouped heads; on CUDA chosen points, also with a KV head for each query head."""
     rows = bench.sweep(points(bench), lambda point: _measure(bench, point))
     title = f"RelayAttention Fig. 1 and 5, {_DTYPE}; ms per call, x over sequence-first, Eq. 10"
     return PartResult(name="relay", title=title, rows=rows, checks=_checks(bench, rows))
 
 
 def points(bench: Bench) -> list[Point]:
-    batches = bench.pick(cuda=(32, 1, 8, 64, 128), cpu=(32, 1, 8, 64, 128), quick=(1, 32))
-    lengths = bench.pick(cuda=(512, 2048, 8192, 16384), cpu=(512, 2048, 8192, 16384), quick=(512, 2048))
-    privates = bench.pick(cuda=(128, 768), cpu=(128, 768), quick=(128,))
-    grid = [Point(_GQA, b, s, c) for c in privates for b in batches for s in lengths]
-    return grid + ([Point(_MHA, 32, s, 128) for s in lengths] if bench.is_cuda and not bench.quick else [])
+    if bench.is_cuda and not bench.quick:
+        return [Point(heads, *shape) for shape in _CHOSEN for heads in (_GQA, _MHA)] + [Point(_GQA, 1, 8192, 128)]
+    batches, lengths, privates = bench.pick(
+        cuda=None, cpu=((32, 1, 8, 64, 128), (512, 2048, 8192, 16384), (128, 768)), quick=((1, 32), (512, 2048), (128,))
+    )
+    return [Point(_GQA, b, s, c) for c in privates for b in batches for s in lengths]
 
 
 def _measure(bench: Bench, point: Point) -> dict[str, Any]:
@@ -58,23 +69,27 @@ def _measure(bench: Bench, point: Point) -> dict[str, Any]:
         arms += [ours(apart, "unshared", "never"), *contiguous(scene, bench.ceilings.cache_bytes)]
         peers.append(lambda: contiguous_by_head(scene, bench.ceilings.cache_bytes))
     times = bench.time(scene, arms, peers)
-    row: dict[str, Any] = {"launched": times.launched["auto"]}
-    for arm in ("auto", "never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade"):
+    names = ("auto", "never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade")
+    row: dict[str, Any] = {"launched": times.launches(*names)}
+    for arm in names:
         row[arm] = times.ms(arm) if arm in times else None
     for arm in ("never", "unshared", "contiguous", "flashinfer_decode", "flashinfer_cascade"):
         row[f"{arm}/auto"] = times.ratio(arm, "auto") if arm in times else None
-    return row | _bounds(bench, scene, point)
+    row |= _bounds(bench, scene, point)
+    gain = row["unshared/auto"]
+    return row | {"of_bound": None if gain is None else gain / min(row["eq10"], row["roof"])}
 
 
 def _bounds(bench: Bench, scene: Scene, point: Point) -> dict[str, Any]:
     """What theory says; `roof` is the compute roof of the shared part."""
     heads, batch, shared, private = point
-    read_s = scene.bytes_apart / bench.ceilings.copy_bytes_per_s
-    shared_flops = 4.0 * batch * shared * heads.q * heads.dim
+    copy = bench.ceilings.copy_bytes_per_s
+    products_s = 4.0 * batch * shared * heads.q * heads.dim / bench.ceilings.flops_per_s[scene.q.dtype]
     return {
         "eq10_paper": relay_speedup(batch, shared, private),
         "eq10": relay_speedup_bytes(batch, shared, private, heads.group),
-        "roof": read_s / (shared_flops / bench.ceilings.flops_per_s[scene.q.dtype]),
+        "roof": scene.bytes_apart / copy / products_s,
+        "ideal_us": max(scene.bytes_once / copy, products_s) * 1e6,
     }
 
 
@@ -83,14 +98,14 @@ def _checks(bench: Bench, rows: list[dict[str, Any]]) -> list[Check]:
     measured = ran(rows) if bench.is_cuda else []
     batched = [row for row in measured if row["batch"] > 1]
     of_bound = least(
-        row["unshared/auto"] / min(row["eq10"], row["roof"]) for row in batched if row["unshared/auto"] is not None
+        row["of_bound"] for row in batched if row["of_bound"] is not None and row["ideal_us"] >= PROMISED_FROM_US
     )
     alone = least(row["never/auto"] for row in measured if row["batch"] == 1)
     long = least(row["never/auto"] for row in batched if (row["batch"], row["shared"]) == (32, 8192))
-    cascade = least(row["flashinfer_cascade/auto"] for row in batched if row["flashinfer_cascade/auto"] is not None)
-    decode = least(row["flashinfer_decode/auto"] for row in batched if row["flashinfer_decode/auto"] is not None)
+    cascade = least(row["flashinfer_cascade/auto"] for row in batched)
+    decode = least(row["flashinfer_decode/auto"] for row in batched)
     return [
-        at_least("gpu_two_phase_over_unshared_of_min_eq10_and_roof", of_bound, _SHARE_OF_BOUND),
+        at_least("gpu_two_phase_over_unshared_of_bound_from_40_us", of_bound, _SHARE_OF_BOUND),
         at_least("gpu_auto_over_never_batch_1", alone, 1.0, noise=_NOISE),
         at_least("gpu_auto_over_never_shared_8192_batch_32", long, 3.0),
         at_least("gpu_auto_over_flashinfer_decode_shared_prefix", decode, 1.0),

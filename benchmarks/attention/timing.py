@@ -53,10 +53,21 @@ class Timings:
         """Median of the family's fastest arm."""
         return statistics.median(self.samples[self.best(family)])
 
-    def ratio(self, slower: str, faster: str) -> float:
-        """How many times the time of `faster` the other takes: the median of the rounds' ratios."""
-        pairs = zip(self.samples[self.best(slower)], self.samples[self.best(faster)], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+    def ratio(self, slower: str, faster: str) -> float | None:
+        """How many times the time of `faster` the other takes: the median of the rounds' ratios.
+
+        None where one was captured and the other launched call by call: that would compare launches, not kernels.
+        """
+        names = self.best(slower), self.best(faster)
+        if len({self.launched[name] for name in names}) > 1:
+            return None
+        return statistics.median(a / b for a, b in zip(*(self.samples[name] for name in names), strict=True))
+
+    def launches(self, *families: str) -> str:
+        """How these were launched, as far as they were timed: one word where all were alike, else one for each."""
+        best = {family: self.launched[self.best(family)] for family in families if family in self}
+        kinds = set(best.values())
+        return kinds.pop() if len(kinds) == 1 else " ".join(f"{family}:{kind}" for family, kind in best.items())
 
 
 def _in_family(name: str, family: str) -> bool:

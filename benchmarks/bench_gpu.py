@@ -1,0 +1,64 @@
+"""What is measured on a GPU: `python benchmarks/bench_gpu.py check|attention|engine|tiers [--dry] [--out FOLDER]`.
+
+| target    | what it says                                                                                   |
+|-----------|------------------------------------------------------------------------------------------------|
+| check     | whether it works: compile, float64, tests, ceilings of memory and products, a small service    |
+| attention | share of the bandwidth, of Eq. 10 and of the intercept; rotation, documents, prefill, tuning   |
+| engine    | decode steps split into host and device time; first tokens; the same layers by library calls   |
+| tiers     | the bus, the cache tier per 4k tokens, decode beside both                                      |
+
+Run in this order (`make gpu` does): a figure means nothing where `check` fails. Each takes under nine minutes, needs
+no Ray and no network, and ends in one table of at most 40 lines, with what was predicted (`gpu/predictions.py`) beside
+each figure, and one archive, in $OUT where that is set. `--dry` runs all of it on a CPU at tiny shapes: the table says
+"dry" for a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0}
+_DRY_BUDGET_S = 1200.0  # what a busy machine makes of seconds is no failure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=tuple(BUDGET_S))
+    parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny shapes, without figures")
+    parser.add_argument("--budget-s", type=float, help="for everything; what does not fit is 'not run'")
+    parser.add_argument("--out", type=Path, help="folder; default: one in results/")
+    args = parser.parse_args()
+    _prepare(args.dry)
+    from gpu import attention, check, engine, steps, tiers
+    from gpu.preflight import reason_against
+
+    from mneme.kernels.triton_modules import triton_module
+
+    triton_module("triton_backend")  # imported once, before jobs fork
+    if not args.dry and (reason := reason_against()) is not None:
+        print(f"make gpu-{args.target}: not run: {reason}", file=sys.stderr)
+        return 2
+    folder = args.out or Path(__file__).parent / "results" / f"gpu-{time.strftime('%Y-%m-%d')}"
+    targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
+    return steps.run_steps(
+        args.target, targets[args.target](args.dry), folder / args.target, is_dry=args.dry,
+        budget_s=args.budget_s or (_DRY_BUDGET_S if args.dry else BUDGET_S[args.target]),
+    )  # fmt: skip
+
+
+def _prepare(is_dry: bool) -> None:
+    """The environment of all jobs, before anything reads it."""
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    if not is_dry:
+        os.environ["MNEME_NATIVE"] = "0"  # or every process would wait for a C++ compiler
+    elif importlib.util.find_spec("triton"):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""`make gpu-engine`: where a decode step's time goes, first tokens, and the same layers without an engine.
+
+A step is what `Engine.step` takes. Its GPU part lies between two events around the forward pass; the rest is the
+host's, and as nothing overlaps yet the two add up. `replayed` is a step's graph alone, again and again: the floor of
+our kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from attention.machine import measure_ceilings
+from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
+from attention.scenes import Heads, prefix_scene
+from attention.timing import Arm, interleaved
+from bench_gpu_engine import PAGE_SIZE, Grid, Model, Prompts, decode_bytes, layer_weights, weight_bytes
+from gpu import precompile
+from gpu.predictions import DECODE_STEP
+from gpu.steps import Row, Run, Step
+from random_models import model_config, random_weights
+
+from mneme.replicas.engine import Engine
+from mneme.replicas.model import StepInputs
+
+PRIVATE, SHARED = Prompts("private", 0, 512), Prompts("shared", 2048, 64)
+_NUM_STEPS = 24
+_TURN_TOKENS = 64  # of a prompt that joins decodes
+_LENGTHS = (128, 1024, 3840)
+
+
+def steps(is_dry: bool) -> list[Step]:
+    """Each job has a model of its own, so that what one leaves on the device is no other's."""
+    compiled = {} if is_dry else {name: job for name, job in precompile.jobs(is_dry).items() if "llama" in name}
+    return [
+        *([Step("precompile", 60, compiled, len(compiled))] if compiled else []),
+        Step(
+            "steady",
+            130,
+            {"decode, private": partial(_steady, prompts=PRIVATE), "decode, shared": partial(_steady, prompts=SHARED)},
+        ),  # type: ignore[dict-item]
+        Step("traffic", 100, {"decode, traffic": _traffic}),
+        Step("first token", 60, {"first token": _first_tokens}),
+        Step("library calls", 60, {"library calls": _library_calls}),
+        Step("llama-2-7b", 60, {"llama-2-7b": _other_model}),
+    ]
+
+
+class Split(NamedTuple):
+    """Medians over steps, in ms."""
+
+    step: float
+    gpu: float
+    num_replayed: int  # of the timed steps
+    num_captured: int
+    num_steps: int
+
+
+class ForwardTimer:
+    """Times a runner's forward pass on its device, in the place of `Runner.forward`."""
+
+    def __init__(self, model: Model) -> None:
+        self._device, self._forward = model.decoder.device, model.runner.forward
+        self._events: Any = ()
+        self._wall_ms = 0.0
+        model.runner.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, inputs: StepInputs | None) -> torch.Tensor:
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            logits = self._forward(inputs)
+            self._wall_ms = (time.perf_counter() - started) * 1e3
+            return logits
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        logits = self._forward(inputs)
+        end.record()
+        self._events = (begin, end)
+        return logits
+
+    @property
+    def ms(self) -> float:
+        """Of the last pass; waits for it."""
+        if not self._events:
+            return self._wall_ms
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def split(model: Model, engine: Engine, num_steps: int, before: Callable[[int], None] = lambda _: None) -> Split:
+    """Steps one by one; `before` each, outside of its time, requests may come and go."""
+    timer, graphs = ForwardTimer(model), model.runner._graphs
+    counts = (0, 0) if graphs is None else (graphs.num_replays, graphs.num_graphs)
+    took, gpu = [], []
+    for number in range(num_steps):
+        before(number)
+        started = time.perf_counter()
+        engine.step()
+        took.append((time.perf_counter() - started) * 1e3)
+        gpu.append(timer.ms)
+    model.runner.forward = timer._forward  # type: ignore[method-assign]
+    now = (0, 0) if graphs is None else (graphs.num_replays, graphs.num_graphs)
+    return Split(statistics.median(took), statistics.median(gpu), now[0] - counts[0], now[1] - counts[1], num_steps)
+
+
+def _model(run: Run, batches: tuple[int, ...], prompts: tuple[Prompts, ...], name: str = "llama-3-8b") -> Model:
+    grid = Grid(batches, prompts, _LENGTHS if not run.is_dry else (64,), 4 * _NUM_STEPS)
+    dtype = run.pick(torch.bfloat16, torch.float32)
+    return Model(run.pick(name, "llama-5m"), grid, run.device, dtype, seed=0)
+
+
+def _copy_per_s(run: Run) -> float:
+    return 1e10 if run.is_dry else measure_ceilings(run.device, []).copy_bytes_per_s
+
+
+def _dry(run: Run, prompts: Prompts) -> Prompts:
+    return prompts if not run.is_dry else Prompts(prompts.name, min(prompts.shared, 64), 32)
+
+
+def _rows(name: str, found: Split, floor_ms: float, key: tuple[int, int] | None = None) -> Iterator[Row]:
+    """A line for the table, and both parts for the archive."""
+    host = found.step - found.gpu
+    predicted = DECODE_STEP.get(key) if key is not None else None
+    beside = ("", "") if predicted is None else (f" ({predicted[0]:g})", f" ({predicted[1]:g})")
+    note = (
+        f"GPU {found.gpu:.2f}{beside[0]}, host {host:.2f}{beside[1]}, {found.num_replayed}/{found.num_steps} replayed"
+    )
+    note += f", {found.num_captured} captured" if found.num_captured else ""
+    yield Row(f"{name}, step", found.step, "ms", floor_ms / found.step, note)
+    yield Row(f"{name}, GPU", found.gpu, "ms", floor_ms / found.gpu, is_detail=True)
+    yield Row(f"{name}, host", host, "ms", is_detail=True)
+
+
+def _steady(run: Run, prompts: Prompts) -> Iterator[Row]:
+    batches = run.pick((1, 32, 128, 256) if prompts is PRIVATE else (32, 128, 256), (1, 2))
+    shape = _dry(run, prompts)
+    model, copy_per_s = _model(run, batches, (shape,)), _copy_per_s(run)
+    for batch in batches:
+        kind = f"shared {prompts.shared}" if prompts.shared else "private"
+        name = f"decode {kind} b{batch}"
+        if run.is_late:
+            yield Row(f"{name}, step", None, note="not run: out of time")
+            continue
+        num_steps = run.pick(_NUM_STEPS, 2)
+        found = split(model, model.decoding(batch, shape), num_steps)
+        floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
+        yield from _rows(name, found, floor_ms, (batch, prompts.shared))
+        replayed = _replayed_ms(model)
+        if replayed is not None and batch in (32, 128):
+            yield Row(f"{name}, replayed", replayed, "ms", floor_ms / replayed)
+
+
+def _replayed_ms(model: Model, num_replays: int = 200) -> float | None:
+    """The graph that was replayed last, by itself; it writes the KV of one step again and again."""
+    graphs = getattr(model.runner._graphs, "_graphs", None)
+    if not graphs:
+        return None
+    graph = next(reversed(graphs.values()))
+    arm = Arm("graph", lambda _: graph.replay(), is_capturable=False)
+    return interleaved([arm], model.decoder.device, budget_s=0.0, max_rounds=3).ms("graph")
+
+
+def _traffic(run: Run) -> Iterator[Row]:
+    """One request leaves and one joins in each step; a turn in every fourth; drawn tokens."""
+    batches, shape = run.pick((32, 128), (2,)), _dry(run, PRIVATE)
+    model, copy_per_s = _model(run, tuple(2 * b for b in batches), (shape,)), _copy_per_s(run)
+    num_steps = run.pick(2 * _NUM_STEPS, 2)
+    for batch in batches:
+        floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
+        for kind in ("churn", "mixed", "top-p 0.95"):
+            if run.is_late:
+                yield Row(f"decode {kind} b{batch}, step", None, note="not run: out of time")
+                continue
+            sampling = {"temperature": 0.8, "top_p": 0.95} if kind.startswith("top-p") else {}
+            engine = model.decoding(batch, shape, **sampling)
+            change = {"churn": _churn, "mixed": _mixed}.get(kind, lambda *_: None)
+            found = split(model, engine, num_steps, partial(change, model, engine))
+            yield from _rows(f"decode {kind} b{batch}", found, floor_ms)
+
+
+def _churn(model: Model, engine: Engine, number: int) -> None:
+    oldest = next(iter(engine.in_flight))
+    engine.abort(oldest)
+    model.submit(engine, f"joins {number}", model.draw(_TURN_TOKENS), max_tokens=1024)
+
+
+def _mixed(model: Model, engine: Engine, number: int) -> None:
+    if number % 4 == 0:
+        model.submit(engine, f"turn {number}", model.draw(_TURN_TOKENS), max_tokens=2)
+
+
+def _first_tokens(run: Run) -> Iterator[Row]:
+    """Alone, nothing cached; then a turn of 64 tokens on a history that is."""
+    model = _model(run, (1,), (Prompts("private", 0, 64),))
+    roofs = measure_ceilings(run.device, [model.dtype], num_runs=run.pick(5, 1))
+    for length in run.pick(_LENGTHS, (64,)):
+        model.ttft_ms(length)
+        ms = statistics.median(model.ttft_ms(length) for _ in range(run.pick(3, 1)))
+        flops_ms = 2e3 * layer_weights(model.config) * length / roofs.flops_per_s[model.dtype]
+        floor_ms = max(flops_ms, weight_bytes(model) / roofs.copy_bytes_per_s * 1e3)
+        yield Row(f"ttft {length}", ms, "ms", floor_ms / ms)
+    history = model.draw(run.pick(3840, 64))
+    engine, times = model.engine(max_running=16), []
+    for turn in range(run.pick(6, 2)):  # the first computes the history, the second compiles what is new
+        started, before = time.perf_counter(), engine.num_tokens["generated"]
+        model.submit(engine, str(turn), history + model.draw(_TURN_TOKENS if turn else 1), max_tokens=1)
+        while engine.num_tokens["generated"] == before:
+            engine.step()
+        times.append((time.perf_counter() - started) * 1e3)
+    ms = statistics.median(times[2:] or times)
+    read_ms = weight_bytes(model) / roofs.copy_bytes_per_s * 1e3
+    yield Row(f"ttft {_TURN_TOKENS} on a cached {len(history)}", ms, "ms", read_ms / ms)
+
+
+def _library_calls(run: Run) -> Iterator[Row]:
+    """The layers of one decode step as one graph of cuBLAS, torch and FlashInfer (else SDPA): what stands for vLLM.
+
+    Each layer attends KV of its own; keys are not appended, and nothing is planned or sampled, so it is a lower bound.
+    """
+    dtype = run.pick(torch.bfloat16, torch.float32)
+    config = model_config(run.pick("llama-3-8b", "llama-5m"))
+    weights = random_weights(config, run.device, dtype)
+    heads = Heads(config.num_q_heads, config.num_kv_heads, config.head_dim)
+    cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
+    copy_per_s = _copy_per_s(run)
+    weight_reads = sum(config.num_layers * a for a in [layer_weights(config) // config.num_layers])
+    for shared, private, batch in run.pick(
+        ((0, 512, 32), (0, 512, 128), (2048, 64, 32), (2048, 64, 128)), ((0, 32, 2),)
+    ):
+        scene = prefix_scene(
+            batch, shared, private + PAGE_SIZE, heads=heads, dtype=dtype, device=run.device, cache_bytes=cache_bytes
+        )
+        peers = {
+            "FlashInfer": lambda s=scene: flashinfer_decode(s),  # type: ignore[misc]
+            "FlashInfer cascade": lambda s=scene, n=shared: flashinfer_cascade(s, n // PAGE_SIZE) if n else None,  # type: ignore[misc]
+            "SDPA": lambda s=scene: contiguous_by_head(s),  # type: ignore[misc]
+        }
+        arms = [arm for name, make in peers.items() if (arm := _layers(name, make, weights, batch)) is not None]
+        if run.is_dry or not arms:
+            yield Row(f"library calls b{batch}", None, note="" if run.is_dry else "not run: no library attends")
+            continue
+        times = interleaved(arms, run.device, budget_s=1.0)
+        num_bytes = (weight_reads + config.hidden_size * config.vocab_size) * dtype.itemsize
+        floor_ms = (num_bytes + config.num_layers * scene.bytes_once) / copy_per_s * 1e3
+        best = min(arms, key=lambda arm: times.ms(arm.name)).name
+        note = f"{best}, {times.launched[best]}; " + ", ".join(f"{arm.name} {times.ms(arm.name):.2f}" for arm in arms)
+        kind = f"shared {shared}" if shared else "private"
+        yield Row(f"library calls {kind} b{batch}", times.ms(best), "ms", floor_ms / times.ms(best), note)
+
+
+def _layers(name: str, make: Callable[[], Arm | None], weights: Any, batch: int) -> Arm | None:
+    try:
+        attention = make()
+        if attention is None:
+            return None
+        attention.output()
+    except Exception as error:  # a peer library may fail in any way; our figures do not depend on it
+        print(f"{name} left out: {type(error).__name__}: {str(error)[:200]}")
+        return None
+    token_ids = torch.zeros(batch, dtype=torch.int64, device=weights.norm.device)
+    width = weights.norm.shape[0]
+
+    def step(_layer: int) -> torch.Tensor:
+        hidden = weights.embed(token_ids)
+        for index, layer in enumerate(weights.layers):
+            layer.qkv(F.rms_norm(hidden, (width,), layer.attn_norm))
+            attended = attention.call(index % attention.num_layers)
+            hidden = hidden + layer.o(attended.reshape(batch, -1))
+            gate, up = layer.gate_up(F.rms_norm(hidden, (width,), layer.mlp_norm)).chunk(2, dim=1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        return weights.head(F.rms_norm(hidden, (width,), weights.norm), torch.float32)
+
+    return Arm(name, step)
+
+
+def _other_model(run: Run) -> Iterator[Row]:
+    """As many KV heads as query heads: attention takes a larger part of the step."""
+    shapes = tuple(_dry(run, prompts) for prompts in (PRIVATE, SHARED))
+    batches = run.pick((32, 128), (2,))
+    model, copy_per_s = _model(run, batches, shapes, "llama-2-7b"), _copy_per_s(run)
+    for shape in shapes:
+        for batch in batches:
+            if run.is_late:
+                yield Row(f"llama-2-7b {shape.name} b{batch}, step", None, note="not run: out of time")
+                continue
+            num_steps = run.pick(_NUM_STEPS, 2)
+            found = split(model, model.decoding(batch, shape), num_steps)
+            floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
+            yield from _rows(f"llama-2-7b {shape.name} b{batch}", found, floor_ms)

@@ -1,0 +1,104 @@
+"""Compiles the kernels that benchmarks and engines launch, many at a time, before anything is timed.
+
+A variant of the attention kernel takes a compiler 6 to 8 s, and a process compiles one after the other. Each job here
+makes the real call on a small scene, so it compiles what the real caller compiles, under the same key of Triton's disk
+cache, whatever that key is made of; the target's later processes find it there. A job that fails names its variant:
+nothing that is timed later would have said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from attention.scenes import Heads, prefix_scene
+from bench_gpu_engine import Grid, Model, Prompts
+from gpu.smoke import backend_of
+from gpu.steps import Job, Row, Run
+from tune_triton import timed
+
+from mneme.kernels.triton_configs import Config, candidates, config_of
+
+NUM_JOBS = 12
+_HEADS = (Heads(32, 8, 128), Heads(32, 32, 128), Heads(8, 4, 64), Heads(8, 8, 64), Heads(40, 40, 128))
+_GQA = _HEADS[0]
+_MODELS = ("llama-3-8b", "llama-2-7b", "llama-31m")
+
+
+def _attention(run: Run, heads: Heads, dtype: torch.dtype, rows: int) -> Iterator[Row]:
+    """A decode, or with several rows a prefill, over a shared prefix: with it the merge and the key positions."""
+    if run.is_dry:
+        heads, dtype = Heads(heads.group, 1, 16), torch.float32
+    batch, shared = (4, 512) if rows == 1 else (1, 512)
+    if run.is_dry:
+        batch, shared, rows = min(batch, 2), 32, min(rows, 4)
+    scene = prefix_scene(
+        batch, shared, 64 if not run.is_dry else 32, rows_per_sequence=rows, heads=heads, dtype=dtype,
+        device=run.device, page_size=32,
+    )  # fmt: skip
+    for share in ("always", "never"):
+        out = scene.attend(0, scene.plan(share), backend=backend_of(run))
+    if not torch.isfinite(out).all():
+        raise SystemExit("what it computes is not finite")
+    yield from _resources(run, f"attention {heads} {str(dtype).removeprefix('torch.')} rows {rows}")
+
+
+def _resources(run: Run, name: str) -> Iterator[Row]:
+    """Registers and spills of what was just compiled, where this Triton tells."""
+    if run.is_dry:
+        return
+    from mneme.kernels.triton_attention import attention_kernel
+
+    for cache in getattr(attention_kernel, "device_caches", {}).values():
+        for kernel in cache[0].values():
+            registers, spills = getattr(kernel, "n_regs", None), getattr(kernel, "n_spills", None)
+            shared = getattr(getattr(kernel, "metadata", None), "shared", None)
+            note = f"{spills} spills, {shared} bytes shared"
+            yield Row(f"registers of {name}", registers, note=note, is_detail=True)
+
+
+def _candidate(run: Run, config: Config, rows: int) -> Iterator[Row]:
+    """One configuration that tuning will try."""
+    scene = prefix_scene(
+        1 if rows > 1 else 4, 0, 512, rows_per_sequence=rows, heads=_GQA, dtype=torch.bfloat16, device=run.device
+    )
+    timed(scene, [config], 0.0)
+    return
+    yield
+
+
+def _engine(run: Run, name: str) -> Iterator[Row]:
+    """All that a step launches: greedy and drawn tokens, 1, 2 and 16 rows, a prefill; eager, captured, replayed."""
+    grid = Grid((1, 2, 16), (Prompts("private", 0, 64),), (64,), 4)
+    if run.is_dry:
+        name, grid = "llama-5m", Grid((1, 2), (Prompts("private", 0, 32),), (32,), 1)
+    model = Model(name, grid, run.device, run.pick(torch.bfloat16, torch.float32), seed=0)
+    for batch in grid.batches:
+        model.decode_ms(batch, grid.prompts[0], grid.num_steps)
+    model.decoding(2, grid.prompts[0], temperature=0.8, top_p=0.95)
+    model.decoding(2, grid.prompts[0], temperature=0.8)
+    return
+    yield
+
+
+def jobs(is_dry: bool) -> dict[str, Job]:
+    """By variant. Engines first: they take longest."""
+    found: dict[str, Job] = {f"compile {name}": partial(_engine, name=name) for name in _MODELS}  # type: ignore[misc]
+    for heads in _HEADS:
+        dtypes = (torch.bfloat16, torch.float16) if heads == _HEADS[-1] else (torch.bfloat16,)
+        for dtype in dtypes:
+            for rows in (1, 256):
+                kind = f"{'decode' if rows == 1 else 'prefill'} {heads} {str(dtype).removeprefix('torch.')}"
+                found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)  # type: ignore[assignment]
+    if is_dry:
+        return dict(list(found.items())[2:5])
+    sizes: dict[str, Any] = {"head_dim": _GQA.dim, "element_bytes": 2, "num_groups": _GQA.group}
+    rule = {config_of(**sizes, phase="decode"): 1, config_of(**sizes, phase="prefill"): 256}
+    for config in candidates(**sizes):
+        for rows in (1, 256):
+            if rule.get(config) != rows:
+                shape = "x".join(map(str, config))
+                found[f"compile candidate {shape} rows {rows}"] = partial(_candidate, config=config, rows=rows)  # type: ignore[assignment]
+    return found
