@@ -22,6 +22,8 @@ import sys
 import time
 from pathlib import Path
 
+from gpu.preflight import reason_against
+
 BUDGET_S = {"check": 500.0, "attention": 500.0, "engine": 500.0, "tiers": 400.0}
 _DRY_BUDGET_S = 1200.0  # what a busy machine makes of seconds is no failure
 
@@ -34,15 +36,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder; default: one in results/")
     args = parser.parse_args()
     _prepare(args.dry)
+    if (reason := reason_against(needs_device=not args.dry)) is not None:
+        print(f"make gpu-{args.target}: not run: {reason}", file=sys.stderr)
+        return 2
     from gpu import attention, check, engine, steps, tiers
-    from gpu.preflight import reason_against
 
     from mneme.kernels.triton_modules import triton_module
 
     triton_module("triton_backend")  # imported once, before jobs fork
-    if not args.dry and (reason := reason_against()) is not None:
-        print(f"make gpu-{args.target}: not run: {reason}", file=sys.stderr)
-        return 2
     folder = args.out or Path(__file__).parent / "results" / f"gpu-{time.strftime('%Y-%m-%d')}"
     targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
     return steps.run_steps(

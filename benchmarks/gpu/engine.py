@@ -95,7 +95,7 @@ class ForwardTimer:
 
 def split(model: Model, engine: Engine, num_steps: int, before: Callable[[int], None] = lambda _: None) -> Split:
     """Steps one by one; `before` each, outside of its time, requests may come and go."""
-    timer, graphs = ForwardTimer(model), model.runner._graphs
+    timer, graphs = ForwardTimer(model), model.runner.graphs
     counts = (0, 0) if graphs is None else (graphs.num_replays, graphs.num_graphs)
     took, gpu = [], []
     for number in range(num_steps):
@@ -158,7 +158,7 @@ def _steady(run: Run, prompts: Prompts) -> Iterator[Row]:
 
 def _replayed_ms(model: Model, num_replays: int = 200) -> float | None:
     """The graph that was replayed last, by itself; it writes the KV of one step again and again."""
-    graphs = getattr(model.runner._graphs, "_graphs", None)
+    graphs = getattr(model.runner.graphs, "_graphs", None)
     if not graphs:
         return None
     graph = next(reversed(graphs.values()))

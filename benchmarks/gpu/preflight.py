@@ -7,18 +7,20 @@ import multiprocessing
 import sys
 from typing import Any
 
-NEEDED = ("torch", "triton", "numpy", "transformers", "pytest", "hypothesis")
+NEEDED = ("torch", "numpy", "transformers", "pytest", "hypothesis")
 MIN_CAPABILITY = (8, 0)
 # Llama-3-8B in bfloat16, the KV of 256 sequences, and room for graphs.
 MIN_BYTES = 48 << 30
 
 
-def reason_against() -> str | None:
+def reason_against(*, needs_device: bool = True) -> str | None:
     """What is missing first, if anything. Looked for in a process of its own: the targets fork, and a process that has
     touched CUDA may not be forked from."""
-    for name in NEEDED:
+    for name in (*NEEDED, *(("triton",) if needs_device else ())):
         if importlib.util.find_spec(name) is None:
             return f"{sys.executable} has no {name}: choose another PYTHON, or install it there"
+    if not needs_device:
+        return None
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_reason, args=(theirs,))
@@ -41,16 +43,16 @@ def reason_against_device() -> str | None:
     import torch
 
     if torch.version.cuda is None:
-        return f"{sys.executable} has a torch without CUDA ({torch.__version__}): install a CUDA build"
+        return f"{sys.executable} finds no CUDA device: its torch, {torch.__version__}, is no CUDA build, install one"
     try:
         torch.cuda.init()
     except Exception as error:  # no driver, an old one, no device, one that is lost: torch says which
         return f"{sys.executable} finds no CUDA device: {_in_one_line(error)}{_driver_advice(str(error))}"
     device = torch.cuda.get_device_properties(0)
-    return _reason_against_properties(device.name, (device.major, device.minor), device.total_memory)
+    return reason_against_properties(device.name, (device.major, device.minor), device.total_memory)
 
 
-def _reason_against_properties(name: str, capability: tuple[int, int], num_bytes: int) -> str | None:
+def reason_against_properties(name: str, capability: tuple[int, int], num_bytes: int) -> str | None:
     if capability < MIN_CAPABILITY:
         found, least = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
         return f"{name} has compute capability {found}: the kernels are for {least} and later (A100, H100, H200)"

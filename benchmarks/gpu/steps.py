@@ -161,8 +161,10 @@ def _job(job: Job, run: Run, base: Path) -> None:
             for row in job(run):
                 file.write(json.dumps(_without_figures(row) if run.is_dry else row) + "\n")
         code = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        said = [line for line in str(error).splitlines() if line.strip()] or ["failed"]
+        print(said[0] if isinstance(error, SystemExit) else f"{type(error).__name__}: {said[0]}", file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

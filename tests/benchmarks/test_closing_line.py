@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -96,19 +94,6 @@ def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     assert all(row["suspended"] == 0 < row["apart"] for row in found["results"]["capacity"]["rows"])
     assert json.loads((tmp_path / "system_prompt.json").read_text()) == found
     assert (tmp_path / "capacity.png").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_make_gpu_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
-    command = ["make", "gpu", f"PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'out'}"]
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(
-        command, cwd=BENCHMARKS.parent, env=outside, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ***")]
-    assert lines == [f"make gpu: not run: {sys.executable} finds no CUDA device"]
-    assert not (tmp_path / "out").exists()
 
 
 def test_bench_ttft(tmp_path: Path) -> None:

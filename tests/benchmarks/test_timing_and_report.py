@@ -9,7 +9,7 @@ import torch
 from attention.bench import Bench, NotRun, ran
 from attention.machine import Ceilings, measure_ceilings
 from attention.report import at_least, at_most, closing_checks, geometric_mean, rounded
-from attention.timing import Arm, interleaved
+from attention.timing import Arm, Timings, interleaved
 
 CPU = torch.device("cpu")
 
@@ -58,6 +58,15 @@ def test_the_fastest_of_a_family_counts() -> None:
     assert times.ratio("sdpa", "ours") == pytest.approx(2)
     assert "sdpa" in times
     assert "flash" not in times
+
+
+def test_an_arm_that_was_launched_call_by_call_is_not_compared_with_a_captured_one() -> None:
+    samples = {"ours": [1.0, 1.0], "theirs/a": [3.0, 3.0], "theirs/b": [4.0, 4.0], "peer": [2.0, 2.0]}
+    times = Timings(samples, {"ours": "graph", "theirs/a": "eager", "theirs/b": "graph", "peer": "graph"})
+    assert times.ratio("theirs", "ours") is None
+    assert times.ratio("peer", "ours") == pytest.approx(2)
+    assert times.launches("ours", "peer", "missing") == "graph"
+    assert times.launches("ours", "theirs") == "ours:graph theirs:eager"
 
 
 def test_checks() -> None:

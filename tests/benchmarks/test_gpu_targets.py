@@ -1,0 +1,151 @@
+"""The GPU targets without a GPU and without Ray: all of each runs, and what goes wrong is said in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import check, preflight, steps
+from gpu.predictions import PREDICTED
+from gpu.steps import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+# Imports fail as on a machine that has no Ray; pytest runs in a process that is forked from this one.
+WITHOUT_RAY = """
+import runpy, sys
+sys.modules["ray"] = None
+sys.path.insert(0, "benchmarks")
+sys.argv = ["benchmarks/bench_gpu.py", *sys.argv[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FIGURES = {
+    "check": {
+        "smoke shared",
+        "smoke pages at the end of a large pool",
+        "tests",
+        "copy",
+        "linears of a step, M 1",
+        "engine, 2 requests twice",
+    },
+    "attention": {"intercept shared", "rotation documents", "share cost, median error"},
+    "engine": {"decode private b1, step", "decode churn b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
+    "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
+}
+
+
+@pytest.mark.parametrize("target", FIGURES)
+def test_a_target_runs_dry_without_ray(target: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OUT"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, target, "--dry", "--out", str(tmp_path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [Row(**row) for row in json.loads((tmp_path / target / f"{target}.json").read_text())]
+    assert FIGURES[target] <= {row.name for row in rows}
+    assert all(row.value is None for row in rows)  # what a dry run takes is no figure
+    table = (tmp_path / target / "table.txt").read_text()
+    assert table in done.stdout
+    assert len(table.splitlines()) <= steps.TABLE_LINES
+    with tarfile.open(tmp_path / target / f"{target}.tar.gz") as archive:
+        assert {f"{target}/table.txt", f"{target}/{target}.json"} <= set(archive.getnames())
+    if target == "check":  # the GPU tests were collected, all of them
+        log = (tmp_path / target / "tests.log").read_text()
+        assert re.search(r"^\d+/\d+ tests collected", log, re.MULTILINE), log[-2000:]
+        for path in check.gpu_tests():
+            assert Path(path).name in log
+
+
+def test_a_job_that_fails_crashes_or_hangs_costs_its_own_rows_alone(tmp_path: Path) -> None:
+    """In a process of its own: jobs fork."""
+    script = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, "benchmarks")
+from gpu.steps import Row, Step, run_steps
+
+def fine(run): yield Row("a figure", 2.0, "ms", 0.5)
+def fails(run):
+    yield Row("before", 1.0)
+    raise ValueError("the reason\\nand more of it")
+def crashes(run):
+    os.kill(os.getpid(), signal.SIGSEGV)
+    yield
+def hangs(run):
+    yield Row("begun", 3.0)
+    signal.pause()
+
+jobs = {"fine": fine, "fails": fails, "crashes": crashes, "hangs": hangs}
+steps = [Step("s", 1, jobs, 4), Step("stop", 1, {"x": fails}, must_pass=True), Step("last", 1, {"y": fine})]
+sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=6.0))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 11, done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "t.json").read_text())}
+    assert (rows["a figure"]["value"], rows["before"]["value"], rows["begun"]["value"]) == (2.0, 1.0, 3.0)
+    assert rows["fails"]["note"] == "ValueError: the reason; see fails.log"
+    assert rows["crashes"]["note"] == "died of signal 11; see crashes.log"
+    assert rows["hangs"]["note"] == "stopped: out of time; see hangs.log"
+    assert rows["last"]["note"] == "not run: stop failed"
+
+
+def test_a_table_has_predictions_and_at_most_forty_lines() -> None:
+    rows = [Row("copy", 4.1, "TB/s", 0.95), Row("tests", None, note="not run: out of time")]
+    lines = steps.table_of("check", rows, is_dry=False).splitlines()
+    assert lines[2].split() == ["copy", "4.1", "TB/s", f"{PREDICTED['copy']:g}", "0.95"]
+    assert lines[3].split(maxsplit=3) == ["tests", "-", f"{PREDICTED['tests']:g}", "not run: out of time"]
+    many = steps.table_of("check", [Row(f"row {i}", 1.0) for i in range(90)], is_dry=False).splitlines()
+    assert len(many) == steps.TABLE_LINES
+    assert many[-1] == "... 53 more in check.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "gigabytes", "reason"),
+    [
+        ("Tesla T4", (7, 5), 16, "Tesla T4 has compute capability 7.5: the kernels are for 8.0 and later"),
+        ("NVIDIA L4", (8, 9), 22, "NVIDIA L4 has 22 GiB: an 8B model and its KV need 48, use a larger one"),
+        ("NVIDIA H200", (9, 0), 139, None),
+    ],
+)
+def test_a_device_that_does_not_do(name: str, capability: tuple[int, int], gigabytes: int, reason: str | None) -> None:
+    found = preflight.reason_against_properties(name, capability, gigabytes << 30)
+    assert (found or "").startswith(reason or "")
+    assert (found is None) == (reason is None)
+
+
+def test_an_old_driver_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    found = preflight.reason_against_device()
+    assert found is not None
+    assert "too old (found version 11040)" in found
+    assert found.endswith("update the driver, or use a torch for an older CUDA than 13.0")
+    assert len(found.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_target_without_a_device_says_so_in_one_line(tmp_path: Path) -> None:
+    command = ["make", "gpu-check", f"PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'out'}"]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ***")]
+    assert line.startswith(f"make gpu-check: not run: {sys.executable} finds no CUDA device: ")
+    assert not (tmp_path / "out").exists()
