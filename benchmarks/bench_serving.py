@@ -6,7 +6,8 @@ Starts `mneme serve mneme-tiny --replicas 2` (with engines that note when each s
 streams of greedy chat. What is compared is the inter-token latency (ITL) at the client with the time between an
 engine's messages in the same seconds: the difference of the two p99s is what Ray, HTTP and HAProxy add. Medians over
 the rounds. Bound: both cores are busy with the engines' steps, so whatever the cluster does for a token waits for a
-core. Idle CPU is that of all processes after 10 s without requests.
+core. Ready means warm: of the first five requests, one after the other, the first is compared with the fifth, medians
+over several starts. Idle CPU is that of all processes after 10 s without requests.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,12 @@ from attention.report import at_most, closing_checks, print_check  # noqa: E402
 from workloads import cpu_name, load_average  # noqa: E402
 
 from benchmarks.timed_engine import TIMES_DIR_VARIABLE  # noqa: E402
-from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
+from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
 NUM_STREAMS = 16
 NUM_TOKENS = 256
 WARM_TOKENS = 40  # of each stream, left out: others still prefill, which is the engine's business
+NUM_FIRST, FIRST_TARGET = 5, 1.5
 READY_TARGET_S, ITL_TARGET_MS, IDLE_TARGET_PERCENT = 40.0, 10.0, 5.0
 PROMPT = "Tell me about the library in which every book remembers its reader."
 
@@ -159,6 +162,35 @@ def rss_mb(server: ServerProcess) -> dict[str, float]:
     return {"engine": statistics.mean(engines), "ingress": sum(ingress), "all": sum(sizes.values())}
 
 
+def first_requests_ms(url: str) -> list[float]:
+    """How long each of the first requests takes, one after the other, each over a connection of its own."""
+    taken = []
+    for number in range(NUM_FIRST):
+        message = {"role": "user", "content": f"{number}. {PROMPT}"}
+        body = {"model": "mneme-tiny", "messages": [message], "max_tokens": 1, "temperature": 0}
+        asked = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        began = time.perf_counter()
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            response.read()
+        taken.append((time.perf_counter() - began) * 1e3)
+    return taken
+
+
+def measure_starts(num_starts: int) -> dict[str, Any]:
+    """Medians over fresh servers."""
+    rounds = []
+    for _ in range(num_starts):
+        server = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "2", "--port", str(free_port())])
+        try:
+            rounds.append(first_requests_ms(server.await_ready()))
+        finally:
+            server.discard()
+    medians = [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+    return {"first_requests_ms": medians, "first_over_fifth": medians[0] / medians[-1]}
+
+
 def measure(num_rounds: int, idle_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as times_dir:
         os.environ[TIMES_DIR_VARIABLE] = times_dir
@@ -209,8 +241,10 @@ def main() -> None:
             return
     load_before, started = load_average(), time.perf_counter()
     figures = measure(num_rounds=3 if args.quick else 9, idle_s=10 if args.quick else 30)
+    figures |= measure_starts(1 if args.quick else 5)
     checks = [
         at_most("ready", figures["ready_s"], READY_TARGET_S, "s"),
+        at_most("first_request", figures["first_over_fifth"], FIRST_TARGET, "times the fifth"),
         at_most("itl_p99_above_engine", figures["itl_p99_above_engine_ms"], ITL_TARGET_MS, "ms"),
         at_most("idle_cpu", figures["idle_percent"]["all"], IDLE_TARGET_PERCENT, "% of a core"),
         at_most("stop", figures["stop_s"], 5.0, "s"),
