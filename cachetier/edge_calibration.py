@@ -1,7 +1,8 @@
 """What reading chunks costs on this machine, measured before there is one: first guesses that soon give way to loads.
 
-Host: runs of bytes as large as a chunk are copied and hashed, as a read of a chunk is. Disk: the same from a scratch
-file in the tier's folder, which the page cache is asked to forget first. Peers keep their defaults until they are read.
+Host: runs of bytes as large as a chunk are hashed, as a read of a chunk is, and copied, to the engine's device where it
+has one. Disk: they are read from a scratch file in the tier's folder, which the page cache is asked to forget first.
+Peers keep their defaults until they are read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from mneme.cachetier.cost_model import CostEdge
@@ -27,6 +29,7 @@ _CHUNKS = 8  # that all bytes together are
 _MAX_BYTES = 32 << 20  # of them
 _HEADER_BYTES = 4096  # of a chunk, read on their own
 
+Bring = Callable[[npt.NDArray[np.uint8]], object]
 Read = Callable[[int, int], object]  # start and end, in bytes
 
 
@@ -34,19 +37,24 @@ def measured_edges(
     chunk_bytes: int,
     disk_folder: Path | None = None,
     *,
+    bring: Bring | None = None,
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[CostEdge, list[Point]]:
     """Points with the terms (1, chunks, bytes); an edge that cannot be measured is not there.
 
-    `budget_s`: nothing is begun after it.
+    `bring`: takes what was read to the device; None: it is copied within this memory. `budget_s`: nothing is begun
+    after it.
     """
     until_s = clock() + budget_s
     content = np.random.default_rng(0).bytes(min(_CHUNKS * chunk_bytes, _MAX_BYTES))
     buffer = memoryview(bytearray(content))
 
     def read_host(start: int, end: int) -> None:
-        buffer[start:end] = content[start:end]
+        if bring is None:
+            buffer[start:end] = content[start:end]
+        else:
+            bring(np.frombuffer(content, np.uint8)[start:end])
         xxhash.xxh3_128_digest(buffer[start:end])
 
     read_host(0, len(content))

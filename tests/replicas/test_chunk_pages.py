@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.streams import CudaStreams
 from mneme.replicas import chunk_loads, chunk_mover
+from mneme.replicas.calibration import bringing
 from mneme.replicas.chunk_loads import ChunkLoad
 from mneme.replicas.chunk_pages import ChunkPages, ChunkTokens, CpuChunkPages, DeviceChunkPages, make_chunk_pages
 from mneme.replicas.forest_moves import Graft, GraftPiece
@@ -317,6 +318,20 @@ def test_engines_save_and_load_through_a_devices_pages(
                 raise fault
 
         store.before_read = raises
+
+
+def test_what_a_device_takes_is_measured_in_its_spare_page() -> None:
+    """For any number of bytes; the copies are done when it returns."""
+    pool = make_pool(NUM_PAGES)
+    before = [pool.page(page) for page in range(NUM_PAGES)]
+    streams = PlayedStreams()
+    pages = DeviceChunkPages(pool, streams, 8 * TOKEN_BYTES)
+    bring = bringing(pages, 7, TOKEN_BYTES, PAGE_SIZE)
+    for num_bytes in (0, 5, TOKEN_BYTES, 5 * TOKEN_BYTES + 1, 40 * TOKEN_BYTES):
+        bring(np.zeros(num_bytes, np.uint8))
+        assert not any(stream.queue for stream in streams.others())
+    assert not pool.page(0)[:, 0].any()
+    assert all(torch.equal(pool.page(page), before[page]) for page in range(1, NUM_PAGES))
 
 
 @pytest.mark.gpu
