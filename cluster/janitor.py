@@ -114,7 +114,11 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     sys.stdin.buffer.read()
     sweep(Cluster(marker, directory))
-    shutil.rmtree(directory, ignore_errors=True)
+    deadline = time.monotonic() + _SWEEP_LIMIT_S
+    while (
+        os.path.exists(directory) and time.monotonic() < deadline
+    ):  # the parent, which is spared, may still write there
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
