@@ -142,7 +142,13 @@ class ReplicaLink:
     def _opened(self, opened: StreamOpened) -> None:
         self.epoch, self._next_seq = opened.epoch, 0
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
+        self._spawn("first", self._first_call(self._subscriber))
         self._on_change(self)
+
+    async def _first_call(self, subscriber: str) -> None:
+        """Submit nothing: what the first call of a handle builds, no request waits for."""
+        with contextlib.suppress(Exception):  # a link that does not work is lost by its stream, or its first submit
+            await self._calls.submit_many(self.replica_id, subscriber, [])
 
     def _dispatch(self, message: StepMessage) -> None:
         if message.epoch != self.epoch:
