@@ -29,6 +29,7 @@ class Janitor:
     """The parent's end."""
 
     def __init__(self, marker: str, directory: Path) -> None:
+        self._directory = directory
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", os.path.abspath(__file__), marker, str(directory)],
             stdin=subprocess.PIPE,
@@ -42,6 +43,7 @@ class Janitor:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
+        shutil.rmtree(self._directory, ignore_errors=True)  # Ray in this process, which is spared, may write there late
 
 
 class Cluster(NamedTuple):
@@ -114,11 +116,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     sys.stdin.buffer.read()
     sweep(Cluster(marker, directory))
-    deadline = time.monotonic() + _SWEEP_LIMIT_S
-    while (
-        os.path.exists(directory) and time.monotonic() < deadline
-    ):  # the parent, which is spared, may still write there
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
