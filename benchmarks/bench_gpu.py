@@ -54,7 +54,8 @@ def main() -> int:
 
 def _prepare(is_dry: bool) -> None:
     """The environment of all jobs, before anything reads it."""
-    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    # With the last, torch asks NVML whether there is a device: asking CUDA would forbid jobs, which fork, to use it.
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     if not is_dry:
         os.environ["MNEME_NATIVE"] = "0"  # or every process would wait for a C++ compiler
     elif importlib.util.find_spec("triton"):

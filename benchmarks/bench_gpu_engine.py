@@ -95,9 +95,11 @@ class Model:
             assert engine.num_tokens["generated"] - before == batch, "every request decodes in every timed step"
         return times
 
-    def decoding(self, batch: int, prompts: Prompts, temperature: float = 0.0, top_p: float = 1.0) -> Engine:
-        """An engine on which so many requests decode, warm."""
-        engine = self.engine(max_running=max(batch, 16))
+    def decoding(
+        self, batch: int, prompts: Prompts, *, spare: int = 0, temperature: float = 0.0, top_p: float = 1.0
+    ) -> Engine:
+        """An engine on which so many requests decode, warm; `spare` more may join them."""
+        engine = self.engine(max_running=max(batch, 16) + spare)
         shared = self.draw(prompts.shared)
         for index in range(batch):
             ids = shared + self.draw(prompts.private)

@@ -62,7 +62,9 @@ def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, 
             arm = _arm(scene, config, stack)
             try:
                 arm.output()
-            except RuntimeError as error:  # too much shared memory or too many registers
+            except (
+                Exception
+            ) as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
                 print(f"  {config}: {error}")
             else:
                 arms.append(arm)

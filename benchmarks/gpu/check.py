@@ -38,9 +38,9 @@ LOADS_ALL = Calibration(prefill=(1.0, 1e-2, 0.0), decode=(0.0, 0.0, 0.0), step_r
 def steps(is_dry: bool) -> list[Step]:
     """In an order in which each makes the next worth its time."""
     return [
-        Step("environment", 5, {"environment": _environment}),
+        Step("environment", 15, {"environment": _environment}),
         Step("precompile", 120, precompile.jobs(is_dry), precompile.NUM_JOBS if not is_dry else 2),
-        Step("smoke", 60, smoke.jobs(), 4 if not is_dry else 2, must_pass=True),
+        Step("smoke", 60, smoke.jobs(), 8 if not is_dry else 2, must_pass=True),
         Step("tests", 170, {"tests": _tests}),
         Step("ceilings", 50, {"ceilings": _ceilings}),
         Step("engine", 80, {"engine": _engine, "engine, 8B": _large_engine}),
@@ -81,7 +81,7 @@ def _tests(run: Run) -> Iterator[Row]:
     if importlib.util.find_spec("pytest_timeout") is None:
         options += ["-o", "timeout=", "-W", "ignore::pytest.PytestConfigWarning"]
     else:
-        options += ["--timeout=120"]
+        options += ["--timeout=150"]
     if run.is_dry:
         options += ["--collect-only"]
     elif importlib.util.find_spec("xdist"):

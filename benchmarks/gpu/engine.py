@@ -178,10 +178,13 @@ def _traffic(run: Run) -> Iterator[Row]:
                 yield Row(f"decode {kind} b{batch}, step", None, note="not run: out of time")
                 continue
             sampling = {"temperature": 0.8, "top_p": 0.95} if kind.startswith("top-p") else {}
-            engine = model.decoding(batch, shape, **sampling)
+            engine = model.decoding(batch, shape, spare=_SPARE, **sampling)
             change = {"churn": _churn, "mixed": _mixed}.get(kind, lambda *_: None)
             found = split(model, engine, num_steps, partial(change, model, engine))
             yield from _rows(f"decode {kind} b{batch}", found, floor_ms)
+
+
+_SPARE = 32  # requests that may run beside those that decode
 
 
 def _churn(model: Model, engine: Engine, number: int) -> None:
@@ -229,29 +232,30 @@ def _library_calls(run: Run) -> Iterator[Row]:
     heads = Heads(config.num_q_heads, config.num_kv_heads, config.head_dim)
     cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
     copy_per_s = _copy_per_s(run)
-    weight_reads = sum(config.num_layers * a for a in [layer_weights(config) // config.num_layers])
-    for shared, private, batch in run.pick(
-        ((0, 512, 32), (0, 512, 128), (2048, 64, 32), (2048, 64, 128)), ((0, 32, 2),)
-    ):
-        scene = prefix_scene(
-            batch, shared, private + PAGE_SIZE, heads=heads, dtype=dtype, device=run.device, cache_bytes=cache_bytes
-        )
-        peers = {
-            "FlashInfer": lambda s=scene: flashinfer_decode(s),  # type: ignore[misc]
-            "FlashInfer cascade": lambda s=scene, n=shared: flashinfer_cascade(s, n // PAGE_SIZE) if n else None,  # type: ignore[misc]
-            "SDPA": lambda s=scene: contiguous_by_head(s),  # type: ignore[misc]
-        }
-        arms = [arm for name, make in peers.items() if (arm := _layers(name, make, weights, batch)) is not None]
-        if run.is_dry or not arms:
-            yield Row(f"library calls b{batch}", None, note="" if run.is_dry else "not run: no library attends")
-            continue
-        times = interleaved(arms, run.device, budget_s=1.0)
-        num_bytes = (weight_reads + config.hidden_size * config.vocab_size) * dtype.itemsize
-        floor_ms = (num_bytes + config.num_layers * scene.bytes_once) / copy_per_s * 1e3
-        best = min(arms, key=lambda arm: times.ms(arm.name)).name
-        note = f"{best}, {times.launched[best]}; " + ", ".join(f"{arm.name} {times.ms(arm.name):.2f}" for arm in arms)
-        kind = f"shared {shared}" if shared else "private"
-        yield Row(f"library calls {kind} b{batch}", times.ms(best), "ms", floor_ms / times.ms(best), note)
+    num_weights = layer_weights(config) + config.hidden_size * config.vocab_size
+    shapes = run.pick(((0, 512, 32), (0, 512, 128), (2048, 64, 32), (2048, 64, 128)), ((0, 32, 2),))
+    for library in ("SDPA", "FlashInfer", "FlashInfer cascade"):  # what needs no compiler first
+        for shared, private, batch in shapes:
+            name = f"{library} layers {f'shared {shared}' if shared else 'private'} b{batch}"
+            if run.is_dry or run.is_late:
+                yield Row(name, None, note="" if run.is_dry else "not run: out of time", is_detail=library != "SDPA")
+                continue
+            scene = prefix_scene(
+                batch, shared, private + PAGE_SIZE, heads=heads, dtype=dtype, device=run.device, cache_bytes=cache_bytes
+            )
+            makes: dict[str, Callable[[], Arm | None]] = {
+                "SDPA": partial(contiguous_by_head, scene),
+                "FlashInfer": partial(flashinfer_decode, scene),
+                "FlashInfer cascade": partial(flashinfer_cascade, scene, shared // PAGE_SIZE),
+            }
+            arm = _layers(name, makes[library], weights, batch) if shared or library != "FlashInfer cascade" else None
+            if arm is None:
+                continue
+            times = interleaved([arm], run.device, budget_s=0.5)
+            floor_ms = (num_weights * dtype.itemsize + config.num_layers * scene.bytes_once) / copy_per_s * 1e3
+            launched = times.launched[name]
+            note = "" if launched == "graph" else f"LAUNCHED {launched}"
+            yield Row(name, times.ms(name), "ms", floor_ms / times.ms(name), note)
 
 
 def _layers(name: str, make: Callable[[], Arm | None], weights: Any, batch: int) -> Arm | None:

@@ -113,7 +113,7 @@ def _beside_decodes(run: Run) -> Iterator[Row]:
     """Decode steps during each of which 4k tokens are on their way in."""
     shape = run.pick(Prompts("private", 0, 512), Prompts("private", 0, 32))
     batch, num_steps, num_moved = run.pick((32, 24, 128), (2, 2, 4))
-    grid = Grid((batch,), (shape,), (64,), 4 * num_steps)
+    grid = Grid((4 * batch,), (shape,), (64,), 4 * num_steps)  # so that most of the pool is nobody's
     model = Model(
         run.pick("llama-3-8b", "llama-5m"), grid, run.device, run.pick(torch.bfloat16, torch.float32), 0, 4 * num_moved
     )
