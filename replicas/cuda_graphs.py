@@ -208,9 +208,11 @@ class CudaCapture:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                run()
-            current.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()
+            finally:  # what it launched before it failed, too
+                current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads may use CUDA meanwhile.
