@@ -205,6 +205,9 @@ class RestartableStore:
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
 
+    def settle(self, timeout_s: float) -> bool:
+        return self._inner.settle(timeout_s)
+
     def close(self) -> None:
         """Not the store: it outlives its engines. See `end`."""
 

@@ -19,11 +19,11 @@ from attention.machine import measure_ceilings
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.scenes import Heads, prefix_scene
 from attention.timing import Arm, interleaved
-from bench_gpu_engine import PAGE_SIZE, Grid, Model, Prompts, decode_bytes, layer_weights, weight_bytes
+from bench_gpu_engine import PAGE_SIZE, Grid, Model, Prompts, decode_bytes, weight_bytes
 from gpu import precompile
 from gpu.predictions import DECODE_STEP
 from gpu.steps import Row, Run, Step
-from random_models import model_config, random_weights
+from random_models import layer_weights, model_config, random_weights
 
 from mneme.replicas.engine import Engine
 from mneme.replicas.model import StepInputs
@@ -43,7 +43,7 @@ def steps(is_dry: bool) -> list[Step]:
             "steady",
             130,
             {"decode, private": partial(_steady, prompts=PRIVATE), "decode, shared": partial(_steady, prompts=SHARED)},
-        ),  # type: ignore[dict-item]
+        ),
         Step("traffic", 100, {"decode, traffic": _traffic}),
         Step("first token", 60, {"first token": _first_tokens}),
         Step("library calls", 60, {"library calls": _library_calls}),

@@ -106,13 +106,13 @@ def jobs(is_dry: bool) -> dict[str, Job]:
 
 
 def _variants(is_dry: bool) -> dict[str, Job]:
-    found: dict[str, Job] = {f"compile {name}": partial(_engine, name=name) for name in _MODELS}  # type: ignore[misc]
+    found: dict[str, Job] = {f"compile {name}": partial(_engine, name=name) for name in _MODELS}
     for heads in _HEADS:
         dtypes = (torch.bfloat16, torch.float16) if heads == _HEADS[-1] else (torch.bfloat16,)
         for dtype in dtypes:
             for rows in (1, 256):
                 kind = f"{'decode' if rows == 1 else 'prefill'} {heads} {str(dtype).removeprefix('torch.')}"
-                found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)  # type: ignore[assignment]
+                found[f"compile {kind}"] = partial(_attention, heads=heads, dtype=dtype, rows=rows)
     if is_dry:
         return dict(list(found.items())[2:5])
     sizes: dict[str, Any] = {"head_dim": _GQA.dim, "element_bytes": 2, "num_groups": _GQA.group}
@@ -121,5 +121,5 @@ def _variants(is_dry: bool) -> dict[str, Job]:
         for rows in (1, 256):
             if rule.get(config) != rows:
                 shape = "x".join(map(str, config))
-                found[f"compile candidate {shape} rows {rows}"] = partial(_candidate, config=config, rows=rows)  # type: ignore[assignment]
+                found[f"compile candidate {shape} rows {rows}"] = partial(_candidate, config=config, rows=rows)
     return found

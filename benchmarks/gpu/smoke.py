@@ -209,9 +209,9 @@ def jobs() -> dict[str, Job]:
         "float32": partial(_shared, dtype=torch.float32),
     }  # fmt: skip
     found: dict[str, Job] = {
-        f"smoke {name}": partial(_attention, make, name=name) for name, make in scenes.items()  # type: ignore[misc]
+        f"smoke {name}": partial(_attention, make, name=name) for name, make in scenes.items()
     }  # fmt: skip
-    found["smoke window"] = partial(_attention, _shared, name="window", window=300)  # type: ignore[assignment]
+    found["smoke window"] = partial(_attention, _shared, name="window", window=300)
     found["smoke large pool"] = _far_attention
     found["smoke row-wise"] = _row_wise
     return found

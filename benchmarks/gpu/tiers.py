@@ -122,9 +122,11 @@ def _beside_decodes(run: Run) -> Iterator[Row]:
     last, tier = model.runner.pool.k_pages.shape[2], model.runner._tier
     device_pages, host_pages = np.arange(last - num_moved, last), np.arange(num_moved)
     tier.save(device_pages, host_pages)
-    beside = split(
-        model, model.decoding(batch, shape), num_steps, lambda _: tier.load(host_pages, device_pages) and None
-    )
+
+    def load(_number: int) -> None:
+        tier.load(host_pages, device_pages)
+
+    beside = split(model, model.decoding(batch, shape), num_steps, load)
     yield Row(f"decode b{batch}, step", alone.step, "ms")
     note = "" if run.is_dry else f"GPU {alone.gpu:.2f} and {beside.gpu:.2f}"
     yield Row(f"decode b{batch} beside a load of 4k per step", beside.step, "ms", alone.step / beside.step, note)
