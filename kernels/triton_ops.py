@@ -16,7 +16,7 @@ _GATED_BLOCK = 1024
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -81,11 +81,11 @@ class DecodeGraphs:
         stage    brings a plan's data to where launches find it and says what they depend on; None: cannot be captured
         capture  records what a function launches
         """
-        self._run, self._stage, self._capture = run, stage, capture
-        self._max_rows = min(bucket_of(max_rows), MAX_BUCKET)
+        self._run, self.stage, self._capture = run, stage, capture
+        self.max_rows = min(bucket_of(max_rows), MAX_BUCKET)
         self._vocab_size = vocab_size
         self._max_graphs = max_graphs
-        self._host = torch.zeros(_NUM_INPUTS * self._max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(_NUM_INPUTS * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros_like(self._host, device=device)
         self._logits: torch.Tensor | None = None
         self._met: OrderedDict[Shape, None] = OrderedDict()
@@ -111,7 +111,7 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int | None:
         """The rows that a decode step of so many is padded to; None if it is not to be."""
         has_graphs = self.is_on or bool(self._graphs)
-        return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self._max_rows else None
+        return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self.max_rows else None
 
     def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
         """A padded step's inputs in the buffers of its bucket, which the next step overwrites.
@@ -138,7 +138,7 @@ class DecodeGraphs:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
         # A replay waits for no load, and nobody sees what it computes on the way.
         can_replay = inputs is self._inputs and inputs.load is None and inputs.observe is None
-        attention = self._stage(inputs.plan) if can_replay else None
+        attention = self.stage(inputs.plan) if can_replay else None
         if attention is None:
             return self._run(inputs)
         shape = Shape(len(inputs.token_ids), attention)
@@ -185,7 +185,7 @@ class DecodeGraphs:
     def _logits_of(self, num_rows: int) -> torch.Tensor:
         """float32 [num_rows, vocab], the same memory for all graphs."""
         if self._logits is None:
-            self._logits = torch.zeros(self._max_rows, self._vocab_size, device=self._device.device)
+            self._logits = torch.zeros(self.max_rows, self._vocab_size, device=self._device.device)
         return self._logits[:num_rows]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mneme.replicas.timeline import Timeline
 from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.warm_prompts import PUBLIC, Tenant, warm_before_traffic
 from mneme.replicas.warm_up import warm_up
-from mneme.replicas.weights import load_weights
+from mneme.replicas.weights import Progress, load_weights
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
@@ -38,8 +38,6 @@ _HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a G
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
 _GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Progress = Callable[[str, float], None]  # (what is being done, share done from 0 to 1)
 
 
 def _silent(_what: str, _share: float) -> None:
@@ -100,7 +98,7 @@ def load_engine(
         weights_name = chunks.fingerprint.weights
         durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
         report("cache tier", 1.0)
-    warm_up(runner, tokenizer, config)
+    warm_up(runner, tokenizer, config, report)
     report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)

@@ -88,7 +88,7 @@ class Runner:
         self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
         if timeline is not None:
             decoder.record(timeline)
-        self.graphs = None if make_graphs is None else make_graphs(self._run, self.pool)
+        self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
@@ -145,8 +145,22 @@ class Runner:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""
         if inputs is None:
             return torch.empty(0, self.vocab_size)
-        logits = self._run(inputs) if self.graphs is None else self.graphs.forward(inputs)
+        logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
+
+    def reserve(self, num_sequences: int, num_rows: int) -> None:
+        """Let the buffers of graphs grow to a step of so many sequences and rows over all pages; nothing is computed.
+
+        Graphs point to these buffers: what is captured later is not lost when traffic fills the pool.
+        """
+        if self.graphs is None:
+            return
+        pages = np.array_split(np.arange(_SPARE_PAGES, self.num_pages + _SPARE_PAGES), num_sequences)
+        longest = self.max_context // self.page_size
+        tables = [PageTable.own(own[:longest].tolist()) for own in pages]
+        sequence = np.sort(np.arange(num_rows) % num_sequences)
+        positions = np.array([max(len(own[:longest]) * self.page_size - 1, 0) for own in pages])[sequence]
+        self.graphs.stage(self._plan_of(tables, QueryRows(sequence, positions)))
 
     def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
         """Of each of the path's tokens, from the last of them (`attention_mass.py`); nothing of the pass stays.
@@ -163,10 +177,11 @@ class Runner:
         token_ids = np.array(context[positions[0] : end], np.int64)
         inputs = self._inputs((token_ids, positions, slots, np.array([len(positions) - 1])), plan, None)
         inputs.observe = observer
-        self._run(inputs)
+        self.launch(inputs)
         return observer.masses()
 
-    def _run(self, inputs: StepInputs) -> torch.Tensor:
+    def launch(self, inputs: StepInputs) -> torch.Tensor:
+        """`forward` without graphs, with the logits of padding rows."""
         return self._decoder.forward(inputs, self.pool)
 
     def _bucket(self, ordered: list[Chunk]) -> int | None:
@@ -226,9 +241,12 @@ class Runner:
         return self._plan.append_page(sequences, page_ids)
 
     def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
+        return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
+
+    def _plan_of(self, tables: list[PageTable], rows: QueryRows) -> Plan:
         config = self._decoder.config
         return build_plan(
-            [*map(_page_table, paths), *[_NO_PAGES] * num_padding],
+            tables,
             rows,
             page_size=self.page_size,
             num_q_heads=config.num_q_heads,
