@@ -1,7 +1,7 @@
-"""Triton without a GPU: an sm_90 is played, CPU tensors take the way of CUDA's, launches are recorded and never run.
+"""Triton without a GPU: an sm_90 is played, CPU tensors go where CUDA's would, launches are recorded and never run.
 
-A program, as kernels of a test's own process may be interpreted: prints, as JSON, what a warm-up would have compiled and
-what traffic needs.
+A program, as kernels of a test's own process may be interpreted: prints, as JSON, what a warm-up would have compiled
+and what traffic needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import triton
 
-from mneme.kernels import kv_write, ops, triton_backend, triton_kv, triton_modules, triton_ops
+from mneme.kernels import ops, triton_backend, triton_kv, triton_ops
 from mneme.kernels.attention import attend
 from mneme.kernels.triton_precompile import Variant
 from mneme.replicas import model, warm_up

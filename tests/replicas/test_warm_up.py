@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+import torch
 
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.errors import ConfigError
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.cuda_graphs import DecodeGraphs, Graph
+from mneme.replicas.engine import Engine
 from mneme.replicas.load import load_engine
+from mneme.replicas.model import Decoder
+from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.runner import Runner
+from mneme.replicas.warm_up import warm_up
+from mneme.replicas.weights import load_weights
+from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.played_device import PlayedDevice
 from tests.replicas.test_engine_policy import run
+
+CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
 
 
 def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
@@ -32,3 +52,108 @@ def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
         assert usage.cached_tokens == 0
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama-3")
+    write_checkpoint("llama-3", directory)
+    return directory
+
+
+def with_played_device(directory: Path, capture: Callable[[Callable[[], None]], Graph] | None) -> Runner:
+    """A runner whose decode steps are captured by a device that is played, or by `capture`."""
+    config = load_model_config(directory)
+    decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="auto")
+
+    def make(run: Callable[..., torch.Tensor], _pool: object) -> DecodeGraphs:
+        device = PlayedDevice(run)
+        return DecodeGraphs(
+            device.run, device.stage, capture or device.capture,
+            max_rows=CONFIG.max_running, vocab_size=config.vocab_size, device=torch.device("cpu"),
+        )  # fmt: skip
+
+    return Runner(decoder, 64, 16, make)
+
+
+def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(checkpoint: Path) -> None:
+    runner = with_played_device(checkpoint, None)
+    assert runner.graphs is not None
+    reported: list[tuple[str, float]] = []
+    warm_up(runner, None, CONFIG, lambda what, share: reported.append((what, share)))
+    assert runner.graphs.num_graphs == 4  # 8, 4, 2, 1
+    assert {what for what, _ in reported} == {"CUDA graphs"}
+    shares = [share for _, share in reported]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert (runner.graphs.num_replays, runner.num_shared_segments) == (0, 0)
+    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
+    engine = Engine(runner, None, CONFIG)
+    sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for index in range(8):
+        ids = tuple(range(index, index + 20))
+        engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+    run(engine)
+    assert runner.graphs.num_replays >= 3  # from the first decode step on
+    assert runner.graphs.num_graphs == 4
+
+
+def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
+    def fail(_step: Callable[[], None]) -> Graph:
+        raise RuntimeError("out of memory")
+
+    runner = with_played_device(checkpoint, fail)
+    assert runner.graphs is not None
+    warm_up(runner, None, CONFIG, lambda _what, _share: None)
+    assert (runner.graphs.num_graphs, runner.graphs.is_on) == (0, True)
+    assert runner.graphs.stats()["failed"] == 1
+    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("mistral", "float32")])
+def test_the_variants_that_are_compiled_are_those_that_traffic_launches(model: str, dtype: str, tmp_path: Path) -> None:
+    """With norms of heads, and with windows; see `played_triton.py`, which needs a process of its own."""
+    pytest.importorskip("triton")
+    write_checkpoint(model, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.replicas.played_triton", str(tmp_path), dtype],
+        cwd=Path(__file__).resolve().parents[2], env=environment, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["warmed"]) > 10
+    assert sorted(found["warmed"]) == sorted(found["needed"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
+    reported: list[str] = []
+    config = EngineConfig(num_pages=256, max_running=8, device="cuda")
+    engine = load_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
+    assert {"kernels", "CUDA graphs"} <= set(reported)
+    graphs = engine._runner.graphs  # what nobody is told
+    assert graphs is not None
+    assert graphs.num_graphs >= 4
+    assert graphs.num_failed == 0
+
+
+def test_a_kernel_that_cannot_be_compiled_refuses_the_start_with_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precompile = pytest.importorskip("mneme.kernels.triton_precompile")
+
+    def fail(_variants: object, _on_progress: object) -> None:
+        raise precompile.CompileError("triton 1.0 does not compile attention_kernel(HEAD_DIM=16)")
+
+    monkeypatch.setattr(precompile, "compile_all", fail)
+    monkeypatch.setattr("mneme.replicas.warm_up.variants_of", lambda *_: [])
+    runner = with_played_device(checkpoint, None)
+    runner.device = "cuda"
+    with pytest.raises(
+        ConfigError, match=r"^engine\.device: triton 1\.0 does not compile attention_kernel.* cpu"
+    ) as error:
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
+    assert "\n" not in str(error.value)
