@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import queue
 import subprocess
 import sys
 import threading
+from ast import literal_eval
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,25 +141,20 @@ def compile_all(
 
 
 def compile_what_comes() -> None:
-    """What a process of the pool does: variants from standard input, for each its error or None to standard output."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    """Run in a process of the pool: variants come in, a line each; a line with an error, or none, goes out for each."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
-    while True:
-        try:
-            variant: Variant = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        error = None
+    for line in sys.stdin:
+        variant, error = Variant(*literal_eval(line)), ""
         try:
             _compile(variant, ASTSource)
         except Exception as failure:  # the edge of the process
             error = f"{variant} ({type(failure).__name__}: {' '.join(str(failure).split())[:_SHOWN_CHARS]})"
-        pickle.dump(error, answers)
-        answers.flush()
+        print(error, file=answers, flush=True)
 
 
 class _NotCompiled(Exception):
-    pass
+    """Triton has not got it."""
 
 
 class _Cached(ASTSource):  # type: ignore[misc]
@@ -181,7 +176,7 @@ def _compile(variant: Variant, source: type) -> None:
 
 def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None]) -> None:
     """Gives tasks to a process, one after the other; a process that dies costs its task."""
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[str] | None = None
     while tasks:
         try:
             variant = tasks.popleft()
@@ -191,20 +186,22 @@ def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None]) -> None:
             process = process or _start_process()
             assert process.stdin is not None
             assert process.stdout is not None
-            pickle.dump(variant, process.stdin)
+            process.stdin.write(f"{variant[:]!r}\n")
             process.stdin.flush()
-            done.put(pickle.load(process.stdout))
-        except (OSError, EOFError, pickle.PickleError) as error:
-            status = process.wait() if process is not None else error
-            done.put(f"{variant} (its process ended: {status})")
-            process = None
+            answer = process.stdout.readline()
+        except OSError as failure:
+            answer = str(failure)
+        if not answer.endswith("\n"):
+            status = "could not start" if process is None else f"ended with {process.wait()}"
+            answer, process = f"{variant} (its process {status}) {answer}", None
+        done.put(answer.strip() or None)
     if process is not None:
         process.communicate()
 
 
-def _start_process() -> subprocess.Popen[bytes]:
+def _start_process() -> subprocess.Popen[str]:
     """With this one's import path, and without a GPU."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )
