@@ -2,8 +2,9 @@
 
 A variant of the attention kernel takes a compiler 6 to 8 s, and a process compiles one after the other. Each job here
 makes the real call on a small scene, so it compiles what the real caller compiles, under the same key of Triton's disk
-cache, whatever that key is made of; the target's later processes find it there. A job that fails names its variant:
-nothing that is timed later would have said so.
+cache, whatever that key is made of; the target's later processes find it there. What an engine needs is compiled as
+engines do before they are ready, by processes of the job's own. A job that fails names its variant: nothing timed
+later would have said so.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from gpu.steps import Job, Row, Run
 from tune_triton import timed
 
 from mneme.kernels.triton_configs import Config, candidates, config_of
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.warm_up import variants_of
 
 NUM_JOBS = 12
+_NUM_PROCESSES = 4  # of each engine's job
 _HEADS = (Heads(32, 8, 128), Heads(32, 32, 128), Heads(8, 4, 64), Heads(8, 8, 64), Heads(40, 40, 128))
 _GQA = _HEADS[0]
 _MODELS = ("llama-3-8b", "llama-2-7b", "llama-31m")
@@ -77,6 +81,11 @@ def _engine(run: Run, name: str) -> Iterator[Row]:
     if run.is_dry:
         name, grid = "llama-5m", Grid((1, 2), (Prompts("private", 0, 32),), (32,), 1)
     model = Model(name, grid, run.device, run.pick(torch.bfloat16, torch.float32), seed=0)
+    if not run.is_dry:
+        from mneme.kernels.triton_precompile import compile_all
+
+        variants = variants_of(model.runner, None, EngineConfig(page_size=model.runner.page_size))
+        compile_all(variants, lambda _share: None, _NUM_PROCESSES)
     for batch in grid.batches:
         model.decode_ms(batch, grid.prompts[0], grid.num_steps)
     model.decoding(2, grid.prompts[0], temperature=0.8, top_p=0.95)
@@ -90,6 +99,8 @@ def _named(job: Job, run: Run) -> Iterator[Row]:
     try:
         yield from job(run)
     except Exception as error:
+        if type(error).__module__ == "mneme.kernels.triton_precompile":  # its line says what to do
+            raise SystemExit(str(error)) from None
         if not type(error).__module__.startswith("triton"):
             raise
         traceback.print_exc()
