@@ -107,6 +107,7 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
     ]
     for route in routes:
         app.router.add_route(route.path, _bound(route.handler, api), methods=[route.method])
+    api.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     document = docs.openapi(routes)
     page = docs.docs_page(document)
     app.router.add_route("/openapi.json", lambda request: JSONResponse(document), methods=["GET"])

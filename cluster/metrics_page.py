@@ -35,26 +35,6 @@ logger = logging.getLogger(__name__)
 
 _NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
 
-KNOWN_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/models",
-        "/v1/kv/warm",
-        "/v1/kv/pins",
-        "/v1/kv",
-        "/v1/kv/lookup",
-        "/v1/kv/pin",
-        "/v1/kv/unpin",
-        "/v1/kv/stats",
-        "/tokenize",
-        "/detokenize",
-        "/health",
-        "/ready",
-        "/metrics",
-    }
-)
-
 
 class MetricsPage:
     """As old as `EngineClient.stats()`, at most 1 s."""
@@ -66,9 +46,10 @@ class MetricsPage:
         self._model: Labels = (("model_name", model),)
         self.latencies = Latencies(ingress, model)
         self._responses: Counter[Labels] = Counter()
+        self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
 
     def count_response(self, path: str, status: int) -> None:
-        label = path if path in KNOWN_PATHS else "other"
+        label = path if path in self.known_paths else "other"
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
     async def render(self) -> bytes:

@@ -31,10 +31,11 @@ class Outbox:
 
     def note_begun(self, chunks: Iterable[Chunk]) -> None:
         """These have rows in the step that begins."""
-        now_s = self._clock()
-        for chunk in chunks:
-            if chunk.sequence.begun_s is None:
-                chunk.sequence.begun_s = now_s
+        begun = [chunk.sequence for chunk in chunks if chunk.sequence.begun_s is None]
+        if begun:
+            now_s = self._clock()
+            for sequence in begun:
+                sequence.begun_s = now_s
 
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None

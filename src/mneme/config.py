@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -26,6 +26,9 @@ def parse(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     for key in mapping:
         if key not in hints:
             raise ConfigError(f"{_join(path, key)}: unknown key; {_meant(str(key), hints)}")
+    for field in fields(cls):  # type: ignore[arg-type]  # a dataclass
+        if field.name not in mapping and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{_join(path, field.name)}: must be given")
     values = {key: _convert(hints[key], value, _join(path, key)) for key, value in mapping.items()}
     try:
         return cls(**values)

@@ -18,7 +18,7 @@ def test_a_gap_for_each_step_of_the_prompt(model: bench_itl.Model) -> None:
     assert chunked.ttft == sum(chunked.pressed)
     part = bench_itl.pressure_part(model, grid, 1)
     assert [row["chunk"] for row in part.rows] == [64, "whole prompt"]
-    assert [check.name for check in part.checks] == ["itl_p99_over_a_chunk_64"]
+    assert [check.name for check in part.checks if check.value is not None] == ["itl_p99_over_a_chunk_64"]
 
 
 def test_the_short_prompt_is_told_before_the_long_one(model: bench_itl.Model, monkeypatch: pytest.MonkeyPatch) -> None:

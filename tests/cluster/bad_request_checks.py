@@ -113,7 +113,7 @@ def _read_answer(connection: socket.socket, *, has_body: bool) -> bytes:
         received += part
     head = received.partition(b"\r\n\r\n")[0]
     match = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-    size = len(head) + 4 + (int(match[1]) if match else sys.maxsize if has_body else 0)
+    size = len(head) + 4 + (0 if not has_body else int(match[1]) if match else sys.maxsize)
     while len(received) < size:
         part = connection.recv(65536)
         if not part:

@@ -39,6 +39,7 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
         ("dtype=float32", r"^dtype: unknown key; did you mean engine.dtype\?$"),
         ("ingress.zzz=2", "ingress.zzz: unknown key; known are replicas, cpus"),
         ("zzz=2", "zzz: unknown key; known are, among others, "),
+        ("cache.disk.folder=/tmp/x", r"^cache.disk.capacity_bytes: must be given$"),
         ("replicas=two", "replicas: must be of type int"),
         ("replicas=0", "replicas: must be from 1"),
         ("port=70000", "port: must be from 1 to 65535"),

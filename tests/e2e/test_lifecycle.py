@@ -75,8 +75,8 @@ def test_a_configuration_that_breaks_a_rule(tmp_path: Path) -> None:
     assert "replicas: must be from 1" in refusal("--replicas", "0")
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: [")
-    assert "cannot be read as YAML" in refusal("--config", str(broken))
-    assert "cannot be read as YAML" in refusal("--config", str(tmp_path / "missing.yaml"))
+    assert "broken.yaml:1:9: is not valid YAML" in refusal("--config", str(broken))
+    assert "missing.yaml: " in refusal("--config", str(tmp_path / "missing.yaml"))
 
 
 def test_a_checkpoint_that_is_missing_or_damaged(checkpoint: Path, tmp_path: Path) -> None:
