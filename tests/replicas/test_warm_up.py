@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,13 @@ import torch
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.errors import ConfigError
+from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import DecodeGraphs, Graph
 from mneme.replicas.engine import Engine
 from mneme.replicas.load import load_engine
-from mneme.replicas.model import Decoder
+from mneme.replicas.model import Decoder, KvPool
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.runner import Runner
@@ -61,13 +62,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def with_played_device(directory: Path, capture: Callable[[Callable[[], None]], Graph] | None) -> Runner:
+def with_played_device(
+    directory: Path,
+    capture: Callable[[Callable[[], None]], Graph] | None,
+    make_key: Callable[[Decoder, KvPool], Callable[[Plan], Hashable]] | None = None,
+) -> Runner:
     """A runner whose decode steps are captured by a device that is played, or by `capture`."""
     config = load_model_config(directory)
     decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="auto")
 
-    def make(run: Callable[..., torch.Tensor], _pool: object) -> DecodeGraphs:
+    def make(run: Callable[..., torch.Tensor], pool: KvPool) -> DecodeGraphs:
         device = PlayedDevice(run)
+        device.key = make_key(decoder, pool) if make_key else device.key
         return DecodeGraphs(
             device.run, device.stage, capture or device.capture,
             max_rows=CONFIG.max_running, vocab_size=config.vocab_size, device=torch.device("cpu"),
@@ -96,6 +102,33 @@ def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_i
     run(engine)
     assert runner.graphs.num_replays >= 3  # from the first decode step on
     assert runner.graphs.num_graphs == 4
+
+
+def test_traffic_over_the_whole_pool_keeps_the_buffers_that_captured_graphs_point_to(checkpoint: Path) -> None:
+    """As the Triton backend tells shapes apart: by tiles, merged rows and the addresses of its buffers."""
+    backend = pytest.importorskip("mneme.kernels.triton_backend")
+    keys: list[tuple[int, ...]] = []
+
+    def make_key(decoder: Decoder, pool: KvPool) -> Callable[[Plan], Hashable]:
+        def key(plan: Plan) -> Hashable:
+            keys.append(backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions))
+            return keys[-1]
+
+        return key
+
+    with pytest.importorskip("mneme.kernels.triton_step").OwnStep(torch.device("cpu")):
+        runner = with_played_device(checkpoint, None, make_key)
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
+        assert runner.graphs is not None
+        assert runner.graphs.num_graphs == 6  # 8, 5, 4, 3, 2, 1: 5 and 3 have rows of padding
+        engine = Engine(runner, None, CONFIG)
+        sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for index in range(8):  # seven pages each, of 64
+            ids = tuple(range(index, index + 100))
+            engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+        run(engine)
+    *_, addresses = zip(*keys, strict=True)
+    assert len(set(addresses)) == 1
 
 
 def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
