@@ -6,6 +6,7 @@ deadline is killed and replaced at the next render; others go on meanwhile. Safe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import socket
@@ -57,14 +58,21 @@ class ChatTemplate:
         return answer["text"]
 
     def start(self) -> None:
-        """Start all workers now, so that no render waits for their imports; raises `MnemeError` if one does not."""
+        """Start all workers, and have each compile the template and render a message, so that no request waits for it.
+
+        Raises `MnemeError` if one does not start. What the template does wrong is told to who asks for a render.
+        """
+        message = {"role": "user", "content": "warm"}
+        question = _question({**self._variables, "add_generation_prompt": True, "messages": [message]}, 1)
         workers = [self._take_worker() for _ in range(_NUM_WORKERS)]
         try:
             for index, worker in enumerate(workers):
-                workers[index] = worker or _Worker(self._source)
+                workers[index] = worker = worker or _Worker(self._source)
+                with contextlib.suppress(OSError, EOFError):
+                    worker.ask(question, time.monotonic() + self._max_render_s)
         finally:
             for worker in workers:
-                self._workers.put(worker)
+                self._workers.put(_keep_if_sound(worker))
 
     def close(self) -> None:
         """End the workers; a later render starts new ones."""
