@@ -7,6 +7,9 @@
 finds the history in the node's memory; `disk` after a restart of the node, whose memory is empty: cold (files dropped
 from the page cache, mincore finds nothing of them) or warm. Each turn's `kv_details` must say so.
 
+*After a restart*: the next turns of 20 sessions of 1,600 tokens come at once, to an engine and a node that were just
+started, over cold and warm files in alternation; costs are those that the engine before learned.
+
 `--ray`: the same turn on replicas in other processes over the cluster's tier: on the node whose actor has the history
 in its object store, and on another node of a cluster on this machine.
 
@@ -38,13 +41,25 @@ from arguments import cache_arguments
 from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
 from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
-from cache_turns import ARMS, COLD, HOST, NUM_NEW, RECOMPUTE, SLOW, WARM, Case, NextTurns, measure_pairs
+from cache_turns import (
+    ARMS,
+    COLD,
+    HOST,
+    NUM_NEW,
+    RECOMPUTE,
+    SLOW,
+    WARM,
+    Case,
+    NextTurns,
+    measure_pairs,
+    restarted_rows,
+)
 from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
 from workloads import cpu_name, load_average
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
-HISTORY, QUICK_HISTORY = 4096, 1024
+HISTORY, QUICK_HISTORY, RESTARTED_HISTORY = 4096, 1024, 1600
 SLOW_BYTES_PER_S = 50e6
 TOLERANCE = 1.05
 CASES = (
@@ -93,7 +108,10 @@ def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: in
 
 
 def checks_of(
-    turns: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]], cluster: Sequence[dict[str, Any]]
+    turns: Sequence[dict[str, Any]],
+    restarted: Sequence[dict[str, Any]],
+    pairs: Sequence[dict[str, Any]],
+    cluster: Sequence[dict[str, Any]],
 ) -> list[Check]:
     found = {row["arm"]: row for row in turns if row["history"] == HISTORY}
     checks = [
@@ -110,6 +128,8 @@ def checks_of(
     cached = [found[arm]["cached share"] for arm in (HOST, COLD, WARM) if arm in found]
     cached += [row["cached share"] for row in cluster if row["history"] == HISTORY]
     checks.append(at_least("cached_share_of_history", min(cached, default=None), 0.99, "of its tokens"))
+    found_again = [row["found"] for row in restarted]
+    checks.append(at_least("found_after_restart", statistics.median(found_again), 0.99, "of the history"))
     for name, sources in (("tier", (HOST, WARM, COLD)), ("slow_disk", (SLOW,))):
         ratios = [row["ratio"] for row in pairs if row["source"] in sources]
         checks.append(at_most(f"{name}_over_recompute_worst_case", max(ratios, default=None), TOLERANCE))
@@ -126,6 +146,9 @@ def main() -> None:
         num_history = QUICK_HISTORY if args.quick else HISTORY
         turns = turn_rows(models[MODEL], num_history, folder / "turns", 3 if args.quick else args.rounds, args.seed)
         print_part(PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns))
+        num_restarts, place = 2 if args.quick else args.rounds, folder / "restarted"
+        restarted = restarted_rows(models[MODEL], RESTARTED_HISTORY, place, num_restarts, args.seed)
+        print_part(PartResult(name="restarted", title="the first turns after a restart", rows=restarted))
         pairs = []
         for index, case in enumerate(QUICK_CASES if args.quick else CASES):
             place = folder / f"case{index}"
@@ -135,7 +158,7 @@ def main() -> None:
     cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
     print_part(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
     last = PartResult(name="never slower", title="with a tier over without", rows=pairs)
-    last.checks = checks_of(turns, pairs, cluster)
+    last.checks = checks_of(turns, restarted, pairs, cluster)
     print_part(last)
     line = {
         "benchmark": "cache_turn", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
@@ -144,7 +167,8 @@ def main() -> None:
         "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
         "new_tokens": NUM_NEW, "slow_disk_bytes_per_s": SLOW_BYTES_PER_S,
         "calibration": {shape: _costs(model) for shape, model in models.items()},
-        "results": rounded(turns), "pairs": rounded(pairs), "cluster": rounded(cluster),
+        "results": rounded(turns), "restarted": rounded(restarted), "pairs": rounded(pairs),
+        "cluster": rounded(cluster),
         **closing_checks(last.checks),
     }  # fmt: skip
     if args.out is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,15 +102,25 @@ def pages_for(num_tokens: int, share: float = 1.25) -> int:
 
 
 def make_engine(
-    model: CachedModel, store: ChunkStore | None, cache: CacheConfig, num_pages: int, *, share_prefixes: bool = True
+    model: CachedModel,
+    store: ChunkStore | None,
+    cache: CacheConfig,
+    num_pages: int,
+    *,
+    share_prefixes: bool = True,
+    costs: CostModel | None = None,
 ) -> Engine:
-    """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs."""
+    """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs.
+
+    `costs`: what an earlier one has learned; None: what was calibrated.
+    """
     runner = Runner(model.decoder, num_pages, PAGE_SIZE, decode_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, max_sessions=0, prefix_sharing=share_prefixes)
     if store is None:
         return Engine(runner, None, config)
-    runner.use_chunks(ChunkMover(runner.pool, store, model.fingerprint, cache))
-    chunks = ChunkCache(store, model.fingerprint, CostModel(model.calibration), cache, page_size=PAGE_SIZE)
+    costs = costs or CostModel(model.calibration)
+    runner.use_chunks(ChunkMover(runner.pool, store, model.fingerprint, cache, costs.note_save))
+    chunks = ChunkCache(store, model.fingerprint, costs, cache, page_size=PAGE_SIZE)
     return Engine(runner, None, config, chunks=chunks)
 
 
@@ -123,24 +134,35 @@ class Answer(NamedTuple):
 
 
 def answer(engine: Engine, ids: Sequence[int], num_out: int, name: str = "turn") -> Answer:
-    """One request alone; raises `MnemeError` if it fails. The engine is stepped as `LLM` does."""
-    began_s, first_s, usage, token_ids = time.perf_counter(), 0.0, None, list[int]()
-    answered = threading.Event()
+    """One request alone; raises `MnemeError` if it fails."""
+    (only,) = answers(engine, [ids], num_out, name)
+    return only
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name: str = "turn") -> list[Answer]:
+    """Requests that come at once; raises `MnemeError` if one fails. The engine is stepped as `LLM` does."""
+    began_s, answered = time.perf_counter(), threading.Event()
+    first_s, last_s = dict[str, float](), dict[str, float]()
+    usage, token_ids = dict[str, PromptUsage](), defaultdict[str, list[int]](list)
     if engine.chunks is not None:
         engine.chunks.tell(answered.set)
-    engine.submit(request(name, ids, num_out))
+    names = [f"{name} {index}" for index in range(len(prompts))]
+    for name, ids in zip(names, prompts, strict=True):
+        engine.submit(request(name, ids, num_out))
     while engine.has_work:
         if engine.is_blocked:
             answered.wait(BLOCKED_S)
         answered.clear()
         for event in engine.step():
+            name, now_s = event.request_id, time.perf_counter() - began_s
             if event.finish_reason == "error":
                 raise MnemeError(f"{name}: {event.error}")
-            first_s = first_s or time.perf_counter() - began_s
-            usage = usage or event.usage
-            token_ids += event.token_ids
-    assert usage is not None
-    return Answer(first_s, time.perf_counter() - began_s, usage, token_ids)
+            first_s.setdefault(name, now_s)
+            last_s[name] = now_s
+            if event.usage is not None:
+                usage.setdefault(name, event.usage)
+            token_ids[name] += event.token_ids
+    return [Answer(first_s[name], last_s[name], usage[name], token_ids[name]) for name in names]
 
 
 def request(name: str, ids: Sequence[int], num_out: int) -> GenerationRequest:

@@ -16,6 +16,7 @@ from cache_engines import (
     RestartableStore,
     ThrottledFiles,
     answer,
+    answers,
     cache_config,
     make_engine,
     pages_for,
@@ -23,12 +24,15 @@ from cache_engines import (
 )
 from workloads import VOCAB_SIZE
 
+from mneme.cachetier.cost_model import CostModel
 from mneme.errors import MnemeError
 from mneme.replicas.engine import Engine
 
 # `disk`: files, in the page cache or not
 RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
 ARMS = (RECOMPUTE, HOST, COLD, WARM)
+Row = dict[str, Any]
+NUM_SESSIONS = 20  # that go on after a restart
 NUM_NEW = 64  # tokens that a turn adds
 NUM_ANSWER = 64  # of the history, those that were sampled
 MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
@@ -112,6 +116,42 @@ class NextTurns:
         engine = make_engine(model, store, config, pages_for(num_history + 2 * NUM_NEW))
         self._ends.callback(engine.close)
         return engine
+
+
+def restarted_rows(model: CachedModel, num_history: int, folder: Path, num_restarts: int, seed: int) -> list[Row]:
+    """A row per restart: the next turns of all sessions come at once, to an engine and a node that were just started.
+
+    What costs were learned before it is kept, as an engine keeps it. The files are cold after every other restart.
+    """
+    draw, config = Draw(seed), cache_config(folder)
+    store = RestartableStore(config)
+    num_pages = pages_for(NUM_SESSIONS * (num_history + 2 * NUM_NEW))
+    costs, rows = CostModel(model.calibration), list[Row]()
+    with closing(make_engine(model, store, config, num_pages, costs=costs)) as engine, ExitStack() as ends:
+        ends.callback(store.end)
+        prompts = [draw.ids(num_history - NUM_ANSWER) for _ in range(NUM_SESSIONS)]
+        told = answers(engine, prompts, NUM_ANSWER)
+        histories = [ids + took.token_ids for ids, took in zip(prompts, told, strict=True)]
+        wait_for_saves(engine)
+        store.flush()
+        for number in range(num_restarts):
+            is_cold = number % 2 == 0
+            store.restart(is_cold=is_cold)
+            costs = CostModel.from_mapping(costs.as_mapping())
+            with closing(make_engine(model, store, config, num_pages, costs=costs)) as started:
+                took = answers(started, [ids + draw.question() for ids in histories], 1)
+                wait_for_saves(started)
+                assert started.chunks is not None
+                stats = started.chunks.stats()
+            store.flush()
+            shares = [turn.usage.cached_tokens / num_history for turn in took]
+            rows.append({
+                "files": COLD if is_cold else WARM, "sessions": NUM_SESSIONS, "history": num_history,
+                "found": statistics.mean(shares), "least": min(shares),
+                "ttft ms": statistics.median(turn.ttft_s for turn in took) * 1e3,
+                "plans": stats["plans"], "given up": stats["given_up"],
+            })  # fmt: skip
+    return rows
 
 
 class Case(NamedTuple):

@@ -82,6 +82,7 @@ class LoadPlan:
     latest_s: float  # a load that ends by then is no more than 5% slower than computing
     latest_beside_s: float  # the same for its far part, where nothing is computed before that is in memory
     step_chunks: int  # that are loaded in the time that a full step computes
+    first_s: float = 0.0  # that the first step computes of it beside the load
     is_probe: bool = False
 
     def due_s(self, num_done: int, num_units: int, *, waited_s: float = 0.0, is_alone: bool = True) -> float:
@@ -155,6 +156,7 @@ class LoadController:
             latest_s=self._latest_s(best, recompute_s + slack_s),
             latest_beside_s=self._latest_beside_s(best, recompute_s + slack_s),
             step_chunks=self._step_chunks(chunks[: best.num_chunks]),
+            first_s=best.first_s,
             is_probe=is_small,
         )
 

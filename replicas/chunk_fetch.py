@@ -130,10 +130,10 @@ class Fetch:
         assert self._times is not None
         self._times.begin_load(beside_s)
 
-    def left_s(self, layer: int) -> float:
-        """Until a layer must have come, or the rest is given up."""
+    def left_s(self, layer: int, computed_s: float = 0.0) -> float:
+        """Until a layer must have come, or the rest is given up; see `LoadClock.left_s`."""
         assert self._times is not None
-        return self._times.left_s(layer)
+        return self._times.left_s(layer, computed_s)
 
     def is_ready(self, *, is_alone: bool) -> bool:
         """Whether the sequence, which could run, need not wait for it any longer: all is in memory, nothing was found,

@@ -58,6 +58,7 @@ class ChunkLoad:
         self._is_over = False
         self._after = pages.issued()
         self.num_lost = 0
+        self._began_s, self._waited_s = time.monotonic(), 0.0
         step_s = sum(map(_predicted_s, self._pieces))
         for pieces in self._pieces:
             pieces[0].fetch.num_readers = max(min(pages.num_readers, len(self._all)), 1)
@@ -65,15 +66,19 @@ class ChunkLoad:
 
     def wait_layer(self, layer: int) -> None:
         """Return when this layer's pages may be read, but for what is lost."""
+        started_s = time.monotonic()
+        computed_s = started_s - self._began_s - self._waited_s
         with self._condition:
             for pieces in self._pieces:
                 fetch = pieces[0].fetch
                 while not _has(pieces, layer):
-                    if not self._condition.wait(max(fetch.left_s(layer), 0.0)) and not _has(pieces, layer):
+                    left_s = max(fetch.left_s(layer, computed_s), 0.0)
+                    if not self._condition.wait(left_s) and not _has(pieces, layer):
                         late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
                         fetch.give_up("loading", late.given.chunk)
                         self._lose(late)
             events = self._events[layer].copy()
+        self._waited_s += time.monotonic() - started_s
         for event in events:
             self._pages.wait(event)
 

@@ -2,7 +2,8 @@
 
 That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
 for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What
-a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too.
+a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too,
+and as the step computes others' rows between its layers.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ class LoadClock:
             return self._plan.slack_s - self._so_far_s()
         return self._due_s(self.num_brought, is_alone=False) - self._so_far_s()
 
-    def left_s(self, layer: int) -> float:
-        """Until a layer must be in its pages."""
+    def left_s(self, layer: int, computed_s: float = 0.0) -> float:
+        """Until a layer must be in its pages.
+
+        `computed_s`: of the step, in which it waited for no load: the rows of others cost as much without this one.
+        """
         beside_s = self._beside_s * (layer + 1) / self._num_layers
+        beside_s += max(computed_s - self._plan.first_s * layer / self._num_layers, 0.0)
         if layer < self._num_ready:
             return self._plan.due_s(layer, self._num_layers) + beside_s - (self._clock() - self._load_began_s)
         return self._due_s(layer, is_alone=True) + beside_s - self._so_far_s()

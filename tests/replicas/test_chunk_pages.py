@@ -136,7 +136,7 @@ class PlayedFetch:
     def start_of(self, index: int) -> int:
         return 8 * index
 
-    def left_s(self, layer: int) -> float:
+    def left_s(self, layer: int, computed_s: float) -> float:
         return 60.0
 
     def take(self, index: int, layer: int) -> np.ndarray | Miss:

@@ -19,6 +19,7 @@ PLAN = LoadPlan(
     latest_s=0.9,
     latest_beside_s=0.8,
     step_chunks=1,
+    first_s=0.1,
 )
 
 
@@ -85,3 +86,13 @@ def test_it_may_take_as_long_as_what_is_loaded_with_it_too() -> None:
     clock.now_s += 0.01
     assert times.left_s(0) == pytest.approx(0.09 - 0.01 + 1.0)
     assert times.left_s(9) == pytest.approx(0.9 - 0.01 + 10.0)
+
+
+def test_what_a_step_computes_of_others_is_not_time_that_the_load_takes() -> None:
+    times, clock = make()
+    times.begin_bringing()
+    times.num_brought = NUM_LAYERS
+    times.begin_load()
+    clock.now_s += 5.0
+    assert times.left_s(4, computed_s=5.0) == pytest.approx(0.45 - 0.1 * 4 / 10)  # but for its own rows
+    assert times.left_s(4, computed_s=0.01) == pytest.approx(0.45 - 5.0)  # the rest was waited
