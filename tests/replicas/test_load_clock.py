@@ -28,14 +28,19 @@ def make() -> tuple[LoadClock, PlayedClock]:
     return LoadClock(PLAN, NUM_LAYERS, clock), clock
 
 
-def test_what_is_in_memory_is_due_from_the_load_on_whatever_it_waited_for() -> None:
+@pytest.mark.parametrize(("is_read_ahead", "left_s"), [(False, [0.09, 0.45, 0.9]), (True, [0.9, 0.9, 0.9])])
+def test_what_is_in_memory_is_due_from_the_load_on_whatever_it_waited_for(
+    is_read_ahead: bool, left_s: list[float]
+) -> None:
+    """What was read ahead, when the last layer is: it has shown its pace."""
     times, clock = make()
-    times.begin_bringing()
+    if is_read_ahead:
+        times.begin_bringing()
     times.num_brought = NUM_LAYERS
     clock.now_s += 100.0  # an earlier request runs
     times.stop()
     times.begin_load()
-    assert [times.left_s(layer) for layer in (0, 4, 9)] == pytest.approx([0.09, 0.45, 0.9])
+    assert [times.left_s(layer) for layer in (0, 4, 9)] == pytest.approx(left_s)
 
 
 def test_what_the_sequence_waited_counts_only_for_what_it_waits_for() -> None:
@@ -47,10 +52,10 @@ def test_what_the_sequence_waited_counts_only_for_what_it_waits_for() -> None:
     times.stop()
     clock.now_s += 100.0  # for pages
     times.begin_load()
-    assert times.left_s(4) == pytest.approx(0.45)
+    assert times.left_s(4) == pytest.approx(0.9)
     assert times.left_s(5) == pytest.approx(0.54 - 0.4)
     clock.now_s += 0.1
-    assert times.left_s(4) == pytest.approx(0.35)
+    assert times.left_s(4) == pytest.approx(0.8)
     assert times.left_s(5) == pytest.approx(0.04)
 
 
@@ -84,13 +89,12 @@ def test_it_may_take_as_long_as_what_is_loaded_with_it_too() -> None:
     times.num_brought = 5
     times.begin_load(10.0)
     clock.now_s += 0.01
-    assert times.left_s(0) == pytest.approx(0.09 - 0.01 + 1.0)
+    assert times.left_s(0) == pytest.approx(0.9 - 0.01 + 1.0)
     assert times.left_s(9) == pytest.approx(0.9 - 0.01 + 10.0)
 
 
 def test_what_a_step_computes_of_others_is_not_time_that_the_load_takes() -> None:
     times, clock = make()
-    times.begin_bringing()
     times.num_brought = NUM_LAYERS
     times.begin_load()
     clock.now_s += 5.0
