@@ -122,6 +122,41 @@ def test_a_run_out_of_range_is_refused_before_anything_moves(bad: tuple[int, ...
         pages.batches([ChunkTokens(6, np.array([(1, 0, 2, 0), bad], np.int64))])
 
 
+ONE_CHUNK = [ChunkTokens(8, np.array([(7, 0, 4, 0), (2, 0, 4, 4)], np.int64))]
+
+
+@pytest.fixture
+def pages_behind_a_write() -> tuple[DeviceChunkPages, Pool, PlayedStreams]:
+    """The engine has issued a write of every page, and its stream runs last wherever it need not run first."""
+    pool, streams = make_pool(NUM_PAGES), PlayedStreams(lambda num_ready: num_ready - 1)
+    pages = DeviceChunkPages(pool, streams, 8 * TOKEN_BYTES)
+    streams.finish()
+    for part in (pool.k_pages, pool.v_pages):
+        streams.current().run(partial(part.fill_, 5))
+    return pages, pool, streams
+
+
+def test_a_save_reads_what_the_engine_had_issued(
+    pages_behind_a_write: tuple[DeviceChunkPages, Pool, PlayedStreams],
+) -> None:
+    pages, _, _ = pages_behind_a_write
+    saved = np.zeros(8 * TOKEN_BYTES, np.uint8)
+    pages.batches(ONE_CHUNK)[0].gather(1, [saved], pages.issued())
+    assert (saved.view(np.float32) == 5).all()
+
+
+def test_a_load_is_not_overwritten_by_what_the_engine_had_issued(
+    pages_behind_a_write: tuple[DeviceChunkPages, Pool, PlayedStreams],
+) -> None:
+    pages, pool, streams = pages_behind_a_write
+    scatter_all(pages, ONE_CHUNK, pool)
+    streams.finish()
+    expected = make_pool(NUM_PAGES)
+    scatter_all(CpuChunkPages(expected), ONE_CHUNK, expected)
+    assert all(torch.equal(pool.page(page), expected.page(page)) for page in (7, 2))
+    assert (pool.page(3) == 5).all()
+
+
 class PlayedFetch:
     """Gives the bytes of chunks at once, but for layers that never come."""
 
@@ -320,8 +355,8 @@ def test_engines_save_and_load_through_a_devices_pages(
         store.before_read = raises
 
 
-def test_what_a_device_takes_is_measured_in_its_spare_page() -> None:
-    """For any number of bytes; the copies are done when it returns."""
+def test_calibration_copies_to_the_device_write_its_spare_page_alone() -> None:
+    """For any number of bytes; each copy is done when the call returns."""
     pool = make_pool(NUM_PAGES)
     before = [pool.page(page) for page in range(NUM_PAGES)]
     streams = PlayedStreams()
@@ -345,18 +380,25 @@ def test_a_cuda_device_loads_beside_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     for batch in saves.batches(chunks):
         for layer in range(4):
             batch.gather(layer, layers[layer][batch.chunks.start : batch.chunks.stop], saves.issued())
-    expected, after = pool.k_pages.clone(), loads.issued()
+    expected = pool.k_pages.clone()
+
+    def scatter_all_layers(after: Any) -> Any:
+        for layer in range(4):
+            for batch in loads.batches(chunks):
+                batch.begin()
+                for index in batch.chunks:
+                    batch.put(index, layers[layer][index])
+                event = batch.scatter(layer, after)
+        return event
+
     pool.k_pages.zero_()
+    scatter_all_layers(loads.issued())  # the first launch of a kernel loads its module, which may wait for the device
+    pool.k_pages.zero_()
+    torch.cuda.synchronize()
     after = loads.issued()
     torch.cuda._sleep(2_000_000_000)  # the engine computes for about a second
     busy = torch.cuda.current_stream().record_event()
-    for layer in range(4):
-        for batch in loads.batches(chunks):
-            batch.begin()
-            for index in batch.chunks:
-                batch.put(index, layers[layer][index])
-            event = batch.scatter(layer, after)
-    assert event is not None
+    event = scatter_all_layers(after)
     event.wait()
     assert not busy.query()
     loads.wait(event)
