@@ -234,12 +234,16 @@ def _free_bytes(device: torch.device, device_share: float) -> float:
     return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
 
 
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that the machine has free, or a container under its limit (files in its page cache are no use of it).
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that the machine can still give, or a container under its limit; files in the page cache do not count.
 
-    cgroup  where control groups are mounted, of version 2 or 1
+    cgroup   where control groups are mounted, of version 2 or 1
+    meminfo  what Linux says of its memory; where it says nothing, only memory that is free counts
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) << 10
+    except (OSError, IndexError, ValueError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     for limit, usage in files:
         try:

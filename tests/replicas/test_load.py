@@ -101,6 +101,14 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path, v
     assert available_bytes(cgroup) == 0
 
 
+def test_the_machines_page_cache_is_available(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 4000 kB\nBuffers: 7 kB\n")
+    assert available_bytes(tmp_path, meminfo) == 4000 << 10
+    meminfo.write_text("MemTotal: 9000 kB\n")  # before Linux 3.14
+    assert available_bytes(tmp_path, meminfo) > 2**20
+
+
 @pytest.mark.parametrize("limit", ["max", str(2**63 - 4096)])
 def test_no_limit_leaves_what_the_machine_has(tmp_path: Path, limit: str) -> None:
     cgroup = write_cgroup(tmp_path, version=2, limit=limit, usage=5, files=0)
