@@ -1,4 +1,4 @@
-"""Where engines run: how many there are, on which device, and what part of a GPU and of a machine each has.
+"""Decides how many engines run, on which device, and what part of a GPU each has.
 
 Ray gives each replica its GPU, by `CUDA_VISIBLE_DEVICES`; what is decided here is only how many it is asked for.
 """
@@ -6,6 +6,7 @@ Ray gives each replica its GPU, by `CUDA_VISIBLE_DEVICES`; what is decided here 
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from typing import NamedTuple
 
 from mneme.cluster.config import ClusterConfig
@@ -57,23 +58,35 @@ def place_engines(config: ClusterConfig, num_gpus: int, *, may_grow: bool = Fals
 
 
 def count_gpus() -> int:
-    """GPUs that processes started from here may use; 0 without a driver."""
-    count = count_machine_gpus()
+    """GPUs that processes started from here may use; 0 without a driver.
+
+    As CUDA reads `CUDA_VISIBLE_DEVICES`: it stops at the first entry that is no device. Each part of a GPU that was
+    divided in hardware (`MIG-...`) is one.
+    """
+    count = _count_whole_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    if visible is None or not count:
         return count
-    return min(count, len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")]))
+    entries = [each.strip() for each in visible.split(",")]
+    if entries[0].startswith("MIG-"):
+        return len(list(takewhile(lambda each: each.startswith("MIG-"), entries)))
+    devices = takewhile(lambda each: each.startswith("GPU-") or (each.isdecimal() and int(each) < count), entries)
+    return min(count, len(list(devices)))
 
 
 def count_machine_gpus() -> int:
-    """GPUs of this machine or pod, whoever uses them; 0 without a driver."""
+    """GPUs of this machine or pod, whoever uses them, parts of one as in `count_gpus`; 0 without a driver."""
+    return max(_count_whole_gpus(), count_gpus())
+
+
+def _count_whole_gpus() -> int:
     import pynvml
 
     try:
         pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()

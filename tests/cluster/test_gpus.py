@@ -60,7 +60,22 @@ def test_where_nodes_may_join_later_their_gpus_need_not_be_there_yet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,3", 2), ("GPU-1a,GPU-2b", 2), ("0,1,2,3,4", 4)]
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("2", 1),
+        ("0, 3", 2),
+        ("GPU-1a,GPU-2b", 2),
+        ("0,1,2,3,4", 4),
+        ("0,-1,1", 1),
+        ("0,9,1", 1),
+        (",1", 0),
+        ("MIG-a,MIG-b,MIG-c,MIG-d,MIG-e", 5),
+        ("MIG-a,0", 1),
+    ],
 )
 def test_gpus_are_counted_that_processes_may_use(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
@@ -71,12 +86,23 @@ def test_gpus_are_counted_that_processes_may_use(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert (count_gpus(), count_machine_gpus()) == (count, 4)
+    assert (count_gpus(), count_machine_gpus()) == (count, max(count, 4))
 
 
 def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
     monkeypatch.setattr(pynvml, "nvmlInit", no_library)
+    assert (count_gpus(), count_machine_gpus()) == (0, 0)
+
+
+def test_a_driver_that_does_not_answer_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
     assert count_gpus() == 0
