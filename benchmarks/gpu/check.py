@@ -76,7 +76,7 @@ def _tests(run: Run) -> Iterator[Row]:
     import pytest
 
     report, started = run.folder / "tests.xml", time.monotonic()
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     options += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default", f"--junitxml={report}"]
     if importlib.util.find_spec("pytest_timeout") is None:
         options += ["-o", "timeout=", "-W", "ignore::pytest.PytestConfigWarning"]

@@ -118,7 +118,7 @@ def _beside_decodes(run: Run) -> Iterator[Row]:
         run.pick("llama-3-8b", "llama-5m"), grid, run.device, run.pick(torch.bfloat16, torch.float32), 0, 4 * num_moved
     )
     alone = split(model, model.decoding(batch, shape), num_steps)
-    # Whose pages these are does not matter here: nobody looks at the tokens.
+    # Any pages will do: nobody looks at the tokens.
     last, tier = model.runner.pool.k_pages.shape[2], model.runner._tier
     device_pages, host_pages = np.arange(last - num_moved, last), np.arange(num_moved)
     tier.save(device_pages, host_pages)
