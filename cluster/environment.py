@@ -27,6 +27,7 @@ _INGRESS_PORTS = range(20_000, 30_000)  # under Linux' ephemeral ports
 _PORTS_PER_CLUSTER = 64
 _SMALLEST_BUFFER = 16_384  # bytes; HAProxy's own default
 _HEADER_TIMEOUT_S = 10
+_IDLE_TIMEOUT_S = 10  # between two requests; uvicorn's own is 5
 
 
 def make_directory(config: ClusterConfig) -> Path:
@@ -126,11 +127,11 @@ def _haproxy_defaults() -> str:
     """The last line of the `defaults` section in Serve's template, and what must follow it; no knob has these.
 
     Once a body comes after its headers, HAProxy splices the client's socket and then no longer sees it close
-    until there is an answer, `option abortonclose` or not. Without the timeout a half-sent header holds its
-    connection for an hour.
+    until there is an answer, `option abortonclose` or not. Without the timeouts a half-sent header holds its
+    connection for an hour, and an idle client its own for 90 s.
     """
-    lines = ("leastconn", "no option splice-request", f"timeout http-request {_HEADER_TIMEOUT_S}s")
-    return "\n    ".join(lines)
+    timeouts = (f"timeout http-request {_HEADER_TIMEOUT_S}s", f"timeout http-keep-alive {_IDLE_TIMEOUT_S}s")
+    return "\n    ".join(("leastconn", "no option splice-request", *timeouts))
 
 
 def _client_timeout_s(config: ClusterConfig) -> int:

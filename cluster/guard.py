@@ -60,7 +60,7 @@ class Guard:
             logger.info("client gone request=%s given_id=%s", response.request_id, response.given_id)
         except MnemeError as error:
             if response.status is None:
-                await self._bodies.skip(body, receive)
+                await self._bodies.skip(body, receive, waits=_waits_to_send(scope))
             await self._fail(error, scope, receive, response)
         except Exception:  # the edge of the process
             logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
@@ -135,6 +135,10 @@ class _Response:
 def _has_body(headers: Mapping[str, str]) -> bool:
     """Whether the headers announce one."""
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _waits_to_send(scope: Scope) -> bool:
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
 
 
 def _given_id(scope: Scope) -> str | None:

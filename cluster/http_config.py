@@ -35,7 +35,7 @@ class HttpConfig:
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
     affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
-    max_connections_per_address: int = 2048  # of the proxy's 4,096; in IPv6 of a /64. `mneme serve` alone
+    max_connections_per_address: int = 512  # of the proxy's 4,096; in IPv6 of a /64. `mneme serve` alone
 
     def __post_init__(self) -> None:
         check_range("http.max_body_bytes", self.max_body_bytes, 1024, 2**30)

@@ -26,6 +26,7 @@ class HeldBody:
     def __init__(self, reader: BodyReader) -> None:
         self._reader = reader
         self._bytes = bytearray()
+        self.is_begun = False  # some of it was asked for
         self.is_whole = False  # nothing more will come
 
     def __len__(self) -> int:
@@ -65,12 +66,15 @@ class BodyReader:
         except TimeoutError:
             raise RequestTimeout("body", f"{len(body)} bytes", "did not arrive in time") from None
 
-    async def skip(self, body: HeldBody, receive: Receive) -> None:
+    async def skip(self, body: HeldBody, receive: Receive, *, waits: bool) -> None:
         """Throw away what a client that is refused is sending, for a moment.
 
         Who is cut off while sending may not get to read why; a connection whose request is over can be used again.
+        Who `waits` to be asked for the body (`Expect: 100-continue`) would be asked by the first call of `receive`.
         """
         body.take()
+        if waits and not body.is_begun:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SKIP_S):
                 while not body.is_whole:
@@ -79,6 +83,7 @@ class BodyReader:
                     body.is_whole = not message.get("more_body", False)
 
     async def _read_parts(self, body: HeldBody, receive: Receive) -> None:
+        body.is_begun = True
         while not body.is_whole:
             async with asyncio.timeout(self._config.body_idle_timeout_s):
                 message = await receive()

@@ -38,6 +38,17 @@ def test_a_trailer_is_no_key() -> None:
                 assert connection.makefile("rb").read().split(b" ", 2)[1] == status
 
 
+@pytest.mark.parametrize(("key", "first"), [("secret-a", b"100"), ("wrong", b"401")])
+def test_only_who_may_call_is_asked_for_a_body(key: str, first: bytes) -> None:
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nExpect: 100-continue\r\n"
+    with (
+        serving(config=HttpConfig(api_keys=("secret-a",))) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection,
+    ):
+        connection.sendall(head.encode() + b"Content-Length: 9\r\n\r\n")
+        assert connection.recv(65536).split(b" ", 2)[1] == first
+
+
 def test_a_session_in_a_header_may_be_any_text() -> None:
     with serving() as server:
         headers = {"X-Session-ID": "gr\u00fc\u00df".encode()}

@@ -71,6 +71,9 @@ def answers(address: tuple[str, int], source: str) -> bool:
         ("POST /nowhere", "Content-Length: 100\r\n", 401),
         ("GET /v1/models", KEY + "Content-Length: 100\r\n", 200),
         ("GET /nowhere", KEY + "Content-Length: 100\r\n", 404),
+        ("HEAD /health", "Content-Length: 10\r\n", 400),
+        ("HEAD /health", f"Content-Length: {2**32}\r\n", 400),
+        ("HEAD /health", "Transfer-Encoding: chunked\r\n", 400),
     ],
 )
 def test_an_answer_ends_the_connection_of_a_body_that_never_comes(
@@ -80,8 +83,17 @@ def test_an_answer_ends_the_connection_of_a_body_that_never_comes(
         connection.sendall(f"{request_line} HTTP/1.1\r\nHost: door\r\n{headers}\r\n".encode())
         head, _, body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    if status != 200:
+    if request_line.startswith("HEAD"):
+        assert body == b""
+    elif status != 200:
         check_error_object(body)
+
+
+def test_http_2_cannot_keep_an_answered_connection(address: tuple[str, int]) -> None:
+    settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    with connect(address, GREEDY) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_connection_whose_refused_body_came_is_used_again(address: tuple[str, int]) -> None:
