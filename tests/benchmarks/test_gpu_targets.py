@@ -58,7 +58,7 @@ def test_a_target_runs_dry_without_ray(target: str, tmp_path: Path) -> None:
         assert {f"{target}/table.txt", f"{target}/{target}.json"} <= set(archive.getnames())
     if target == "check":  # the GPU tests were collected, all of them
         log = (tmp_path / target / "tests.log").read_text()
-        assert re.search(r"^\d+/\d+ tests collected", log, re.MULTILINE), log[-2000:]
+        assert re.search(r"\d+/\d+ tests collected", log), log[-2000:]
         for path in check.gpu_tests():
             assert Path(path).name in log
 
