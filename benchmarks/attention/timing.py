@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mneme.replicas.cuda_graphs import CudaCapture, Graph
+
 _SAMPLE_MS = 0.5  # short CUDA passes are repeated up to this
 _MAX_REPLAYS = 64
 
@@ -148,13 +150,9 @@ class _CudaClock:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    def _capture(self) -> Graph | None:
         try:
-            with torch.cuda.graph(graph):
-                self._all_layers()
+            return CudaCapture(torch.device("cuda"))(self._all_layers)
         except RuntimeError:
-            torch.cuda.set_stream(stream)  # a capture that fails to end does not put it back
             torch.cuda.synchronize()
             return None
-        return graph
