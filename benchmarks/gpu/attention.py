@@ -146,19 +146,21 @@ def _intercept(run: Run) -> Iterator[Row]:
     options["cache_bytes"] = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
     batch = run.pick(32, 2)
     for name, share in (("shared", "always"), ("sequence-first", "never")):
-        points = []
+        points, launches = [], set()
         for length in lengths:
             scene = prefix_scene(
                 batch, length if share == "always" else 0, 32 if share == "always" else length + 32, **options
             )
             times = interleaved([ours(scene, share, share)], run.device, budget_s=run.pick(0.3, 0.0))
             points.append((scene.bytes_once, times.ms(share) * 1e3))
-            yield Row(f"{name} {length}", points[-1][1], "us", note=f"{points[-1][0]} bytes", is_detail=True)
+            launched = _note({"launched": times.launches(share)})
+            launches.add(launched)
+            note = ", ".join(filter(None, (launched, f"{points[-1][0]} bytes")))
+            yield Row(f"{name} {length}", points[-1][1], "us", note=note, is_detail=True)
         fitted = points[1:] if share == "always" else points  # without a prefix nothing is merged
         slope, start_us = np.polyfit(*zip(*(fitted if len(fitted) > 1 else points), strict=True), 1)
-        yield Row(
-            f"intercept {name}", float(start_us), "us", note="" if run.is_dry else f"{1e-6 / slope:.2f} TB/s beyond"
-        )
+        note = ", ".join(filter(None, (*sorted(launches), f"{1e-6 / slope:.2f} TB/s beyond")))
+        yield Row(f"intercept {name}", float(start_us), "us", note=note)
 
 
 def _share_cost(run: Run) -> Iterator[Row]:
@@ -178,15 +180,18 @@ def _share_cost(run: Run) -> Iterator[Row]:
 
 
 def _prefill(run: Run) -> Iterator[Row]:
-    """Causal attention of all rows of one sequence, ours over pages and torch's over contiguous KV."""
+    """Causal attention of a sequence's last rows, ours over pages, torch's over contiguous KV: cuDNN or flash.
+
+    The faster of torch's counts: with fewer rows than keys cuDNN reads a mask from memory, flash does not.
+    """
     for rows, length in run.pick(((2048, 2048), (8192, 8192), (2048, 32768)), ((64, 64),)):
         if run.is_late:
-            yield Row(f"prefill {rows} rows of {length} over cuDNN", None, note="not run: out of time")
+            yield Row(f"prefill {rows} rows of {length} over torch", None, note="not run: out of time")
             continue
         heads, dtype = (_GQA, torch.bfloat16) if not run.is_dry else (Heads(4, 1, 16), torch.float32)
         scene = prefix_scene(1, 0, length, rows_per_sequence=rows, heads=heads, dtype=dtype, device=run.device)
         arms = [ours(scene)]
-        for backend, name in ((SDPBackend.CUDNN_ATTENTION, "cudnn"), (SDPBackend.FLASH_ATTENTION, "flash")):
+        for backend, name in ((SDPBackend.CUDNN_ATTENTION, "torch/cudnn"), (SDPBackend.FLASH_ATTENTION, "torch/flash")):
             arm = _sdpa(scene, SDPBackend.MATH if run.is_dry else backend, name)
             try:
                 arm.output()
@@ -198,10 +203,12 @@ def _prefill(run: Run) -> Iterator[Row]:
         flops = 4.0 * heads.q * heads.dim * sum(range(length - rows + 1, length + 1))
         rates = {arm.name: flops / times.ms(arm.name) / 1e9 for arm in arms}
         for name, rate in rates.items():
-            yield Row(f"prefill {name} {rows} of {length}", rate, "TFLOP/s", is_detail=True)
-        over = times.ratio("auto", "cudnn") if "cudnn" in times else None
-        note = "" if run.is_dry else "TFLOP/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        yield Row(f"prefill {rows} rows of {length} over cuDNN", over, "x", note=note)
+            note = _note({"launched": times.launches(name)})
+            yield Row(f"prefill {name} {rows} of {length}", rate, "TFLOP/s", note=note, is_detail=True)
+        over = times.ratio("auto", "torch") if "torch" in times else None
+        note = "TFLOP/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        note = ", ".join(filter(None, (_note({"launched": times.launches(*rates)}), note)))
+        yield Row(f"prefill {rows} rows of {length} over torch", over, "x", note=note)
 
 
 def _sdpa(scene: Any, backend: SDPBackend, name: str) -> Arm:
