@@ -197,7 +197,7 @@ def _path(run: Run, name: str, suffix: str) -> Path:
 
 
 def table_of(target: str, rows: list[Row], is_dry: bool) -> str:
-    """At most 40 lines: each figure, its prediction and its share of the physical limit."""
+    """At most 40 lines: each figure, its prediction (or "none") and its share of the physical limit."""
     shown = [row for row in rows if not row.is_detail]
     cells = [("figure", "measured", "predicted", "of limit", "")]
     cells += [_cells(row, is_dry) for row in shown[: TABLE_LINES - 3]]
@@ -214,7 +214,7 @@ def _cells(row: Row, is_dry: bool) -> tuple[str, str, str, str, str]:
         f"{row.value:.4g} {row.unit}".strip() if row.value is not None else "-" if row.note or not is_dry else "dry"
     )
     limit = "" if row.of_limit is None else f"{row.of_limit:.2f}"
-    return row.name, measured, "" if predicted is None else f"{predicted:g}", limit, row.note
+    return row.name, measured, "none" if predicted is None else f"{predicted:.4g}", limit, row.note
 
 
 def write_archive(target: str, folder: Path) -> Path:
