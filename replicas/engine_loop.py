@@ -26,11 +26,13 @@ from mneme.replicas.queries import EngineQuery, Query, answer, sessions_to_resto
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions import SessionKey, session_key
 from mneme.replicas.token_stream import Deliver, Subscriber, WithheldEvents
+from mneme.replicas.workers import Workers
 
 log = logging.getLogger(__name__)
 
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
 _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
+_END_S = 1.0  # what its thread has left to do then
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
 
 T = TypeVar("T")
@@ -39,7 +41,8 @@ T = TypeVar("T")
 class EngineLoop:
     """Owns an engine from `start` to `stop`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, thread: Workers | None = None) -> None:
+        """`thread` is the one that made the engine; None: another one steps it."""
         self.engine = engine
         self.kv_tier: KvTier | None = kv_tier_of(engine.chunks, engine.durable)
         self.epoch = uuid.uuid4().hex
@@ -53,7 +56,8 @@ class EngineLoop:
         self._of_sessions: set[str] = set()  # requests
         after = None if engine.durable is None else engine.durable.writer.after
         self._withheld = WithheldEvents(self._send, after)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = thread or Workers("engine", 1)
+        self._is_running, self._has_ended = False, threading.Event()
         self._step_s = 0.0  # duration of the last step
         self._stats: dict[str, Any] = {}
 
@@ -61,15 +65,17 @@ class EngineLoop:
         self._stats = self._gather_stats()
         gc.collect()
         gc.freeze()  # what was loaded stays: a full collection in the middle of a step need not look at it
-        self._thread.start()
+        self._is_running = True
+        self._thread.run(self._run)
 
     def stop(self) -> None:
         """End every request as "abort", deliver that, and end the thread."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._is_running:
+            self._has_ended.wait()
+        self._thread.close(_END_S)
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
         """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
@@ -118,7 +124,7 @@ class EngineLoop:
         """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""
         future: Future[T] = Future()
         posted = self._post(lambda: future.set_result(question()))
-        while posted and (future.done() or self._thread.is_alive()):
+        while posted and (future.done() or (self._is_running and not self._has_ended.is_set())):
             try:
                 return future.result(timeout=_ALIVE_CHECK_S)
             except TimeoutError:  # a long step, or a thread that has ended
@@ -145,6 +151,7 @@ class EngineLoop:
         finally:
             with self._condition:
                 self._stopping = True
+            self._has_ended.set()
 
     def _serve(self) -> None:
         while self._run_inbox():

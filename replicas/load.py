@@ -30,6 +30,7 @@ from mneme.replicas.tokenizer import Tokenizer
 from mneme.replicas.warm_prompts import PUBLIC, Tenant, warm_before_traffic
 from mneme.replicas.warm_up import warm_up
 from mneme.replicas.weights import Progress, load_weights
+from mneme.replicas.workers import Workers
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
@@ -129,8 +130,12 @@ def compiled_kernels() -> str | None:
 
 
 def load_engine_loop(model: str, config: EngineConfig, **options: Any) -> EngineLoop:
-    """`load_engine` with a thread of its own, not yet started."""
-    return EngineLoop(load_engine(model, config, **options))
+    """`load_engine` on the thread that will step the engine; not yet started.
+
+    What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.
+    """
+    thread = Workers("engine", 1)
+    return EngineLoop(thread.call(lambda: load_engine(model, config, **options)), thread)
 
 
 def choose_device(name: str) -> torch.device:

@@ -7,10 +7,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
 Task = Callable[[], None]
+T = TypeVar("T")
 
 
 class Workers:
@@ -27,6 +30,19 @@ class Workers:
 
     def run(self, task: Task) -> None:
         self._queue.put(task)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What the function gives, or raises, on one of the threads."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.run(task)
+        return future.result()
 
     def close(self, timeout_s: float) -> None:
         """Run what waits, if that takes no longer, and end."""

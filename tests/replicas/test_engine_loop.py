@@ -9,7 +9,8 @@ from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
-from mneme.replicas.request import SamplingParams, StepMessage
+from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
+from mneme.replicas.workers import Workers
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.test_engine_policy import make_request
 
@@ -139,8 +140,38 @@ def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.
     loop.check_health()
     monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
     loop.submit_many([make_request("last", [1])])
-    loop._thread.join(WAIT_S)
+    assert loop._has_ended.wait(WAIT_S)  # nothing public says so without an answer
     with pytest.raises(ReplicaUnavailable):
         loop.check_health()
     assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
     loop.stop()
+
+
+def test_the_thread_that_makes_an_engine_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread has of its own is then warm when requests come: see `load_engine_loop`."""
+    made_by: list[int] = []
+    stepped_by: list[int] = []
+    step = Engine.step
+
+    def make() -> Engine:
+        made_by.append(threading.get_ident())
+        return Engine(FakeRunner(64, 4), None, EngineConfig())  # type: ignore[arg-type]
+
+    def noted(engine: Engine) -> list[TokenEvent]:
+        stepped_by.append(threading.get_ident())
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", noted)
+    thread = Workers("engine", 1)
+    loop = EngineLoop(thread.call(make), thread)
+    messages = subscribe(loop, "")
+    loop.start()
+    loop.submit_many([make_request("a", [1])])
+    until_finished(messages, "a")
+    loop.stop()
+    assert set(stepped_by) == set(made_by) != {threading.get_ident()}
+
+
+def test_what_a_thread_cannot_make_is_raised_where_it_was_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Workers("engine", 1).call(lambda: 1 / 0)
