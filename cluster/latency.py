@@ -17,7 +17,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a ga
 
 
 class Latencies:
-    """The histograms of one ingress, under its label and the model's; three have a name of ours too, as it was."""
+    """Holds the histograms of one ingress, labelled with it and the model.
+
+    Their names are vLLM's. Three are exposed a second time under a `mneme_` name, without the model's label.
+    """
 
     def __init__(self, ingress: str, model: str) -> None:
         self._families: list[Histogram] = []

@@ -6,6 +6,7 @@ may hold the session: one that does not answer makes a 503, never a 404.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import Any
 
@@ -16,11 +17,12 @@ from mneme.cluster.api_state import ApiState
 from mneme.cluster.protocol import ForkRequest, validate
 from mneme.cluster.session_lookup import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
-from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, SessionNotFound
+from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import DeleteSession, ExplainPrompt, ForkSession
 from mneme.replicas.sessions import SessionKey
 
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_MOVES = 8  # of a session to another replica while it is being forked
 
 
 async def get_session(api: ApiState, request: Request) -> JSONResponse:
@@ -46,10 +48,9 @@ async def fork_session(api: ApiState, request: Request) -> JSONResponse:
     if body.session_id == "" or new_id is None:
         raise InvalidRequest("session_id", body.session_id, "must not be empty")
     new_key = (key[0], new_id)
-    replica_id, _ = await _find(api, key)
     if await look_up_session(api.client, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
-    forked = (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
+    replica_id, forked = await _fork_where_it_is(api, key, new_id)
     if forked is None:  # made, and dropped at once
         raise Overloaded("there is no room for another session")
     api.client.place_fork(new_key, replica_id)
@@ -68,6 +69,15 @@ async def explain(api: ApiState, request: Request) -> JSONResponse:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
     return JSONResponse({"id": given, "object": "kv.explanation", "choices": choices})
+
+
+async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
+    """Fork a session on the replica that has it; one that a turn moves elsewhere meanwhile is looked for again."""
+    for _ in range(_MAX_MOVES):
+        replica_id, _known = await _find(api, key)
+        with contextlib.suppress(SessionNotFound):
+            return replica_id, (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
+    raise ReplicaUnavailable("the session moves from replica to replica")
 
 
 async def _find(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]]:

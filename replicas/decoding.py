@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from mneme.replicas.admission import max_output_tokens, stop_stream
@@ -104,17 +103,18 @@ class Decoding:
 
 
 def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
-    """The text of an answer of these ids as its client got it; `stream` has followed it if there are stop strings.
+    """The text of an answer of these ids as its client got it, and how many of the ids stand for it.
 
-    What closes an answer is in the text that follows: a last token that is not shown does not stand for the answer, and
-    its KV was never computed. Where a stop string cut the text, the ids before it count whose text it left whole.
+    A last token that is not shown is not counted: it closes the answer, the next prompt's template writes it again, and
+    its KV was never computed. Where a stop string cut the text, the ids are counted whose text lies wholly before it.
+
+    stream  was pushed the same ids; None if there are no stop strings
     """
 
     def text(num_ids: int) -> str:
         return tokenizer.decode(ids[:num_ids], skip_special_tokens=params.skip_special_tokens)
 
     if stream is not None and stream.stopped:
-        num_ids = bisect_right(range(len(ids) + 1), len(stream.text), key=lambda num_ids: len(text(num_ids))) - 1
-        return Said(text(num_ids), num_ids)
+        return Said(text(stream.num_whole_tokens), stream.num_whole_tokens)
     is_closed = params.skip_special_tokens and bool(ids) and ids[-1] in tokenizer.special_token_ids
     return Said(text(len(ids)), len(ids) - is_closed)

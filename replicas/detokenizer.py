@@ -6,6 +6,8 @@ stop strings) and the ingress (which sends the text) run one `TextStream` each a
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from mneme.replicas.request import SamplingParams
@@ -41,6 +43,7 @@ class TextStream:
         self._unstoppable = min_tokens
         self._held = ""  # the longest end of the text that a stop string may begin with
         self._pieces: list[str] = []
+        self._num_chars = array("i", [0])  # of the first n tokens' text, where there are stop strings
         self.stopped = False
 
     @staticmethod
@@ -54,6 +57,11 @@ class TextStream:
     def text(self) -> str:
         """All that was returned so far."""
         return "".join(self._pieces)
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """How many of the first tokens have a text that was returned as a whole; known where there are stop strings."""
+        return bisect_right(self._num_chars, len(self.text)) - 1
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that has become safe to show; after a stop string, always empty."""
@@ -77,6 +85,8 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._characters.push(token_id)
+        if self._stop:
+            self._num_chars.append(self._characters.num_chars)
         if self._unstoppable > 0:
             self._unstoppable -= 1
             return text
@@ -113,8 +123,10 @@ class _CharacterStream:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self.num_chars = 0  # of the text of all tokens, with what still waits
         self._window: list[int] = []
         self._given = 0
+        self._num_decoded = 0  # characters of the window
         self._num_waiting = 0  # tokens since the text last ended in a complete character
 
     def push(self, token_id: int) -> str:
@@ -125,6 +137,8 @@ class _CharacterStream:
         self._num_waiting = self._num_waiting + 1 if text.endswith(_INCOMPLETE) else 0
         end = self._given if 0 < self._num_waiting <= _MAX_INCOMPLETE else len(text) - _num_incomplete(text)
         fresh = text[self._given : end]
+        self.num_chars += len(text) - self._num_decoded
+        self._num_decoded = len(text)
         self._given = max(self._given, end)
         if len(self._window) > (_MAX_RUBBLE if self._num_waiting else _MAX_WINDOW):
             self._slide(text)
@@ -132,7 +146,7 @@ class _CharacterStream:
 
     def finish(self) -> str:
         fresh = self._decode(self._window)[self._given :]
-        self._window, self._given, self._num_waiting = [], 0, 0
+        self._window, self._given, self._num_decoded, self._num_waiting = [], 0, 0, 0
         return fresh
 
     def _decode(self, ids: list[int]) -> str:
@@ -143,7 +157,8 @@ class _CharacterStream:
         waiting = len(text) - self._given
         size = next((n for n in range(_MIN_WINDOW, _RUBBLE_WINDOW) if self._ends(text, n)), _RUBBLE_WINDOW)
         self._window = self._window[-size:]
-        self._given = max(0, len(self._decode(self._window)) - waiting)
+        self._num_decoded = len(self._decode(self._window))
+        self._given = max(0, self._num_decoded - waiting)
 
     def _ends(self, text: str, size: int) -> bool:
         """Whether the last `size` tokens alone give the end of the text."""

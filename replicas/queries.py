@@ -102,7 +102,7 @@ def was_there(query: EngineQuery, found: Any, durable: DurableSessions | None) -
 
 
 def answer(engine: Engine, query: EngineQuery) -> Any:
-    """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest` or `Overloaded`."""
+    """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest`, or a `TryAgainLater`."""
     match query:
         case GetSession(key):
             return _describe(engine, key)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from mneme.cachetier.session_record import SessionState
-from mneme.errors import InvalidRequest, SessionNotFound
+from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.session_deadlines import Deadlines
 from mneme.replicas.session_prompts import SessionPrompts
@@ -168,7 +168,8 @@ class Sessions:
     def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
         """A new session with the past of another and, where that is answering, what its turn has so far.
 
-        Raises `SessionNotFound`, or `InvalidRequest` if the new one exists.
+        Raises `SessionNotFound`, `InvalidRequest` if the new one exists, or `ReplicaUnavailable` if nothing is known of
+        its first turn yet.
         """
         log = self.get(key)
         if log is None:
@@ -183,7 +184,7 @@ class Sessions:
             seen = None if turn.seen is None else Seen(turn.seen.ids, None)
             forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
         if not forked.ids:
-            raise _not_found(key)  # nothing was said yet
+            raise ReplicaUnavailable("nothing was said in the session yet")
         self._add(new_key, forked)
         if self._journal is not None:
             self._journal.forked(new_key, forked)

@@ -75,7 +75,7 @@ class FinishedTurn(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """What a log holds only while it is busy."""
+    """Holds what is known of a session's turn while that is answering, and the turns that wait behind it."""
 
     name: str  # `turn_name` of its requests
     num_base: int  # ids that the log had when the turn began
@@ -89,7 +89,7 @@ class RunningTurn:
 
 @dataclass(slots=True, eq=False)
 class TokenLog(Owner):
-    """One session; what it says of text concerns the rendered text, as the client's messages give it."""
+    """Keeps one session; its marks are of the text that the chat template makes of the client's messages."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     marks: bytes = b""

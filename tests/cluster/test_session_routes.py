@@ -14,6 +14,7 @@ import pytest
 from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.protocol import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
+from mneme.replicas.queries import ForkSession
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api_client, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
@@ -154,6 +155,33 @@ def test_a_fork_goes_on_by_itself_and_its_first_turn_belongs_to_its_replica() ->
         assert (await client.post("/v1/sessions/nobody/fork", json={})).status_code == 404
 
     run(scenario)
+
+
+class MovingClient(FakeEngineClient):
+    """Its sessions leave their replica between being found and being forked, so many times."""
+
+    num_moves = 0
+
+    async def query(self, query: Any, *, replica_id: str | None = None) -> dict[str, Any]:
+        if isinstance(query, ForkSession) and self.num_moves:
+            self.num_moves -= 1
+            raise SessionNotFound("session_id", "s")
+        return await super().query(query, replica_id=replica_id)
+
+
+@pytest.mark.parametrize(("num_moves", "status"), [(1, 200), (3, 200), (10**6, 503)])
+def test_a_session_that_moves_while_it_is_forked_is_looked_for_again(num_moves: int, status: int) -> None:
+    async def main() -> None:
+        engine = MovingClient(TOKENIZER)
+        async with api_client(engine) as client:
+            await chat(client, session_id="s")
+            engine.num_moves = num_moves
+            response = await client.post("/v1/sessions/s/fork", json={"session_id": "t"})
+            assert response.status_code == status, response.text
+            await get(client, "/v1/sessions/t", 200 if status == 200 else 404)
+            assert (await client.post("/v1/sessions/nobody/fork", json={})).status_code == 404
+
+    asyncio.run(main())
 
 
 def test_another_key_s_sessions_and_requests_are_unknown() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +35,15 @@ def test_pieces_of_any_text_make_up_the_text(text: str) -> None:
 def test_any_ids_give_what_decoding_them_at_once_gives(ids: list[int]) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert "".join(stream_all(TextStream(TOKENIZER), ids)) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=120), STOPS)
+def test_whole_tokens_are_those_whose_text_lies_before_the_stop_string(ids: list[int], stops: list[str]) -> None:
+    stream = TextStream(TOKENIZER, stops)
+    stream_all(stream, ids)
+    sizes = [len(TOKENIZER.decode(ids[:end], skip_special_tokens=True)) for end in range(len(ids) + 1)]
+    assert stream.num_whole_tokens == bisect_right(sizes, len(stream.text)) - 1
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.errors import InvalidRequest, Overloaded, SessionNotFound
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.session_queue import MAX_QUEUED_PER_SESSION
 from mneme.replicas.sessions import Sessions
@@ -440,9 +440,14 @@ def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
     assert (used - 4 * num_tokens) / num_sessions <= 1024
 
 
-def test_where_nothing_was_said_yet_there_is_nothing_to_fork() -> None:
+def test_a_session_in_which_nothing_was_said_yet_can_be_forked_later() -> None:
     sessions, _ = make()
-    begin(sessions, turn("1", "s"))
-    with pytest.raises(SessionNotFound):
+    request = turn("1", "s")
+    ids = begin(sessions, request)
+    with pytest.raises(ReplicaUnavailable, match="nothing was said in the session yet"):
         sessions.fork(("", "s"), ("", "f"), None)
     assert len(sessions) == 1
+    assert ids is not None
+    end(sessions, request, ids, [1000], "c")
+    sessions.fork(("", "s"), ("", "f"), None)
+    assert len(sessions) == 2
