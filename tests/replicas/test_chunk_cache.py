@@ -302,7 +302,7 @@ def test_engines_of_a_path_that_is_gone_end(decoder: Decoder, tmp_path: Path) ->
     finish_saves(engine)
     del engine
     for thread in threading.enumerate():
-        if thread.name.startswith("kv-"):
+        if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(60)
     assert threading.active_count() <= before
 

@@ -72,7 +72,7 @@ class Gate:
 def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> None:
     """Once its threads have ended. A store that is closed by then is not told who waits no longer (`hung`)."""
     for thread in threading.enumerate():
-        if thread.name.startswith("kv-"):
+        if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(WAIT_S)
     mover, cache = engine._runner.chunks, engine.chunks
     assert mover is not None
