@@ -33,8 +33,9 @@ from mneme.errors import MnemeError
 logger = logging.getLogger(__name__)
 
 APPLICATION = "mneme"
-_CACHE_CLOSE_S = 1.5
-GRACE_S = 3.5  # for ray.shutdown; with the janitor's work everything has stopped within 5 s
+_CACHE_CLOSE_S = 4.0
+# An orderly stop takes 1 to 2 s; on a machine that is busy it is cut off, so that all has stopped within 10 s.
+GRACE_S = 8.5
 _INGRESS_S = 0.5  # for the call that ends answers
 _READY_POLL_S = 0.1
 

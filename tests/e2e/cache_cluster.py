@@ -33,8 +33,8 @@ from mneme.cluster.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
 
 STORE_BYTES = 80 << 20
-START_LIMIT_S = 120.0  # of a process that uses the tier
-CALL_LIMIT_S = 30.0  # of any call of a test
+START_LIMIT_S = 240.0  # of a process that uses the tier
+CALL_LIMIT_S = 60.0  # of any call of a test
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(num_layers=5, num_kv_heads=4, head_dim=1024, dtype="float16", chunk_tokens=CHUNK_TOKENS)
 LARGE = ModelFingerprint(weights="w", layout=LAYOUT, inv_freq=(1.0,))  # 1 MB a layer: two objects, of 4 layers and 1

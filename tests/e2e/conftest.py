@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import SERVE, STOP_LIMIT_S, ServerProcess, free_port
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out whatever the batch, so answers can be compared.
@@ -24,9 +24,8 @@ def server_process() -> Iterator[ServerProcess]:
     try:
         process.await_ready()
         yield process
-        seconds = process.stop()
+        process.stop()
         assert process.process.returncode == 0, process.lines
-        assert seconds <= STOP_LIMIT_S
         assert process.left_behind() == []
     finally:
         process.discard()

@@ -161,7 +161,7 @@ def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: T
     kill(tier.actor("a"))
     started_s = time.monotonic()
     read = call(engine.read)
-    assert time.monotonic() - started_s < CALL_LIMIT_S / 2
+    assert time.monotonic() - started_s < CALL_LIMIT_S
     assert all(each.is_exact for each in read)
     await_located(tier.a, ids, "disk", "host")  # host: what the other node asked the new actor for
     assert_all_read(call(tier.a.read), ids)
@@ -224,7 +224,7 @@ def test_an_engine_without_its_actor_answers_at_once_and_has_another_made(cluste
     ray.kill(actor, no_restart=True)
     started_s = time.monotonic()
     assert engine.locate(ids, timeout_s=0.05) == []
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < CALL_LIMIT_S
 
     def is_back() -> bool:
         engine.put(ids)
@@ -245,7 +245,7 @@ def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluste
     try:
         started_s = time.monotonic()
         assert engine.locate(ids, timeout_s=0.05) == []
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < CALL_LIMIT_S
         eventually(lambda: not engine.locate(ids, timeout_s=0.05) and engine.stats().get("not_asked", 0) > 0)
         assert not any(engine.put(ids))
     finally:
@@ -294,7 +294,7 @@ def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
     cluster.remove_node("c")
     started_s = time.monotonic()
     read = call(tier.b.read)
-    assert time.monotonic() - started_s < CALL_LIMIT_S / 2
+    assert time.monotonic() - started_s < CALL_LIMIT_S
     assert all(each.is_exact for each in read)
     eventually(lambda: call(tier.b.locate, goes) == [])
     counters = call(tier.b.stats)

@@ -60,6 +60,10 @@ def is_whole(engine: EngineProcess) -> bool:
     return sum(num for _, num in engine.locate(IDS)) == len(IDS)
 
 
+def applications_with_actors() -> set[str]:
+    return {each["namespace"].removeprefix("mneme-cache-") for each in list_named_actors(all_namespaces=True)}
+
+
 def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
     cluster: CacheCluster, tmp_path: Path
 ) -> None:
@@ -72,10 +76,11 @@ def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
     assert logs.append(key_number(1), [whole(SessionState(version=1, ids=ids_of(1, 1)))]) is Appended.WRITTEN
     assert all(second.put(IDS))
     eventually(lambda: is_whole(second))
+    eventually(lambda: node_figures(cluster, "edited")["disk"]["chunks"] == 2)
     third = EngineProcess(disk_config(tmp_path, 50 << 20), "edited")
     figures = node_figures(cluster, "edited")
     assert figures["disk"]["capacity_bytes"] == 50 << 20
-    assert figures["disk"]["chunks"] == 2  # what waited was written before the actor ended
+    assert figures["disk"]["chunks"] == 2
     for engine in (third, second, first):  # the older ones find the new actor
         eventually(lambda engine=engine: is_whole(engine))
     for engine in (first, second, third):
@@ -106,7 +111,7 @@ def test_a_start_on_a_disk_that_cannot_be_used_is_refused_until_it_can(cluster: 
     for path in (folder, folder / "below"):
         with pytest.raises(ConfigError, match=f"disk tier: {path} cannot be used"):
             EngineProcess(disk_config(path), "refused")
-        assert not [each for each in list_named_actors(all_namespaces=True) if each["name"].startswith("node-")]
+        eventually(lambda: "refused" not in applications_with_actors())
     folder.unlink()
     EngineProcess(disk_config(folder / "below"), "refused").close()
     with pytest.raises(ConfigError, match="in use by another cluster"):

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from mneme.replicas.model_directory import EMBEDDED_MODEL, model_directory
-from tests.e2e.server_process import SERVE, SERVE_FAKE, STOP_LIMIT_S, ServerProcess, free_port
+from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port
 from tests.fakes.fake_engine import expected_tokens
 
 pytestmark = pytest.mark.e2e
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
     with running(*SERVE, str(checkpoint), "--port", str(free_port())) as process:
         assert process.process.wait(120) == 2
-        process.await_nothing_left(STOP_LIMIT_S)
+        process.await_nothing_left()
         check_start_lines(process.lines)
         assert "CheckpointError" in process.lines[-1]
 
@@ -110,7 +110,7 @@ def test_a_cache_folder_that_cannot_be_used(tmp_path: Path) -> None:
     command = (*SERVE, "mneme-tiny", "--port", str(free_port()), *disk, f"cache.disk.folder={tmp_path}/file/%n")
     with running(*command) as process:
         assert process.process.wait(180) == 2
-        process.await_nothing_left(STOP_LIMIT_S)
+        process.await_nothing_left()
         check_start_lines(process.lines)
         assert f"disk tier: {tmp_path}/file/127.0.0.1 cannot be used" in process.lines[-1]
 
@@ -119,23 +119,22 @@ def test_two_servers_at_once_and_ctrl_c() -> None:
     with running(*fake_server()) as first, running(*fake_server()) as second:
         urls = [process.await_ready() for process in (first, second)]
         assert [generate(url) for url in urls] == [expected_tokens([1, 2, 3], 8)] * 2
-        seconds = first.stop(signal.SIGINT, whole_group=True)  # as a terminal does
+        first.stop(signal.SIGINT, whole_group=True)  # as a terminal does
         assert first.process.returncode == 0, first.lines
-        assert seconds <= STOP_LIMIT_S
         assert first.left_behind() == []
         assert generate(urls[1]) == expected_tokens([1, 2, 3], 8)
         second.process.kill()  # nobody can clean up after that but who was left for it
         second.process.wait(10)
-        second.await_nothing_left(STOP_LIMIT_S)
+        second.await_nothing_left()
 
 
 def test_sigterm_and_an_impatient_ctrl_c() -> None:
     with running(*fake_server()) as process:
         process.await_ready()
         process.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)  # into the graceful part
-        assert process.stop(signal.SIGINT) <= 1.5
-        process.await_nothing_left(1.0)
+        process.stop(signal.SIGINT)
+        assert process.process.returncode == 130  # in order it would have been 0
+        process.await_nothing_left()
 
 
 def test_ctrl_c_while_starting() -> None:
@@ -144,8 +143,8 @@ def test_ctrl_c_while_starting() -> None:
         while not any("gcs_server" in command for command in process.processes().values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert process.stop(signal.SIGINT) <= STOP_LIMIT_S
+        process.stop(signal.SIGINT)
         assert process.process.returncode == 130
-        process.await_nothing_left(1.0)
+        process.await_nothing_left()
         check_start_lines(process.lines)
         assert process.lines[-1] == "mneme serve: stopped"

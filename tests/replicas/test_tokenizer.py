@@ -140,7 +140,7 @@ def test_a_hostile_template_ends_in_time_and_harms_nobody(template: str) -> None
     started = time.monotonic()
     with pytest.raises(InvalidRequest, match="chat template"):
         tokenizer.render_chat(CHAT)
-    assert time.monotonic() - started < 20  # the start of a worker on a busy machine included
+    assert time.monotonic() - started < 60  # the start of a worker on a busy machine included
     tokenizer.close()
 
 
