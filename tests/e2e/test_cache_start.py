@@ -60,8 +60,9 @@ def is_whole(engine: EngineProcess) -> bool:
     return sum(num for _, num in engine.locate(IDS)) == len(IDS)
 
 
-def applications_with_actors() -> set[str]:
-    return {each["namespace"].removeprefix("mneme-cache-") for each in list_named_actors(all_namespaces=True)}
+def node_actors_of(application: str) -> list[str]:
+    actors = [each for each in list_named_actors(all_namespaces=True) if each["name"].startswith("node-")]
+    return [each["name"] for each in actors if each["namespace"] == f"mneme-cache-{application}"]
 
 
 def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
@@ -111,7 +112,7 @@ def test_a_start_on_a_disk_that_cannot_be_used_is_refused_until_it_can(cluster: 
     for path in (folder, folder / "below"):
         with pytest.raises(ConfigError, match=f"disk tier: {path} cannot be used"):
             EngineProcess(disk_config(path), "refused")
-        eventually(lambda: "refused" not in applications_with_actors())
+        eventually(lambda: not node_actors_of("refused"))
     folder.unlink()
     EngineProcess(disk_config(folder / "below"), "refused").close()
     with pytest.raises(ConfigError, match="in use by another cluster"):
