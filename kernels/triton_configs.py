@@ -17,6 +17,7 @@ Phase = Literal["decode", "prefill"]
 HEAD_DIMS = (64, 80, 96, 128, 256)
 # Query heads per KV head that one tile can hold.
 MAX_GROUPS = 128
+MIN_CAPABILITY = (8, 0)  # of the GPUs that Triton compiles for
 
 # Keys of a block times head dimensions from which registers spill in the loop over keys.
 _MOST_BLOCK_ELEMENTS_SM_80 = 4096

@@ -30,14 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from mneme.kernels.triton_modules import CompileError, does_not_run, in_one_line
+
 _WORKER = "from mneme.kernels.triton_precompile import compile_what_comes; compile_what_comes()"
 _MAX_PROCESSES = 16
-_SHOWN_CHARS = 80  # of a compiler's error, which goes over many lines
 _recording = threading.Lock()
-
-
-class CompileError(RuntimeError):
-    """A kernel cannot be compiled; the message is one line that names it and what to do."""
 
 
 class Variant(NamedTuple):
@@ -134,10 +131,8 @@ def compile_all(
         finally:  # nobody waits for the rest if this is interrupted
             tasks.clear()
     if errors:
-        raise CompileError(
-            f"triton {triton.__version__} does not compile {errors[0]}; 3.6.0 and 3.7.1 are known to compile it"
-            + (f" ({len(errors) - 1} others failed too)" if len(errors) > 1 else "")
-        )
+        others = f" and {len(errors) - 1} others" if len(errors) > 1 else ""
+        raise CompileError(does_not_run(f"{errors[0]}{others}"))
 
 
 def compile_what_comes() -> None:
@@ -149,7 +144,7 @@ def compile_what_comes() -> None:
         try:
             _compile(variant, ASTSource)
         except Exception as failure:  # the edge of the process
-            error = f"{variant} ({type(failure).__name__}: {' '.join(str(failure).split())[:_SHOWN_CHARS]})"
+            error = f"{variant} ({in_one_line(failure)})"
         print(error, file=answers, flush=True)
 
 

@@ -31,6 +31,7 @@ import torch
 
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
+from mneme.kernels.triton_modules import triton_trouble
 from mneme.replicas.model import Decoder, KvPool, StepInputs
 
 log = logging.getLogger(__name__)
@@ -165,12 +166,13 @@ class DecodeGraphs:
             self._met.pop(evicted, None)
         try:
             self._graphs[shape] = self._capture(self._step)
-        except RuntimeError as error:
+        except Exception as error:  # Triton's are no RuntimeErrors; the step runs as it is, and may fail there for good
             self.num_failed += 1
             self._put_off = _RETRY_STEPS * 10**self._num_failures
             self._num_failures += 1
             what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
-            log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, error)
+            reason = triton_trouble(error) or error
+            log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
             return False
         self._num_failures = 0
         log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
@@ -203,7 +205,7 @@ class CudaCapture:
     def __call__(self, run: Callable[[], None]) -> Graph:
         """Runs once before, so that kernels are compiled and libraries have their workspaces.
 
-        Raises RuntimeError if that fails; the next capture may succeed.
+        Raises what `run` raises, and RuntimeError if it cannot be captured; the next capture may succeed.
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()

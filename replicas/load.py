@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.session_logs import open_session_logs
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels import native_library
-from mneme.kernels.triton_configs import MAX_GROUPS
+from mneme.kernels.triton_configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.replicas.cache_tier import OpenStore, open_cache_tier, process_store
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.cuda_graphs import decode_graphs_for
@@ -77,12 +78,11 @@ def load_engine(
     if device.type == "cpu":
         compiled_kernels()  # the first time takes as long as a compiler does
         report("CPU kernels", 1.0)
+    check_capability(device)
     check_heads(model_config, device)
     dtype = choose_dtype(config.dtype, device, model_config.dtype)
-    try:
+    with _fitting("model: its weights do not", device):
         weights = load_weights(model_dir, model_config, device, dtype, report)
-    except torch.OutOfMemoryError:
-        raise ConfigError(f"model: its weights do not fit {_described(device)}") from None
     num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
     # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
     max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
@@ -90,7 +90,10 @@ def load_engine(
     make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
     num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
     timeline = None if config.timeline is None else Timeline()
-    runner = Runner(decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline)
+    with _fitting("engine.num_pages, kv_cache_bytes: the pool does not", device):
+        runner = Runner(
+            decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline
+        )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
     chunks, durable = None, None
@@ -99,7 +102,8 @@ def load_engine(
         weights_name = chunks.fingerprint.weights
         durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
         report("cache tier", 1.0)
-    warm_up(runner, tokenizer, config, report)
+    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
+        warm_up(runner, tokenizer, config, report)
     report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)
@@ -153,13 +157,25 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def check_capability(device: torch.device) -> None:
+    """Raise `ConfigError` for a GPU that is too old for the kernels."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= MIN_CAPABILITY:
+        return
+    versions = (".".join(map(str, version)) for version in (found, MIN_CAPABILITY))
+    raise ConfigError(
+        "engine.device: {} has compute capability {}, the kernels are for {} and later (A100, L4, H100, H200); "
+        "engine.device: cpu serves without a GPU".format(torch.cuda.get_device_name(device), *versions)
+    )
+
+
 def cuda_trouble() -> str | None:
     """Why torch has no GPU here, and what helps; None where it has one."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build; install one for CUDA (docs/serving.md, CPU or CUDA)"
-    return f"torch finds no GPU that its CUDA {torch.version.cuda} can use; `nvidia-smi` shows GPUs and their driver"
+    shown = "`nvidia-smi` shows GPUs and their driver: update an old one"
+    return f"torch finds no GPU that its CUDA {torch.version.cuda} can use; {shown}"
 
 
 def check_heads(model: DecoderConfig, device: torch.device) -> None:
@@ -259,6 +275,15 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path(
         cached = [int(stat[i + 1]) for i, word in enumerate(stat) if word in ("inactive_file", "total_inactive_file")]
         free = min(free, max(0, left + max(cached, default=0)))
     return free
+
+
+@contextmanager
+def _fitting(what: str, device: torch.device) -> Iterator[None]:
+    """Turns memory that a GPU does not have into a `ConfigError` that names what does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"{what} fit {_described(device)}") from None
 
 
 def _described(device: torch.device) -> str:

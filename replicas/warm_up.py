@@ -26,7 +26,7 @@ import torch
 from mneme.errors import ConfigError
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.sampling import draw_tokens
-from mneme.kernels.triton_modules import triton_module
+from mneme.kernels.triton_modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -52,14 +52,26 @@ _DRAWS = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
 def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> None:
     """Compile, run and capture what requests need. No page of the runner may be in use.
 
-    Raises ConfigError if a kernel cannot be compiled.
+    Raises ConfigError if a kernel cannot be compiled or launched.
     """
     config = replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
+    try:
+        _compile(runner, tokenizer, config, report)
+        _run_once(runner, tokenizer, config)
+        capture_graphs(runner, tokenizer, config, report)
+    except Exception as error:
+        if (trouble := triton_trouble(error)) is None:
+            raise
+        raise ConfigError(f"engine.device: {trouble}; engine.device: cpu needs no Triton") from None
+
+
+def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> None:
     if runner.device.startswith("cuda") and (precompile := triton_module("triton_precompile")) is not None:
-        try:
-            precompile.compile_all(variants_of(runner, tokenizer, config), lambda share: report("kernels", share))
-        except precompile.CompileError as error:
-            raise ConfigError(f"engine.device: {error}; engine.device: cpu needs no Triton") from None
+        precompile.compile_all(variants_of(runner, tokenizer, config), lambda share: report("kernels", share))
+
+
+def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    """A greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
     runner.reserve(config.max_running, config.max_batch_tokens)
     with no_trace(runner):
         engine = Engine(runner, tokenizer, config)
@@ -67,7 +79,6 @@ def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, r
             _submit(runner, engine, name, _NUM_ROWS, sampling)
         while engine.has_work:
             engine.step()
-    capture_graphs(runner, tokenizer, config, report)
 
 
 def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> list[Variant]:

@@ -153,6 +153,6 @@ class _CudaClock:
     def _capture(self) -> Graph | None:
         try:
             return CudaCapture(torch.device("cuda"))(self._all_layers)
-        except RuntimeError:
+        except Exception:  # any library's; what fails without a capture too has failed in `_warm_up`
             torch.cuda.synchronize()
             return None

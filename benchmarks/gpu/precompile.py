@@ -12,7 +12,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from gpu.steps import Job, Row, Run
 from tune_triton import timed
 
 from mneme.kernels.triton_configs import Config, candidates, config_of
+from mneme.kernels.triton_modules import triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.warm_up import variants_of
 
@@ -99,16 +99,10 @@ def _named(job: Job, run: Run) -> Iterator[Row]:
     try:
         yield from job(run)
     except Exception as error:
-        if type(error).__module__ == "mneme.kernels.triton_precompile":  # its line says what to do
-            raise SystemExit(str(error)) from None
-        if not type(error).__module__.startswith("triton"):
+        if (trouble := triton_trouble(error)) is None:
             raise
         traceback.print_exc()
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        raise SystemExit(
-            f"triton {metadata.version('triton')} does not compile this ({found}): what needs it will fail, figures "
-            "of other kernels stand; 3.6.0 and 3.7.1 are known to compile it"
-        ) from None
+        raise SystemExit(f"{trouble}; what needs this will fail, figures of other kernels stand") from None
 
 
 def jobs(is_dry: bool) -> dict[str, Job]:

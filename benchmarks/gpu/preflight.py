@@ -7,8 +7,9 @@ import multiprocessing
 import sys
 from typing import Any
 
+from mneme.kernels.triton_configs import MIN_CAPABILITY
+
 NEEDED = ("torch", "numpy", "transformers", "pytest", "hypothesis")
-MIN_CAPABILITY = (8, 0)
 # Llama-3-8B in bfloat16, the KV of 256 sequences, and room for graphs.
 MIN_BYTES = 48 << 30
 

@@ -11,6 +11,9 @@ from attention.machine import Ceilings, measure_ceilings
 from attention.report import at_least, at_most, closing_checks, geometric_mean, rounded
 from attention.timing import Arm, Timings, interleaved
 
+from tests.replicas.played_cuda import play_cuda
+from tests.replicas.test_cuda_capture import out_of_shared_memory
+
 CPU = torch.device("cpu")
 
 
@@ -88,6 +91,21 @@ def test_closing_checks_are_met_or_missed_and_the_rest_is_named() -> None:
 def test_figures() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2)
     assert rounded({"a": [1.23456789, (2.0, None)], "b": "x"}) == {"a": [1.2346, [2.0, None]], "b": "x"}
+
+
+def test_an_arm_that_cannot_be_captured_is_timed_as_it_is_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = play_cuda(monkeypatch)
+
+    def call(_layer: int) -> None:
+        cuda.launch(lambda: None)
+        if cuda.capturing is not None:
+            raise out_of_shared_memory()
+
+    arms = [Arm("stubborn", call), Arm("ours", lambda _: cuda.launch(lambda: None))]
+    times = interleaved(arms, torch.device("cuda"), budget_s=0.0)
+    assert times.launched == {"stubborn": "eager", "ours": "graph"}
+    assert times.ratio("stubborn", "ours") is None
+    assert cuda.stream is cuda.engine
 
 
 class Point(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from mneme.replicas.cuda_graphs import MAX_BUCKET, DecodeGraphs, Graph, bucket_of
 from mneme.replicas.model import StepInputs
 from tests.replicas.played_device import PlayedDevice
+from tests.replicas.test_cuda_capture import out_of_shared_memory
 
 
 def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:
@@ -130,12 +131,13 @@ class FailingDevice(EchoDevice):
     def __init__(self) -> None:
         super().__init__()
         self.fails, self.num_tried = True, 0
+        self.error: Exception = RuntimeError("operation not permitted when stream is capturing")
 
     def capture(self, step: Callable[[], None]) -> Graph:
         self.num_tried += 1
         if self.fails:
             step()
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise self.error
         return super().capture(step)
 
 
@@ -152,6 +154,19 @@ def test_a_capture_that_fails_is_counted_and_tried_again_later(caplog: pytest.Lo
     assert device.num_tried == 2
     assert graphs.num_replays > 100
     assert graphs.bucket(3) == 4
+
+
+def test_a_kernel_that_triton_has_no_room_for_costs_the_graph_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton's errors are no RuntimeErrors."""
+    device = FailingDevice()
+    device.error = out_of_shared_memory()
+    graphs = make_graphs(device)
+    with caplog.at_level(logging.WARNING):
+        assert [int(step(graphs, 4, first)[0, 0]) for first in range(5)] == [*range(5)]
+    assert graphs.stats() == {"replays": 0, "failed": 1, "off": 0}
+    (record,) = caplog.records
+    assert "tried again in 100 steps: triton" in record.message
+    assert record.message.endswith("H100 or H200")
 
 
 def test_after_failures_in_a_row_nothing_is_captured_and_graphs_go_on() -> None:

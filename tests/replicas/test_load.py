@@ -10,7 +10,14 @@ import torch
 
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.load import available_bytes, check_heads, choose_device, choose_num_host_pages, choose_num_pages
+from mneme.replicas.load import (
+    available_bytes,
+    check_heads,
+    choose_device,
+    choose_num_host_pages,
+    choose_num_pages,
+    load_engine,
+)
 from mneme.replicas.model_config import parse_model_config
 
 SHAPE: dict[str, Any] = {
@@ -67,6 +74,37 @@ def test_a_gpu_that_its_weights_fill_is_said_to_be_too_small(gpu_with_gib: Any) 
     gpu_with_gib(4, 16, 9)  # its half is full
     with pytest.raises(ConfigError, match="no room for KV"):
         choose_num_pages(CONFIG, big_model(), CUDA, torch.bfloat16, device_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("load_weights", r"^model: its weights do not fit the GPU \(a GPU, 0\.5 of 16\.0 GiB free\); .* a larger one"),
+        ("Runner", r"^engine\.num_pages, kv_cache_bytes: the pool does not fit the GPU"),
+        ("warm_up", r"^engine\.max_batch_tokens: a step of so many does not fit the GPU"),
+    ],
+)
+def test_what_does_not_fit_a_gpu_is_named(
+    gpu_with_gib: Any, monkeypatch: pytest.MonkeyPatch, where: str, message: str
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gpu_with_gib(0.5, 16, 15.5)
+    monkeypatch.setattr(f"mneme.replicas.load.{where}", no_memory)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_engine("mneme-tiny", EngineConfig(num_pages=64, device="cpu"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    monkeypatch.setattr("mneme.replicas.load.choose_device", lambda _name: CUDA)
+    with pytest.raises(
+        ConfigError, match=r"Tesla T4 has compute capability 7\.5, the kernels are for 8\.0 .* cpu serves"
+    ):
+        load_engine("mneme-tiny", EngineConfig())
 
 
 def test_pinned_memory_is_divided_among_the_engines_of_a_machine_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from mneme.errors import ConfigError
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import DecodeGraphs, Graph
+from mneme.replicas.cuda_graphs import DecodeGraphs, Graph, MakeGraphs, Run
 from mneme.replicas.engine import Engine
-from mneme.replicas.load import load_engine
+from mneme.replicas.load import load_engine, load_engine_loop
 from mneme.replicas.model import Decoder, KvPool
 from mneme.replicas.model_config import load_model_config
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -29,6 +30,8 @@ from mneme.replicas.warm_up import warm_up
 from mneme.replicas.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
 from tests.replicas.played_device import PlayedDevice
+from tests.replicas.test_cuda_capture import out_of_shared_memory
+from tests.replicas.test_engine_loop import subscribe, until_finished
 from tests.replicas.test_engine_policy import run
 
 CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
@@ -131,6 +134,40 @@ def test_traffic_over_the_whole_pool_keeps_the_buffers_that_captured_graphs_poin
     assert len(set(addresses)) == 1
 
 
+def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each thread has buffers of its own on a device: graphs of one thread read nothing of another's."""
+    backend = pytest.importorskip("mneme.kernels.triton_backend")
+
+    def graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs:
+        def make(run: Run, pool: KvPool) -> DecodeGraphs:
+            device = PlayedDevice(run)
+            device.key = lambda plan: backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
+            return DecodeGraphs(
+                device.run, device.stage, device.capture,
+                max_rows=max_rows, vocab_size=decoder.config.vocab_size, device=torch.device("cpu"),
+            )  # fmt: skip
+
+        return make
+
+    monkeypatch.setattr("mneme.replicas.load.decode_graphs_for", graphs_for)
+    loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
+    graphs, messages = loop.engine._runner.graphs, subscribe(loop, "")  # what nobody is told
+    assert graphs is not None
+    num_graphs, ids = graphs.num_graphs, tuple(range(20))
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    loop.start()
+    loop.submit_many([GenerationRequest(request_id="a", prompt_token_ids=ids, sampling=sampling)])
+    tokens, _ = until_finished(messages, "a")
+    loop.stop()
+    assert (graphs.num_replays, graphs.num_graphs) == (5, num_graphs)  # from its first decode step on
+    elsewhere = Engine(loop.engine._runner, None, CONFIG)
+    elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
+    assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
+    assert graphs.num_graphs > num_graphs  # of the same rows, in this thread's buffers
+
+
 def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
     def fail(_step: Callable[[], None]) -> Graph:
         raise RuntimeError("out of memory")
@@ -171,6 +208,20 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     assert graphs is not None
     assert graphs.num_graphs >= 4
     assert graphs.num_failed == 0
+
+
+def test_a_kernel_that_a_device_has_no_room_for_refuses_the_start_with_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles: where it is launched is seen that it does not fit."""
+    runner = with_played_device(checkpoint, None)
+
+    def launch(*_: object) -> torch.Tensor:
+        raise out_of_shared_memory()
+
+    monkeypatch.setattr(Decoder, "forward", launch)
+    with pytest.raises(ConfigError, match=r"^engine\.device: triton .*OutOfResources: .* H200; engine\.device: cpu"):
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
 
 
 def test_a_kernel_that_cannot_be_compiled_refuses_the_start_with_one_line(
