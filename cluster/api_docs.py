@@ -9,7 +9,7 @@ import html
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired
 
 from pydantic import TypeAdapter
@@ -17,8 +17,14 @@ from typing_extensions import TypedDict  # pydantic's condition before Python 3.
 
 from mneme import __version__
 from mneme.cluster.protocol import Body
+from mneme.replicas.origins import Source
 
 _REF = "#/components/schemas/{model}"
+_PARAMETERS = {
+    "X-Session-ID": "the session that this is a turn of",
+    "cache_salt": "the one that the session or request was opened under",
+}
+_HINT = "a hint: requests with the same value run on one replica"
 
 
 class Route(NamedTuple):
@@ -27,8 +33,11 @@ class Route(NamedTuple):
     method: str
     path: str
     handler: Callable[..., Awaitable[Any]]
-    answer: Any  # a TypedDict; str: text
+    answer: Any  # a TypedDict, in JSON; None: only `others`
     body: type[Body] | None = None
+    others: Mapping[str, Any] = {}  # its other answers, by media type: a TypedDict (of each event), or str
+    headers: Sequence[str] = ()  # that it reads
+    query: Sequence[str] = ()
 
 
 class ErrorFields(TypedDict):
@@ -42,53 +51,137 @@ class Error(TypedDict):
     error: ErrorFields
 
 
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class KvDetails(TypedDict):
+    """Tokens of the prompt by where their KV came from; `truncated` ones are no longer part of it."""
+
+    device: int
+    host: int
+    disk: int
+    peer: int
+    recomputed: int
+    dropped: int
+    truncated: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[str, int]
-    kv_details: dict[str, Any]
+    prompt_tokens_details: PromptTokensDetails
+    kv_details: KvDetails
+
+
+class Metrics(TypedDict):
+    """vLLM's, of an answer of one choice."""
+
+    queue_time_ms: float
+    time_to_first_token_ms: float  # without the queue
+    generation_time_ms: float
+    mean_itl_ms: NotRequired[float]
+    tokens_per_second: NotRequired[float]
+
+
+class Logprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(Logprob):
+    top_logprobs: list[Logprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprobs]
+    refusal: None
 
 
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str
+    refusal: None
 
 
 class ChatChoice(TypedDict):
     index: int
-    message: ChatMessage  # in a stream: delta
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
 
 
 class ChatCompletion(TypedDict):
-    """With `stream`: events of `chat.completion.chunk` objects, whose choices have `delta`, then `[DONE]`."""
-
     id: str
-    object: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: NotRequired[Metrics]
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(TypedDict):
+    """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
 
 
 class CompletionChoice(TypedDict):
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
 
 
 class Completion(TypedDict):
-    """With `stream`, server-sent events of objects like this, then `[DONE]`."""
-
     id: str
-    object: str
+    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: NotRequired[Metrics]
+
+
+class CompletionChunk(TypedDict):
+    """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
 
 
 class Tokens(TypedDict):
@@ -104,7 +197,7 @@ class Text(TypedDict):
 
 class Model(TypedDict):
     id: str
-    root: str
+    root: str | None
     object: str
     created: int
     owned_by: str
@@ -116,12 +209,32 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
-class Session(TypedDict):
-    """And what its replica knows of it."""
+class SessionKv(TypedDict):
+    """Tokens by where their KV is on the session's replica; what is absent there the cache tier may have."""
 
+    device: int
+    host: int
+    absent: int
+
+
+class Hits(TypedDict):
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Session(TypedDict):
     id: str
     object: Literal["session"]
     replica: str
+    tokens: int
+    truncated: int
+    turns: int
+    answering: bool
+    queued: int
+    idle_s: float
+    expires_in_s: float
+    kv: SessionKv
+    hit_history: list[Hits]
 
 
 class Deleted(TypedDict):
@@ -130,36 +243,115 @@ class Deleted(TypedDict):
     deleted: bool
 
 
+class ExplainedRange(TypedDict):
+    """Positions from `start` up to `end`, without it."""
+
+    start: int
+    end: int
+    source: Source
+
+
+class ExplainedChoice(TypedDict):
+    """One choice of the request, on one replica."""
+
+    replica: str
+    request_id: str
+    choice: int
+    has_session: bool
+    prompt_tokens: int
+    kv_details: KvDetails
+    ranges: list[ExplainedRange]
+
+
 class Explanation(TypedDict):
     id: str
     object: Literal["kv.explanation"]
-    choices: list[dict[str, Any]]
+    choices: list[ExplainedChoice]
 
 
 class Pin(TypedDict):
     id: str
     object: Literal["kv.pin"]
-    where: Literal["device", "tier"]
+    where: Literal["device"]
+    num_tokens: int
     pinned: bool
+    configured: bool
+    expires_in_s: float | None
+    replicas: list[str]
+
+
+class TierPin(TypedDict):
+    id: str
+    object: Literal["kv.pin"]
+    where: Literal["tier"]
+    num_tokens: int
+    pinned: Literal[True]
+    num_chunks: int
+    num_bytes: int
+    expires_in_s: float | None
 
 
 class PinList(TypedDict):
     object: Literal["list"]
-    data: list[Pin]
+    data: list[Pin | TierPin]
+
+
+class FoundPages(TypedDict):
+    """Leading tokens of the prompt on a replica."""
+
+    replica: str
+    device: int
+    host: int
+
+
+class FoundOnNode(TypedDict):
+    node: str
+    host: int
+    disk: int
+
+
+class FoundChunk(TypedDict):
+    start: int
+    tokens: int
+    bytes: int
+    tier: Literal["host", "disk"]
+    node: str
+
+
+class FoundInTier(TypedDict):
+    """Leading tokens of the prompt in the cache tier; `chunks` where they were asked for."""
+
+    tokens: int
+    host: int
+    disk: int
+    peer: int
+    nodes: list[FoundOnNode]
+    chunks: NotRequired[list[FoundChunk]]
 
 
 class Lookup(TypedDict):
     object: Literal["kv.lookup"]
     num_tokens: int
-    replicas: list[dict[str, Any]]
-    tier: dict[str, Any] | None
+    replicas: list[FoundPages]
+    tier: FoundInTier | None
+
+
+class DroppedPages(TypedDict):
+    replica: str
+    device_pages: int
+    host_pages: int
+
+
+class DroppedChunks(TypedDict):
+    chunks: int
+    bytes: int
 
 
 class Dropped(TypedDict):
     object: Literal["kv.deleted"]
     by: str
-    replicas: list[dict[str, Any]]
-    tier: dict[str, Any] | None
+    replicas: list[DroppedPages]
+    tier: DroppedChunks | None
 
 
 class KvStats(TypedDict):
@@ -179,6 +371,16 @@ class Ready(TypedDict):
 
 class Version(TypedDict):
     version: str
+
+
+class OpenApi(TypedDict):
+    """OpenAPI 3.1."""
+
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, list[str]]]
 
 
 class Requests(TypedDict):
@@ -219,15 +421,19 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path", "")
-        content = (
-            {"text/plain": {"schema": {"type": "string"}}} if route.answer is str else _json(reference(route.answer))
-        )
+        content = {} if route.answer is None else _json(reference(route.answer))
+        for media_type, kind in route.others.items():
+            content[media_type] = {"schema": {"type": "string"} if kind is str else reference(kind)}
         summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
         operation: dict[str, Any] = {
             "summary": summary,
             "description": rest.strip(),
             "operationId": f"{route.handler.__name__.strip('_')}",
-            "parameters": [_parameter(name, "path", required=True) for name in re.findall(r"{(\w+)}", path)],
+            "parameters": [
+                *(_parameter(name, "path") for name in re.findall(r"{(\w+)}", path)),
+                *(_parameter(name, "header", _PARAMETERS.get(name, _HINT)) for name in route.headers),
+                *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
+            ],
             "responses": {"200": {"description": "done", "content": content}, "default": error},
         }
         if route.body is not None:
@@ -246,8 +452,9 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _parameter(name: str, where: str, *, required: bool) -> dict[str, Any]:
-    return {"name": name, "in": where, "required": required, "schema": {"type": "string"}}
+def _parameter(name: str, where: str, description: str = "") -> dict[str, Any]:
+    schema = {"type": "string"}
+    return {"name": name, "in": where, "required": where == "path", "description": description, "schema": schema}
 
 
 def service_page(service: Service, url: str) -> str:
@@ -303,10 +510,13 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def _bodies(operation: Mapping[str, Any]) -> Iterator[str]:
+    for parameter in operation["parameters"]:
+        if parameter["in"] != "path":
+            name, where, description = (_text(parameter[key]) for key in ("name", "in", "description"))
+            yield f"<p>{where} <code>{name}</code>: {description}</p>"
     for title, content in (("body", operation.get("requestBody")), ("answer", operation["responses"]["200"])):
-        if content is not None:
-            schema = next(iter(content["content"].values()))["schema"]
-            yield f"<p>{title}: {_type(schema)}</p>"
+        for media_type, described in {} if content is None else content["content"].items():
+            yield f"<p>{title}, {media_type}: {_type(described['schema'])}</p>"
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:

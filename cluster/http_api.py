@@ -80,20 +80,30 @@ def build_api(
 
 
 def _add_routes(app: FastAPI, api: ApiState) -> None:
+    sent = ("X-Session-ID", *api.config.affinity_headers)
+    salt = ("cache_salt",)
     routes = [
-        Route("POST", "/v1/chat/completions", chat_completions, docs.ChatCompletion, ChatRequest),
-        Route("POST", "/v1/completions", completions, docs.Completion, CompletionRequest),
+        Route(
+            *("POST", "/v1/chat/completions", chat_completions, docs.ChatCompletion, ChatRequest),
+            others={"text/event-stream": docs.ChatChunk},
+            headers=sent,
+        ),
+        Route(
+            *("POST", "/v1/completions", completions, docs.Completion, CompletionRequest),
+            others={"text/event-stream": docs.CompletionChunk},
+            headers=sent,
+        ),
         Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
         Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
         Route("GET", "/v1/models", _list_models, docs.ModelList),
         Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
-        Route("GET", "/v1/sessions/{session_id:path}", get_session, docs.Session),
-        Route("DELETE", "/v1/sessions/{session_id:path}", delete_session, docs.Deleted),
-        Route("POST", "/v1/sessions/{session_id:path}/fork", fork_session, docs.Session, ForkRequest),
-        Route("GET", "/v1/kv/explain/{request_id:path}", explain, docs.Explanation),
+        Route("GET", "/v1/sessions/{session_id:path}", get_session, docs.Session, query=salt),
+        Route("DELETE", "/v1/sessions/{session_id:path}", delete_session, docs.Deleted, query=salt),
+        Route("POST", "/v1/sessions/{session_id:path}/fork", fork_session, docs.Session, ForkRequest, query=salt),
+        Route("GET", "/v1/kv/explain/{request_id:path}", explain, docs.Explanation, query=salt),
         Route("POST", "/v1/kv/warm", warm, docs.Pin, WarmRequest),
         Route("POST", "/v1/kv/lookup", lookup, docs.Lookup, LookupRequest),
-        Route("POST", "/v1/kv/pin", pin, docs.Pin, PinRequest),
+        Route("POST", "/v1/kv/pin", pin, docs.TierPin, PinRequest),
         Route("POST", "/v1/kv/unpin", unpin, docs.Deleted, UnpinRequest),
         Route("DELETE", "/v1/kv", drop, docs.Dropped, DropRequest),
         Route("GET", "/v1/kv/stats", stats, docs.KvStats),
@@ -101,17 +111,16 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin, docs.Deleted),
         Route("GET", "/health", _health, docs.Status),
         Route("GET", "/ready", _ready, docs.Ready),
-        Route("GET", "/metrics", _metrics, str),
+        Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
         Route("GET", "/version", _version, docs.Version),
-        Route("GET", "/", _root, docs.Service),
+        Route("GET", "/", _root, docs.Service, others={"text/html": str}),
+        Route("GET", "/docs", _docs, None, others={"text/html": str}),
+        Route("GET", "/openapi.json", _openapi, docs.OpenApi),
     ]
     for route in routes:
         app.router.add_route(route.path, _bound(route.handler, api), methods=[route.method])
     api.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
-    document = docs.openapi(routes)
-    page = docs.docs_page(document)
-    app.router.add_route("/openapi.json", lambda request: JSONResponse(document), methods=["GET"])
-    app.router.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
+    app.state.openapi = docs.openapi(routes)
 
 
 def _bound(handler: Handler, api: ApiState) -> Callable[[Request], Awaitable[Any]]:
@@ -137,7 +146,7 @@ async def _health(api: ApiState, request: Request) -> Response:
 
 
 async def _ready(api: ApiState, request: Request) -> Response:
-    """Every model has a replica that answers."""
+    """Whether every model has a replica that answers; status 503 if not."""
     is_ready = api.client.is_ready()
     headers = {} if is_ready else {"retry-after": "1"}
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503, headers)
@@ -151,6 +160,16 @@ async def _metrics(api: ApiState, request: Request) -> Response:
 async def _version(api: ApiState, request: Request) -> Response:
     """The server's version."""
     return JSONResponse({"version": __version__})
+
+
+async def _docs(api: ApiState, request: Request) -> Response:
+    """This description as a page for a browser."""
+    return HTMLResponse(docs.docs_page(request.app.state.openapi))
+
+
+async def _openapi(api: ApiState, request: Request) -> Response:
+    """This description in OpenAPI's form."""
+    return JSONResponse(request.app.state.openapi)
 
 
 async def _root(api: ApiState, request: Request) -> Response:
@@ -186,8 +205,7 @@ async def _refused_by_framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = shown(request.scope["path"])
     if error.status_code == 404:
-        known = dict.fromkeys(route.path.partition("/{")[0] for route in request.app.routes)
-        error.detail = f"{path} is not offered; there are {', '.join(known)}"
+        error.detail = f"{path} is not offered; /docs lists what is"
     elif error.status_code == 405:
         error.detail = f"{path} does not take {request.method}"
     return http_exception_response(error)

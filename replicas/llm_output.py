@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from mneme.errors import MnemeError
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.tokenizer import Tokenizer
+
+_NOT_A_LIST = (
+    "LLM.chat answers one conversation with one RequestOutput (its text: .outputs[0].text); "
+    "for a list, as vLLM gives, pass a list of conversations: llm.chat([messages])"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,12 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether every choice has ended: `LLM` returns when they have."""
         return all(choice.finish_reason for choice in self.outputs)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_NOT_A_LIST)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(_NOT_A_LIST)
 
 
 @contextmanager

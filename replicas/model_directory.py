@@ -20,6 +20,6 @@ def model_directory(model: str) -> Path:
         rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
             name = model.partition("/")[2]
-            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then `mneme serve {name}`"
+            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then give {name!r}"
         raise CheckpointError(f"{model}: {rule}")
     return path

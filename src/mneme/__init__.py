@@ -3,7 +3,7 @@
 `LLM` and `SamplingParams` are the offline API; they import neither Ray nor FastAPI. `mneme serve` starts a cluster.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mneme.replicas.llm import LLM
@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the offline API on first use, so that `import mneme.errors` stays light."""
     if name == "LLM":
         from mneme.replicas.llm import LLM
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is imported on first use is listed too."""
-    return sorted({*globals(), *__all__})
+    """What is imported on first use is listed too; what only this file uses is not."""
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})

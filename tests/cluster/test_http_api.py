@@ -190,11 +190,9 @@ def test_a_stop_string_is_shown_when_asked_for() -> None:
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SENTENCE[: SENTENCE.index("dog") + 3])
 
 
-def test_an_unknown_path_is_named_beside_the_known_ones() -> None:
+def test_an_unknown_path_is_named_with_where_the_known_ones_are() -> None:
     error = post("/v1/responses", {}).json()["error"]
-    assert error["message"].startswith(
-        "'/v1/responses' is not offered; there are /v1/chat/completions, /v1/completions, "
-    )
+    assert error["message"] == "'/v1/responses' is not offered; /docs lists what is"
     assert error["code"] == "not_found"
     assert get("/v1/completions").json()["error"]["message"] == "'/v1/completions' does not take GET"
 

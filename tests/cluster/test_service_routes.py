@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import re
 from collections.abc import Callable
 
 import httpx
@@ -119,16 +117,3 @@ def test_who_asks_what_runs_here() -> None:
     assert (service["model"], service["replicas"], service["kv_capacity_tokens"]) == ("tiny", 2, 32_000)
     assert (service["device"], service["dtype"]) == ("cpu", "float32")
     assert get("/version").json() == {"version": service["version"]}
-
-
-def test_every_route_is_described() -> None:
-    document = get("/openapi.json", api_keys=("secret",)).json()
-    page = get("/docs", api_keys=("secret",)).text
-    assert "://" not in page  # nothing is loaded from elsewhere
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            assert operation["summary"], path
-            assert f"{method.upper()} {path}" in page
-    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
-    assert named == {*document["components"]["schemas"]}
-    assert {"ChatRequest", "ChatCompletion", "Error"} <= named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_the_example_of_the_docstring_says_something_sensible(llm: LLM) -> None:
     assert answer.outputs[0].text == "Hello! How can I help you?"
 
 
+def test_who_takes_one_answer_for_a_list_is_told_how_to_get_one(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    alone = llm.chat(messages, GREEDY)
+    for takes in (iter, list, lambda answer: answer[0]):
+        with pytest.raises(TypeError, match=r"one conversation.*llm\.chat\(\[messages\]\)"):
+            takes(alone)  # type: ignore[operator]
+    assert [each.outputs for each in llm.chat([messages], GREEDY)] == [alone.outputs]
+
+
 def test_outputs_read_well_in_a_prompt(llm: LLM) -> None:
     shown = repr(llm.generate("The server", GREEDY)[0])
     assert "prompt='The server'" in shown
@@ -87,7 +97,8 @@ def test_what_is_closed_answers_no_more() -> None:
 
 
 def test_the_package_lists_its_names() -> None:
-    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(mneme))
+    shown = {name for name in dir(mneme) if not name.startswith("_")}
+    assert {name for name in shown if not inspect.ismodule(getattr(mneme, name))} == {"LLM", "SamplingParams"}
     assert mneme.__version__ == importlib.metadata.version("mneme")
     documented = {line.split()[0] for line in (SamplingParams.__doc__ or "").splitlines() if line.strip()}
     assert documented >= {field.name for field in dataclasses.fields(SamplingParams)}
