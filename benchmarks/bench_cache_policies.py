@@ -184,7 +184,7 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     if capacity := closing["capacity"]:
         found = {"mneme": [(100 * row["of hour"], 100 * row["of no bound"]) for row in capacity]}
         labels = "capacity, % of the blocks that the busiest hour uses", "% of what an unbounded cache finds"
-        title = "How large a cache has to be (higher is better)"
+        title = "What a cache finds of what one without a bound does, by its size (higher is better)"
         save(folder / "cache_capacity.png", title, trace, lambda axes: lines(axes, found, *labels))
 
 

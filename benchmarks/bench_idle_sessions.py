@@ -43,7 +43,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.token_log import MAX_MARKS
 from mneme.replicas.tokenizer import Tokenizer
 
-MODEL = "mneme-tiny"
+MODEL, DTYPE = "mneme-tiny", "bfloat16"
 PAGE_SIZE = 16
 NUM_FEW, NUM_MANY, NUM_MANY_QUICK = 100, 100_000, 10_000
 NUM_DECODING = 8
@@ -73,8 +73,8 @@ class Talker:
     def __init__(self, num_pages: int, max_sessions: int) -> None:
         self._tokenizer = Tokenizer.load(model_directory(MODEL))
         config = EngineConfig(
-            device="cpu", num_pages=num_pages, page_size=PAGE_SIZE, max_sessions=max_sessions, num_threads=1,
-            max_session_tokens=10**9, session_ttl_s=1e8, max_batch_tokens=2048,
+            device="cpu", dtype=DTYPE, num_pages=num_pages, page_size=PAGE_SIZE, num_threads=1,
+            max_sessions=max_sessions, max_session_tokens=10**9, session_ttl_s=1e8, max_batch_tokens=2048,
         )  # fmt: skip
         self.engine = load_engine(MODEL, config, tokenizer=self._tokenizer)
         self._num_turns = 0
@@ -253,7 +253,7 @@ def main() -> None:
     result = {
         "benchmark": "idle_sessions", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
         "threads": 1, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL,
+        "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL, "dtype": DTYPE,
         "results": {
             "bytes": [{**case._asdict(), "bytes": round(size)} for case, size in bytes_by_case.items()],
             "times_us": {size: each._asdict() for size, each in by_size.items()},

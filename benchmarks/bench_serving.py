@@ -203,11 +203,14 @@ def measure(num_rounds: int, idle_s: float) -> dict[str, Any]:
 
 def measure_server(server: ServerProcess, times_dir: Path, num_rounds: int, idle_s: float) -> dict[str, Any]:
     url = server.await_ready()
+    with urllib.request.urlopen(url, timeout=60) as response:
+        dtype = json.load(response)["dtype"]
     time.sleep(10)
     idle = idle_percent(server, idle_s)
     one_round(url, times_dir)  # warms up
     rounds = [one_round(url, times_dir) for _ in range(num_rounds)]
     return {
+        "dtype": dtype,
         "ready_s": server.ready_seconds(),
         "idle_percent": idle,
         "rss_mb": rss_mb(server),
@@ -253,8 +256,8 @@ def main() -> None:
     result = {
         "benchmark": "serving", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 0,
         "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "cores": os.cpu_count(), "model": "mneme-tiny", "streams": NUM_STREAMS, "tokens": NUM_TOKENS,
-        "results": figures, **closing_checks(checks),
+        "cores": os.cpu_count(), "model": "mneme-tiny", "dtype": figures.pop("dtype"),
+        "streams": NUM_STREAMS, "tokens": NUM_TOKENS, "results": figures, **closing_checks(checks),
     }  # fmt: skip
     if not args.json:
         for key, value in figures.items():

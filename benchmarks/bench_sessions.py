@@ -187,7 +187,8 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
             axes.axhline(bound_ms, linestyle="--", color=DIM, linewidth=1, label=f"limit, {bound_ms:.1f} ms")
             axes.set_ylim(0, 3 * bound_ms)
 
-        title = f"Conversations of {SHOWN[PARTS[part].shape]} lengths, context {found['context']:,}: latency over load"
+        shape = SHOWN[PARTS[part].shape]
+        title = f"Latency of conversations of {shape} lengths by load, context {found['context']:,} (lower is better)"
         save(folder / f"{part}.png", title, f"31M Llama with random weights, {caption_of(closing)}", over_load)
 
 

@@ -33,6 +33,7 @@ class Taken(NamedTuple):
 
     ttft_s: float  # from when it was sent
     usage: PromptUsage
+    history: int  # tokens of its prompt that its conversation has said before
 
 
 class Ran(NamedTuple):
@@ -110,7 +111,7 @@ class Workload:
         self._unsent = list(enumerate(order))
         self._ids: list[list[int]] = [[] for _ in sessions]
         self._turn = [0] * len(sessions)
-        self._running: dict[str, tuple[int, int, float]] = {}  # session, number in the order, sent
+        self._running: dict[str, tuple[int, int, int, float]] = {}  # session, number in the order, history, sent
         self._num_warm_up = int(WARM_UP_SHARE * len(order))
         self._turns: list[Taken] = []
         self._busy_s = self._blocked_s = self._prefill_s = 0.0
@@ -175,22 +176,23 @@ class Workload:
         return sum(len(each.turns) for each in self._sessions)
 
     def _send(self) -> None:
-        busy = {session for session, _, _ in self._running.values()}
+        busy = {session for session, *_ in self._running.values()}
         while len(self._running) < self._num_places:
             place = next((p for p, (_, session) in enumerate(self._unsent) if session not in busy), None)
             if place is None:
                 return
             number, session = self._unsent.pop(place)
             busy.add(session)
+            history = len(self._ids[session])
             self._ids[session] += self._sessions[session].question(self._turn[session])
             num_out = self._sessions[session].turns[self._turn[session]].num_out
             self._turn[session] += 1
             name = f"{session}.{self._turn[session]}"
-            self._running[name] = (session, number, time.perf_counter())
+            self._running[name] = (session, number, history, time.perf_counter())
             self._engine.submit(request(name, self._ids[session], num_out))
 
     def _take(self, name: str, token_ids: Sequence[int], usage: PromptUsage | None, now_s: float) -> None:
-        session, number, sent_s = self._running[name]
+        session, number, history, sent_s = self._running[name]
         self._ids[session] += token_ids
         if usage is not None and number >= self._num_warm_up:
-            self._turns.append(Taken(now_s - sent_s, usage))
+            self._turns.append(Taken(now_s - sent_s, usage, history))

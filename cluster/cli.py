@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import shtab
+
     from mneme.cluster.cache_command import add_cache_arguments
     from mneme.cluster.cache_command import cache as run_cache
     from mneme.cluster.simulate_command import add_simulate_arguments
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mneme {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve an OpenAI-compatible API on this machine")

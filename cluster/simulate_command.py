@@ -40,9 +40,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
     cache.add_argument(
         "--trace",
-        required=True,
+        default=PREFIX,
         metavar="TRACE",
-        help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...]",
+        help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...], such as "
+        "synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations with ShareGPT's lengths)",
     )
     cache.add_argument(
         "--policy",
@@ -127,8 +128,10 @@ def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> 
     given = _given_rates(args)
     whose = "" if args.rates or "kv_bytes_per_token" in given else " (LLaMA-65B)"
     machine = "" if args.rates or "prefill_tokens_per_s" in given else " (LLaMA-65B on four A100s: AttentionStore)"
+    made = ["the trace is made: 1,000 conversations with ShareGPT's lengths; --trace FILE plays another"]
     device, memory, ssd = map(_plain, (prices.device_per_hour, prices.host_gb_per_hour, prices.disk_gb_per_hour))
     return [
+        *(made if args.trace == PREFIX else ()),
         f"assumed: {kv_bytes:,} bytes of KV per token{whose}, "
         f"{host / GB:.3g} GB/s from the host, {disk / GB:.3g} GB/s from the disk,",
         f"  {prefill_per_s:,.0f} tokens/s of prefill{machine},",

@@ -354,6 +354,12 @@ def _conversations(messages: object) -> tuple[list[Conversation], bool]:
         is_sound = isinstance(each, Sequence) and all(isinstance(message, Mapping) for message in each)
         if not is_sound or not each:
             raise InvalidRequest("messages", each, _CONVERSATION_RULE)
+        for index, message in enumerate(each):
+            if not isinstance(message.get("role"), str):
+                rule = "each message says who speaks, such as user, assistant or system"
+                raise InvalidRequest(f"messages[{index}].role", message.get("role"), rule)
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise InvalidRequest(f"messages[{index}].content", None, "each message has the text that was said")
     if not conversations:
         raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
     return conversations, is_one

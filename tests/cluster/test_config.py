@@ -142,6 +142,17 @@ def test_the_command_says_its_version_and_its_commands(capsys: pytest.CaptureFix
     assert all(f"    {command} " in shown for command in ("serve", "chat", "doctor", "simulate", "cache"))
 
 
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    printed = [sys.executable, "-m", "mneme", "--print-completion", "bash"]
+    script = tmp_path / "completion"
+    script.write_text(subprocess.run(printed, capture_output=True, text=True, timeout=60, check=True).stdout)
+    for typed, offered in (("se", "serve"), ("serve --rep", "--replicas"), ("simulate cache --po", "--policy")):
+        words = typed.split()
+        asked = f"source {script}; COMP_WORDS=(mneme {typed}); COMP_CWORD={len(words)}; _shtab_mneme; echo $COMPREPLY"
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == offered
+
+
 def test_the_mapping_parses_back_to_an_equal_configuration() -> None:
     assignments = ["engine.page_size=16", "http.api_keys=[a, b]", "router.move_tokens=128"]
     assignments += [

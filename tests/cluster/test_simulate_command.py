@@ -146,6 +146,14 @@ def test_without_a_capacity_there_are_shares_of_what_the_trace_uses(
     assert sizes == [[round(share * num_distinct)] for share in (0.1, 0.5, 1)]
 
 
+def test_without_a_trace_one_is_made_and_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--capacity-blocks", "100") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("the trace is made: 1,000 conversations")
+    assert simulate("--capacity-blocks", "100", "--trace", "synthetic:num_sessions=1000") == 0
+    assert shown.endswith(capsys.readouterr().out)
+
+
 def test_a_trace_without_hashes_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,900,44\n2023-11-16 18:15:50,900,5\n")

@@ -293,6 +293,10 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     for messages in ("a", ["a"], [], [[]], [[{"role": "user", "content": "a"}], "a"]):
         with pytest.raises(InvalidRequest, match="messages: a conversation is a list of messages"):
             llm.chat(messages)  # type: ignore[call-overload]
+    said = {"role": "user", "content": "a"}
+    for message, field in (({"content": "a"}, "role"), ({"role": "user"}, "content"), ({**said, "role": 5}, "role")):
+        with pytest.raises(InvalidRequest, match=rf"messages\[1\]\.{field}: each message"):
+            llm.chat([said, message])
     with pytest.raises(InvalidRequest, match="session_id: must be a list"):
         llm.chat([[{"role": "user", "content": "a"}]], session_id="s")
     with pytest.raises(InvalidRequest, match=r"must fit 2048 tokens together; this asks for .* and 24 more$"):
