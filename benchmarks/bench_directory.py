@@ -35,11 +35,10 @@ from bench_tier_io import two_nodes
 from workloads import cpu_name, load_average
 
 from mneme.cachetier.announcer import BATCH_CHANGES, Announcer
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.change_log import Change
 from mneme.cachetier.directory import Announcement, Directory, Reply
 from mneme.cachetier.disk_folder import OWN_FOLDER
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_names import ChunkName, folder_of, folders
 from mneme.cachetier.keys import LineageKind
 from mneme.cachetier.process_store import make_disk_tier

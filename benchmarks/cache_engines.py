@@ -17,11 +17,10 @@ import torch
 from random_models import SHAPES, random_weights
 from tier_io.page_cache import make_cold
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, ChunkStore
 from mneme.cachetier.cost_model import Calibration, CostModel
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.file_operations import Buffer, FileOperations
 from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.keys import Lineage

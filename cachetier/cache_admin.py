@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-from mneme.cachetier.change_log import TierName
-from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.chunk_store import ChainQuery, TierName
 
 # `take_back_pin`: of a node alone, where another has refused the pin.
 AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_owned", "stats"]

@@ -5,13 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mneme.cachetier.disk_interface import DiskTierConfig, check_ttl
 from mneme.cachetier.eviction_policies import PolicyName
 from mneme.cachetier.fingerprint import MAX_CHUNK_TOKENS
 from mneme.config import check_range
 from mneme.errors import ConfigError
 
 LoadPolicy = Literal["auto", "always", "never"]
+
+
+def check_ttl(name: str, ttl_s: float) -> None:
+    """Raises `ConfigError`. 0 is refused: chunks would be served until the first look at their age."""
+    check_range(name, ttl_s, 0, 1e9)
+    if not ttl_s:
+        raise ConfigError(f"{name}: must be over 0 (got {ttl_s})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTierConfig:
+    """Key `cache.disk`."""
+
+    # Of each node of a cluster. `%n` becomes the node's name: that of `ray start --node-name`, by default its address,
+    # which a pod that comes back does not keep.
+    folder: str
+    capacity_bytes: int
+    max_files: int = 1_000_000
+    ttl_s: float | None = None  # since the last use; None: until room is needed
+
+    def __post_init__(self) -> None:
+        if not self.folder.strip():
+            raise ConfigError("cache.disk.folder: must not be empty")
+        check_range("capacity_bytes", self.capacity_bytes, 0, 2**60)
+        check_range("max_files", self.max_files, 0, 2**32)
+        if self.ttl_s is not None:
+            check_ttl("cache.disk.ttl_s", self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

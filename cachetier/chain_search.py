@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_memory import Held
-from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.chunk_store import ChainQuery, TierName
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.host_tier import HostEntry, HostTier
 from mneme.cachetier.keys import U32Array

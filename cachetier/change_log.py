@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-TierName = Literal["host", "disk"]
+from mneme.cachetier.chunk_store import TierName
 
 
 class Change(NamedTuple):

@@ -17,6 +17,7 @@ from mneme.cachetier.fingerprint import ChunkLayout
 from mneme.cachetier.keys import Lineage, TokenIds, U32Array, encoded
 from mneme.cachetier.misses import Miss
 
+TierName = Literal["host", "disk"]
 Edge = Literal["host", "disk", "peer_host", "peer_disk"]  # where bytes come from, as rates are measured
 EDGES: tuple[Edge, ...] = ("host", "disk", "peer_host", "peer_disk")
 

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from mneme.cachetier.cache_config import DiskTierConfig
 from mneme.cachetier.chunk import ChunkHeader, Wanted
 from mneme.cachetier.chunk_file import ChunkReader, open_chunk
 from mneme.cachetier.chunk_index import blocks_of
 from mneme.cachetier.disk_folder import DiskFolder
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_names import name_of
 from mneme.cachetier.disk_room import DiskEntry, DiskRoom
 from mneme.cachetier.eviction import EvictionPolicy

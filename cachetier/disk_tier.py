@@ -14,10 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from mneme.cachetier.cache_config import DiskTierConfig
 from mneme.cachetier.chunk import Chunk, ChunkHeader, Wanted
 from mneme.cachetier.chunk_index import BLOCK_BYTES
 from mneme.cachetier.disk_contents import Clock, DiskContents, OnDiskChange
-from mneme.cachetier.disk_interface import DiskRead, DiskStats, DiskTierConfig, Put
+from mneme.cachetier.disk_interface import DiskRead, DiskStats, Put
 from mneme.cachetier.disk_room import DiskEntry
 from mneme.cachetier.disk_writer import DiskWriter
 from mneme.cachetier.eviction import EvictionPolicy, Queue

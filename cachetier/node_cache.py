@@ -17,10 +17,10 @@ from typing import Any
 from mneme.cachetier.background import Background
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import ChainSearch, Located
-from mneme.cachetier.change_log import Change, OnChange, TierName
+from mneme.cachetier.change_log import Change, OnChange
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.chunk_memory import ChunkMemory
-from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.chunk_store import ChainQuery, TierName
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mneme.cachetier.chain_search import ChainSearch, Located
-from mneme.cachetier.change_log import TierName
 from mneme.cachetier.chunk import ChunkHeader
-from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.chunk_store import ChainQuery, TierName
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.node_tiers import NodeTiers
 

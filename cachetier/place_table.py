@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from mneme.cachetier.change_log import TierName
+from mneme.cachetier.chunk_store import TierName
 
 NUM_BUCKETS = 256  # by the key's last byte
 

@@ -22,9 +22,9 @@ from mneme.cachetier.cache_admin import ADMIN_CALLS, AdminCall
 from mneme.cachetier.cache_config import CacheConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.chain_spans import Span, spans_of
-from mneme.cachetier.change_log import Change, TierName
+from mneme.cachetier.change_log import Change
 from mneme.cachetier.chunk import ChunkHeader
-from mneme.cachetier.chunk_store import ChainQuery
+from mneme.cachetier.chunk_store import ChainQuery, TierName
 from mneme.cachetier.file_operations import PatientFiles
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.misses import Miss

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.engine_client import EngineClient
-from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.json_body import parse_json_object
 from mneme.cluster.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics_page import MetricsPage

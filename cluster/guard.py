@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.error_response import error_response
-from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.http_protocol import REPLACED
 from mneme.cluster.latency import Clock
 from mneme.cluster.request_body import BodyReader, ClientGone, HeldBody, Message, Receive

@@ -22,10 +22,10 @@ from mneme.cluster import api_docs as docs
 from mneme.cluster.api_docs import Route
 from mneme.cluster.api_state import ApiState, ServedModel
 from mneme.cluster.completion_routes import chat_completions, completions
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.engine_client import EngineClient
 from mneme.cluster.error_response import http_exception_response
 from mneme.cluster.guard import Guard, Send
-from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest, WarmRequest
 from mneme.cluster.kv_routes import drop, lookup, pin, stats, unpin
 from mneme.cluster.latency import Clock

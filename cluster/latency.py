@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram, Metric, disable_created_metrics
 
-from mneme.cluster.choices import Choice
+if TYPE_CHECKING:
+    from mneme.cluster.choices import Choice
 
 Clock = Callable[[], float]
 

@@ -20,10 +20,9 @@ from mneme.cluster.request_values import (
 )
 from mneme.cluster.unsupported import refuse_unsupported
 from mneme.errors import InvalidRequest
+from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
-from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Keep, Strategy
-from mneme.replicas.warm_prompts import MAX_TTL_S, MIN_TTL_S
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096

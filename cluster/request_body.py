@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.config import HttpConfig
 from mneme.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 
 _SKIP_S, _SKIP_IDLE_S = 3.0, 0.5

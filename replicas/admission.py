@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest
+from mneme.replicas.config import MAX_TIMEOUT_S
 from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import MAX_WINDOWS
 
 if TYPE_CHECKING:

@@ -8,9 +8,25 @@ from typing import Literal
 from mneme.cachetier.eviction_policies import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
-from mneme.replicas.request_deadlines import MAX_TIMEOUT_S
 from mneme.replicas.truncation import Truncation
-from mneme.replicas.warm_prompts import WarmPrompt
+
+MAX_TIMEOUT_S = 86_400.0  # of a request
+MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmPrompt:
+    """A system prompt, as the chat template writes it before any user's message, or the beginning of a text."""
+
+    system: str | None = None
+    text: str | None = None
+    ttl_s: float | None = None  # how long it stays; None: as long as the engine
+
+    def __post_init__(self) -> None:
+        if bool(self.system) == bool(self.text):
+            raise ConfigError("warm_prompts: each has either a system prompt or a text")
+        if self.ttl_s is not None:
+            check_range("warm_prompts: ttl_s", self.ttl_s, MIN_TTL_S, MAX_TTL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

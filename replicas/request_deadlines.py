@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 
 from mneme.replicas.session_deadlines import Deadlines
 
-MAX_TIMEOUT_S = 86_400.0
-
 
 class RequestDeadlines:
     """Deadlines by request; what is due is found in time that depends on what is due only."""

@@ -6,40 +6,16 @@ KV is never shared between API keys, so each has its own copy of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from mneme.config import check_range
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded
+from mneme.replicas.config import WarmPrompt
 from mneme.replicas.pins import PinKey
 from mneme.replicas.prompt_prefix import conversation_prefix
 
 if TYPE_CHECKING:
     from mneme.replicas.engine import Engine
     from mneme.replicas.tokenizer import Tokenizer
-
-MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmPrompt:
-    """A system prompt, as the chat template writes it before any user's message, or the beginning of a text."""
-
-    system: str | None = None
-    text: str | None = None
-    ttl_s: float | None = None  # how long it stays; None: as long as the engine
-
-    def __post_init__(self) -> None:
-        if bool(self.system) == bool(self.text):
-            raise ConfigError("warm_prompts: each has either a system prompt or a text")
-        if self.ttl_s is not None:
-            check_range("warm_prompts: ttl_s", self.ttl_s, MIN_TTL_S, MAX_TTL_S)
-
-    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        if self.text:
-            return tokenizer.encode(self.text, add_special_tokens=True)
-        messages = [{"role": "system", "content": self.system}]
-        return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
 
 
 class Tenant(NamedTuple):
@@ -81,6 +57,9 @@ def _begin(engine: Engine, named: tuple[int, PinKey], salt: str, ids: tuple[int,
 
 def _token_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
     try:
-        return prompt.token_ids(tokenizer)
+        if prompt.text:
+            return tokenizer.encode(prompt.text, add_special_tokens=True)
+        messages = [{"role": "system", "content": prompt.system}]
+        return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
     except MnemeError as error:
         raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

@@ -10,7 +10,8 @@ from tier_io.chunks import Chain
 from tier_io.page_cache import make_cold
 from tier_io.rounds import Arm
 
-from mneme.cachetier.disk_interface import DiskTierConfig, Put
+from mneme.cachetier.cache_config import DiskTierConfig
+from mneme.cachetier.disk_interface import Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.misses import Miss

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.chunk_memory import ProcessMemory
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.keys import prefix_lineage

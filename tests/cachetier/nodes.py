@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chain_search import Located
 from mneme.cachetier.change_log import Change
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.chunk_file import open_chunk
 from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.file_operations import FileOperations
 from mneme.cachetier.keys import Lineage
 from mneme.cachetier.node_cache import NodeCache

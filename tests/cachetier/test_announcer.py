@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mneme.cachetier import announcer as announcer_module
 from mneme.cachetier.announcer import BATCH_CHANGES, SEND_TIMEOUT_S, SIGN_OF_LIFE_S, Announcer
-from mneme.cachetier.change_log import Change, TierName
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.chunk_store import TierName
 from mneme.cachetier.directory import SILENT_S, Announcement, Directory, Reply, shard_of
 from mneme.cachetier.place_table import Place
 

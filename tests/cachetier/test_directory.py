@@ -9,7 +9,8 @@ import tracemalloc
 import pytest
 
 from mneme.cachetier.announcer import BATCH_CHANGES
-from mneme.cachetier.change_log import Change, TierName
+from mneme.cachetier.change_log import Change
+from mneme.cachetier.chunk_store import TierName
 from mneme.cachetier.directory import FORGOTTEN_S, SILENT_S, Announcement, Directory, Reply
 from mneme.cachetier.place_table import MAX_HOLDERS, Place, with_tier
 

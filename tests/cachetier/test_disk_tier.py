@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.cache_config import DiskTierConfig
 from mneme.cachetier.chunk import Chunk
 from mneme.cachetier.chunk_file import file_bytes
 from mneme.cachetier.chunk_index import descendants
-from mneme.cachetier.disk_interface import DiskTierConfig, Put
+from mneme.cachetier.disk_interface import Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.eviction_policies import PolicyName, make_policy

@@ -21,10 +21,9 @@ from mneme.cachetier.cache_admin import (
     merged_pins,
     num_leading_tokens,
 )
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.keys import Lineage, owner_of, prefix_lineage
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache

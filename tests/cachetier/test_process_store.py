@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk import Chunk, U8Array, checksum
 from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.chunk_store import ChunkSource
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.file_operations import Buffer, FileOperations
 from mneme.cachetier.misses import Miss
 from mneme.cachetier.process_store import ProcessChunkStore

@@ -14,8 +14,8 @@ import httpx
 import uvicorn
 
 from mneme.cluster.api_state import ServedModel
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.http_api import build_api
-from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.config import HttpConfig
 from tests.cluster.api_fixtures import serving
 from tests.cluster.bad_request_checks import BadRequestChecker
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest

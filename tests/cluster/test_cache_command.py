@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mneme.cachetier import disk_names, folder_reports
+from mneme.cachetier.cache_config import DiskTierConfig
 from mneme.cachetier.chunk import Chunk
-from mneme.cachetier.disk_interface import DiskTierConfig, Put
+from mneme.cachetier.disk_interface import Put
 from mneme.cachetier.disk_tier import DiskTier
 from mneme.cachetier.eviction_lru import LruPolicy
 from mneme.cachetier.keys import document_lineage, owner_of, prefix_lineage

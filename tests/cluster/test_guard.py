@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.config import HttpConfig
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, TOKENIZER, api_client, chat, get, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient

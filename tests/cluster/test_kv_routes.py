@@ -18,8 +18,8 @@ from mneme.cachetier.keys import Lineage, document_lineage, owner_of, prefix_lin
 from mneme.cachetier.node_admin import NodeAdmin
 from mneme.cachetier.node_cache import NodeCache
 from mneme.cluster.api_state import ServedModel
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.http_api import build_api
-from mneme.cluster.http_config import HttpConfig
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.kv_queries import KvTier

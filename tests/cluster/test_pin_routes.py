@@ -11,9 +11,9 @@ import pytest
 
 from mneme.cluster import pin_routes
 from mneme.cluster.api_state import ServedModel
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.engine_client import ReplicaStats
 from mneme.cluster.http_api import build_api
-from mneme.cluster.http_config import HttpConfig
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.config import HttpConfig
 from mneme.cluster.protocol import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.queries import ForkSession

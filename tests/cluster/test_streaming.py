@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mneme.cluster import generation
-from mneme.cluster.http_config import HttpConfig
+from mneme.cluster.config import HttpConfig
 from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, Server, serving
 from tests.cluster.fake_engine_client import SENTENCE

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.cache_admin import PinName, leading, num_leading_tokens
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.keys import owner_of, prefix_lineage
 from mneme.cachetier.node_identity import node_actor_name

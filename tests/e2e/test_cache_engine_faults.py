@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import ray
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk_index import BLOCK_BYTES
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.keys import prefix_lineage
 from mneme.cachetier.ray_tier import node_actor, own_identity
 from mneme.cachetier.saving import HostPut

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import ray
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.change_log import Change
 from mneme.cachetier.directory import Announcement, shard_of
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.fingerprint import ModelFingerprint
 from mneme.cachetier.ray_tier import shutdown_cache_tier
 from tests.e2e.cache_cluster import (

@@ -10,8 +10,7 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.ray_tier import of_this_node, shutdown_cache_tier, start_session_logs
 from mneme.cachetier.session_log_store import Appended
 from mneme.cachetier.session_record import SessionState, whole

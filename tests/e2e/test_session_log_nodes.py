@@ -12,8 +12,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.ray_tier import of_this_node, start_cache_tier, start_session_logs
 from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
 from mneme.cachetier.session_record import SessionState, whole

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.chunk_memory import ProcessMemory
 from mneme.cachetier.cost_model import CostModel
-from mneme.cachetier.disk_interface import DiskTierConfig
 from mneme.cachetier.file_operations import Buffer, FileOperations
 from mneme.cachetier.folder_reports import Verifier
 from mneme.cachetier.folder_view import FolderView

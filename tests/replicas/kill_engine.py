@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.cachetier.process_store import ProcessChunkStore
 from mneme.replicas.model import Decoder
 from mneme.replicas.model_config import load_model_config

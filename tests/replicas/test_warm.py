@@ -12,6 +12,7 @@ import pytest
 from mneme.config import parse
 from mneme.errors import ConfigError, ContextLengthExceeded, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import WarmPrompt as Configured
 from mneme.replicas.engine import Engine
 from mneme.replicas.engine_loop import EngineLoop
 from mneme.replicas.pins import PinKey
@@ -20,7 +21,6 @@ from mneme.replicas.queries import DropPin, GetPin, ListPins, WarmPrompt
 from mneme.replicas.queries import answer as ask
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.warm_prompts import PUBLIC, Tenant, warm_before_traffic
-from mneme.replicas.warm_prompts import WarmPrompt as Configured
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
@@ -224,7 +224,8 @@ def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:
     tenants = [Tenant("one", "salt one"), Tenant("two", "salt two")]
     warm_before_traffic(engine, TOKENIZER, prompts, tenants)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
-    prefix = prompts[0].token_ids(TOKENIZER)
+    system = [{"role": "system", "content": "be brief"}]
+    prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
     assert ids[: len(prefix)] == prefix
     for tenant in tenants:
         pins = engine.pins.of_tenant(tenant.name)

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.disk_interface import DiskTierConfig
+from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
 from mneme.errors import ConfigError
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import FREE_SLOT_POSITION
