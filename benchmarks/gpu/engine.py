@@ -137,26 +137,42 @@ def _rows(name: str, found: Split, floor_ms: float, key: tuple[int, int] | None 
     yield Row(f"{name}, host", host, "ms", is_detail=True)
 
 
+def _decodes(
+    run: Run,
+    model: Model,
+    copy_per_s: float,
+    name: str,
+    batch: int,
+    shape: Prompts,
+    *,
+    change: Callable[[Model, Engine, int], None] = lambda *_: None,
+    num_steps: int = _NUM_STEPS,
+    key: tuple[int, int] | None = None,
+    **options: Any,
+) -> Iterator[Row]:
+    """Decode steps of so many requests, before each of which a change is made; `options` are `Model.decoding`'s."""
+    if run.is_late:
+        yield Row(f"{name}, step", None, note="not run: out of time")
+        return
+    num_steps = run.pick(num_steps, 2)
+    engine = model.decoding(batch, shape, **options)
+    found = split(model, engine, num_steps, partial(change, model, engine))
+    floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
+    yield from _rows(name, found, floor_ms, key)
+    if key is not None and batch in (32, 128) and (replayed := _replayed_ms(model)) is not None:
+        yield Row(f"{name}, replayed", replayed, "ms", floor_ms / replayed)
+
+
 def _steady(run: Run, prompts: Prompts) -> Iterator[Row]:
     batches = run.pick((1, 32, 128, 256) if prompts is PRIVATE else (32, 128, 256), (1, 2))
-    shape = _dry(run, prompts)
+    shape, kind = _dry(run, prompts), f"shared {prompts.shared}" if prompts.shared else "private"
     model, copy_per_s = _model(run, batches, (shape,)), _copy_per_s(run)
     for batch in batches:
-        kind = f"shared {prompts.shared}" if prompts.shared else "private"
-        name = f"decode {kind} b{batch}"
-        if run.is_late:
-            yield Row(f"{name}, step", None, note="not run: out of time")
-            continue
-        num_steps = run.pick(_NUM_STEPS, 2)
-        found = split(model, model.decoding(batch, shape), num_steps)
-        floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
-        yield from _rows(name, found, floor_ms, (batch, prompts.shared))
-        replayed = _replayed_ms(model)
-        if replayed is not None and batch in (32, 128):
-            yield Row(f"{name}, replayed", replayed, "ms", floor_ms / replayed)
+        key = (batch, prompts.shared)
+        yield from _decodes(run, model, copy_per_s, f"decode {kind} b{batch}", batch, shape, key=key)
 
 
-def _replayed_ms(model: Model, num_replays: int = 200) -> float | None:
+def _replayed_ms(model: Model) -> float | None:
     """The graph that was replayed last, by itself; it writes the KV of one step again and again."""
     graphs = getattr(model.runner.graphs, "_graphs", None)
     if not graphs:
@@ -170,18 +186,15 @@ def _traffic(run: Run) -> Iterator[Row]:
     """One request leaves and one joins in each step; a turn in every fourth; drawn tokens."""
     batches, shape = run.pick((32, 128), (2,)), _dry(run, PRIVATE)
     model, copy_per_s = _model(run, tuple(2 * b for b in batches), (shape,)), _copy_per_s(run)
-    num_steps = run.pick(2 * _NUM_STEPS, 2)
+    changes: dict[str, dict[str, Any]] = {
+        "churn": {"change": _churn}, "mixed": {"change": _mixed}, "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    }  # fmt: skip
     for batch in batches:
-        floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
-        for kind in ("churn", "mixed", "top-p 0.95"):
-            if run.is_late:
-                yield Row(f"decode {kind} b{batch}, step", None, note="not run: out of time")
-                continue
-            sampling = {"temperature": 0.8, "top_p": 0.95} if kind.startswith("top-p") else {}
-            engine = model.decoding(batch, shape, spare=_SPARE, **sampling)
-            change = {"churn": _churn, "mixed": _mixed}.get(kind, lambda *_: None)
-            found = split(model, engine, num_steps, partial(change, model, engine))
-            yield from _rows(f"decode {kind} b{batch}", found, floor_ms)
+        for kind, options in changes.items():
+            name = f"decode {kind} b{batch}"
+            yield from _decodes(
+                run, model, copy_per_s, name, batch, shape, num_steps=2 * _NUM_STEPS, spare=_SPARE, **options
+            )
 
 
 _SPARE = 32  # requests that may run beside those that decode
@@ -290,10 +303,5 @@ def _other_model(run: Run) -> Iterator[Row]:
     model, copy_per_s = _model(run, batches, shapes, "llama-2-7b"), _copy_per_s(run)
     for shape in shapes:
         for batch in batches:
-            if run.is_late:
-                yield Row(f"llama-2-7b {shape.name} b{batch}, step", None, note="not run: out of time")
-                continue
-            num_steps = run.pick(_NUM_STEPS, 2)
-            found = split(model, model.decoding(batch, shape), num_steps)
-            floor_ms = decode_bytes(model, batch, shape, num_steps) / copy_per_s * 1e3
-            yield from _rows(f"llama-2-7b {shape.name} b{batch}", found, floor_ms)
+            name = f"llama-2-7b {shape.name} b{batch}"
+            yield from _decodes(run, model, copy_per_s, name, batch, shape)

@@ -205,7 +205,8 @@ def table_of(target: str, rows: list[Row], is_dry: bool) -> str:
         cells.append((f"... {len(shown) - TABLE_LINES + 3} more in {target}.json", "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([f"== {target}", *lines]) + "\n"
+    what = " DRY: all of it ran, at tiny shapes and without a device; nothing was measured" if is_dry else ""
+    return "\n".join([f"== {target}{what}", *lines]) + "\n"
 
 
 def _cells(row: Row, is_dry: bool) -> tuple[str, str, str, str, str]:

@@ -24,7 +24,7 @@ from cache_engines import (
     wait_for_saves,
 )
 from gpu import precompile
-from gpu.check import LOADS_ALL, num_replays
+from gpu.check import LOADS_ALL, num_replays, of_data_sheet
 from gpu.engine import split
 from gpu.steps import Row, Run, Step
 from random_models import kv_bytes_per_token
@@ -76,7 +76,7 @@ def _host_tier(run: Run) -> Iterator[Row]:
         slot_position=torch.zeros(shape[2] * PAGE_SIZE, dtype=torch.int32, device=run.device),
     )
     bus, rng = _bus(run), np.random.default_rng(0)
-    yield Row("bus, pinned to device", bus / 1e9, "GB/s")
+    yield of_data_sheet("bus, pinned to device", bus / 1e9, "GB/s")
     started = time.perf_counter()
     tier = make_tier(pool, 4 * num_pages)
     num_bytes = 2 * 4 * num_pages * layers * heads * PAGE_SIZE * dim * dtype.itemsize

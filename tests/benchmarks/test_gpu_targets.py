@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention import relay
+from attention.bench import Bench
+from attention.machine import Ceilings
 from gpu import check, preflight, steps
 from gpu.predictions import PREDICTED
 from gpu.steps import Row
@@ -53,6 +56,7 @@ def test_a_target_runs_dry_without_ray(target: str, tmp_path: Path) -> None:
     assert all(row.value is None for row in rows)  # what a dry run takes is no figure
     table = (tmp_path / target / "table.txt").read_text()
     assert table in done.stdout
+    assert table.startswith(f"== {target} DRY: ")
     assert len(table.splitlines()) <= steps.TABLE_LINES
     with tarfile.open(tmp_path / target / f"{target}.tar.gz") as archive:
         assert {f"{target}/table.txt", f"{target}/{target}.json"} <= set(archive.getnames())
@@ -111,6 +115,15 @@ def test_a_table_has_predictions_and_at_most_forty_lines() -> None:
     many = steps.table_of("check", [Row(f"row {i}", 1.0) for i in range(90)], is_dry=False).splitlines()
     assert len(many) == steps.TABLE_LINES
     assert many[-1] == "... 53 more in check.json"
+
+
+def test_each_chosen_point_of_eq_10_has_a_prediction_near_what_the_review_of_the_kernels_said() -> None:
+    bench = Bench(device=torch.device("cuda"), quick=False, num_threads=1, ceilings=Ceilings(1.0, {}, 0), point_s=0.0)
+    names = [f"eq10 {heads} b{batch} s{shared} c{private}" for heads, batch, shared, private in relay.points(bench)]
+    assert len(names) == 15
+    assert all(0.4 < PREDICTED[name] <= 1.0 for name in names)
+    assert PREDICTED["eq10 32/8x128 b32 s2048 c128"] == pytest.approx(0.59, abs=0.04)
+    assert PREDICTED["eq10 32/32x128 b32 s8192 c128"] == pytest.approx(0.91, abs=0.04)
 
 
 @pytest.mark.parametrize(
