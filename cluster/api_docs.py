@@ -367,6 +367,7 @@ class Status(TypedDict):
 
 class Ready(TypedDict):
     ready: bool
+    replicas: int
 
 
 class Version(TypedDict):

@@ -55,6 +55,6 @@ class EngineClient(Protocol):
         """This replica holds the KV of a prompt now: requests that begin with it belong there."""
         ...
 
-    def is_ready(self) -> bool:
-        """Whether every configured model has a replica that answered lately."""
+    def num_ready(self) -> int:
+        """Replicas that requests may go to."""
         ...

@@ -146,10 +146,10 @@ async def _health(api: ApiState, request: Request) -> Response:
 
 
 async def _ready(api: ApiState, request: Request) -> Response:
-    """Whether every model has a replica that answers; status 503 if not."""
-    is_ready = api.client.is_ready()
-    headers = {} if is_ready else {"retry-after": "1"}
-    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503, headers)
+    """How many replicas requests may go to; status 503 if none."""
+    num_ready = api.client.num_ready()
+    headers = {} if num_ready else {"retry-after": "1"}
+    return JSONResponse({"ready": num_ready > 0, "replicas": num_ready}, 200 if num_ready else 503, headers)
 
 
 async def _metrics(api: ApiState, request: Request) -> Response:

@@ -16,9 +16,17 @@ from mneme.cluster.logs import log_to_serve
 from mneme.cluster.ray_engine_client import RayEngineClient
 from mneme.cluster.ray_private import HandleCalls, keep_to_loopback, own_replica_id, start_router
 from mneme.config import parse
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams
 from mneme.router import replica_set
 
 _LAST_EVENTS_S = 0.1  # what streams still say is written within that
+
+_WARM_UP = GenerationRequest(
+    request_id="warm-up",
+    prompt_token_ids=(0, 1) * 32,
+    sampling=SamplingParams(max_tokens=4, temperature=0, seed=0),
+    salt=WARM_UP_SALT,
+)
 
 BuildApi = Callable[[EngineClient, ClusterConfig], FastAPI]
 
@@ -38,6 +46,7 @@ class Ingress:
             model=self._config.model_name,
             name=own_replica_id(),
             router=self._config.router,
+            warm_up=_WARM_UP,
             has_session_logs=self._config.cache.enabled and self._config.cache.disk is not None,
         )
         start_router(engines)

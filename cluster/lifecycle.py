@@ -9,6 +9,7 @@ janitor ends the rest.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -82,7 +83,7 @@ class LocalCluster:
         on_progress("starting replicas", 0.0)
         with _ProgressReader(on_progress):
             self._run(lambda: application(placement))
-            self._await_ready()
+            self._await_ready(placement.replicas)
         self._is_up = True
         return placement
 
@@ -154,9 +155,10 @@ class LocalCluster:
         except Exception as error:  # they are cut off then
             logger.warning("answers were not ended: %s", _first_line(error))
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, num_replicas: int) -> None:
+        """Every replica is warm."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while not _answers(f"{self.url}/ready"):
+        while _num_ready(f"{self.url}/ready") < num_replicas:
             if time.monotonic() > deadline:
                 raise StartFailed(f"start_timeout_s: not ready after {self.config.start_timeout_s:g} s")
             time.sleep(_READY_POLL_S)
@@ -219,12 +221,12 @@ def _shut_ray_down() -> None:
         logger.exception("ray.shutdown failed")
 
 
-def _answers(url: str) -> bool:
+def _num_ready(url: str) -> int:
     try:
         with urllib.request.urlopen(url, timeout=2.0) as response:
-            return bool(response.status == 200)
+            return int(json.load(response)["replicas"])
     except (urllib.error.URLError, OSError):
-        return False
+        return 0
 
 
 def _reason(error: Exception) -> str:

@@ -71,7 +71,7 @@ class MetricsPage:
 
     def _metrics(self, stats: Sequence[ReplicaStats]) -> Iterator[Metric]:
         engines = [each.metrics for each in stats]
-        yield metric("mneme_ready", "gauge", "Whether every model has a replica.", {(): self._client.is_ready()})
+        yield metric("mneme_ready", "gauge", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
         yield metric("mneme_replicas", "gauge", "Replicas that answered.", {(): len(stats)})
         yield from summed(ENGINES, engines)
         rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}

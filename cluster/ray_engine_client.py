@@ -43,13 +43,24 @@ class RayEngineClient:
     """See `EngineClient`; lives on one event loop, which `set_replicas` must be called on."""
 
     def __init__(
-        self, calls: ReplicaCalls, *, model: str, name: str, router: RouterConfig, has_session_logs: bool = False
+        self,
+        calls: ReplicaCalls,
+        *,
+        model: str,
+        name: str,
+        router: RouterConfig,
+        has_session_logs: bool = False,
+        warm_up: GenerationRequest | None = None,
     ) -> None:
-        """`has_session_logs`: replicas find in durable logs what one that does not answer knew of a session."""
+        """Runs `warm_up` on every replica before requests.
+
+        `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
+        """
         self._calls = calls
         self._model = model
         self._name = name  # unique among ingresses: the subscriber's name at the replicas
         self._chooser = ReplicaChooser(router)
+        self._warm_up = warm_up
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._is_stopping = False
@@ -68,7 +79,11 @@ class RayEngineClient:
             task.add_done_callback(self._closing.discard)
         for replica_id in set(replica_ids) - self._links.keys():
             link = ReplicaLink(
-                replica_id, self._calls, subscriber=f"{self._name}:{replica_id}", on_change=self._link_changed
+                replica_id,
+                self._calls,
+                subscriber=f"{self._name}:{replica_id}",
+                on_change=self._link_changed,
+                warm_up=self._warm_up,
             )
             self._links[replica_id] = link
             link.start()
@@ -155,9 +170,9 @@ class RayEngineClient:
         """See `EngineClient.note_prefix`."""
         self._chooser.record(token_ids, replica_id, salt=salt)
 
-    def is_ready(self) -> bool:
-        """See `EngineClient.is_ready`: a stream is open, and Ray breaks it when its replica dies."""
-        return self._opened.is_set()
+    def num_ready(self) -> int:
+        """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
+        return sum(link.is_open for link in self._links.values())
 
     async def _place(self, choices: Sequence[PlacedChoice], *, is_resumed: bool) -> Placement:
         """Submit to the best replica, then to the others; raises what the last one answered."""

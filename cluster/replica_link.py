@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the link
 SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
 PROBE_TIMEOUT_S = 5.0
+_NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
 REOPEN_MIN_S, REOPEN_MAX_S = 0.05, 1.0
 
 
@@ -49,7 +50,9 @@ class ReplicaLink:
         *,
         subscriber: str,
         on_change: Callable[[ReplicaLink], None],
+        warm_up: GenerationRequest | None = None,
     ) -> None:
+        """`warm_up`: runs some times before the link is open, under ids of its own."""
         self.replica_id = replica_id
         self.epoch: str | None = None  # None while there is no stream
         self._calls = calls
@@ -57,6 +60,7 @@ class ReplicaLink:
         self._openings = itertools.count()
         self._subscriber = ""
         self._on_change = on_change
+        self._warm_up = warm_up  # None: it is warm
         self._next_seq = 0  # an engine counts each subscriber's messages from 0
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
@@ -69,8 +73,8 @@ class ReplicaLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether a submit would be carried now."""
-        return self.epoch is not None
+        """Whether requests may be submitted: there is a stream, and it is warm."""
+        return self.epoch is not None and self._warm_up is None
 
     @property
     def is_busy(self) -> bool:
@@ -96,6 +100,9 @@ class ReplicaLink:
         """
         if not self.is_open:
             raise LinkLost(f"no stream to replica {self.replica_id}")
+        return await self._submit(requests, sink)
+
+    async def _submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> list[MnemeError | None]:
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[MnemeError | None]] = [loop.create_future() for _ in requests]
         for request, answer in zip(requests, answers, strict=True):
@@ -142,13 +149,27 @@ class ReplicaLink:
     def _opened(self, opened: StreamOpened) -> None:
         self.epoch, self._next_seq = opened.epoch, 0
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
-        self._spawn("first", self._first_call(self._subscriber))
-        self._on_change(self)
+        if self._warm_up is None:
+            self._on_change(self)
+        else:
+            self._spawn("warm-up", self._run_warm_up(self._warm_up))
 
-    async def _first_call(self, subscriber: str) -> None:
-        """Submit nothing: what the first call of a handle builds, no request waits for."""
-        with contextlib.suppress(Exception):  # a link that does not work is lost by its stream, or its first submit
-            await self._calls.submit_many(self.replica_id, subscriber, [])
+    async def _run_warm_up(self, request: GenerationRequest) -> None:
+        """Build what first requests build, here and at the replica; what goes wrong is left to requests."""
+        ids = [f"{self._subscriber}:warm-up-{number}" for number in range(_NUM_WARM_UP)]
+        sink: Sink = asyncio.Queue()
+        with contextlib.suppress(TimeoutError, LinkLost):
+            async with asyncio.timeout(_WARM_UP_S):
+                for request_id in ids:
+                    (refusal,) = await self._submit([replace(request, request_id=request_id)], sink)
+                    if refusal is not None:
+                        break
+                    while not isinstance(item := await sink.get(), LinkLost) and item.finish_reason is None:
+                        pass
+        self.abort(ids)
+        self._warm_up = None
+        if self.is_open:
+            self._on_change(self)
 
     def _dispatch(self, message: StepMessage) -> None:
         if message.epoch != self.epoch:

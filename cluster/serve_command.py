@@ -34,11 +34,11 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
     try:
         placement = _with_progress(lambda on_progress: cluster.start(application, on_progress))
         seconds = time.monotonic() - started_at
+        service = _service(cluster.url)
         print(
             f"ready: {cluster.url} model={config.model_name} replicas={placement.replicas} seconds={seconds:.1f}",
             flush=True,
         )
-        service = _service(cluster.url)
         if service is not None:
             print(_summary(cluster.url, service), flush=True)
             threading.Thread(target=_report_throughput, args=(cluster.url, service), daemon=True).start()

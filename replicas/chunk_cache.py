@@ -81,6 +81,10 @@ class ChunkCache:
         if sequence.root is not None:
             return
         salt, context = sequence.request.salt, sequence.context
+        if sequence.request.is_warm_up:
+            size = self.fingerprint.layout.chunk_tokens
+            self._fetches.rehearse(ChainQuery.of(self.saves.lineage(salt), self.fingerprint.digest, context, size))
+            return
         sequence.chain = ChunkChain(self.saves.lineage(salt))
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
@@ -101,7 +105,8 @@ class ChunkCache:
         """The step was computed: what should have come and did not is taken back, what is sound is saved."""
         assert runner.chunks is not None
         lost = runner.chunks.end_load()
-        if lost is None and chunks:  # else it may have waited
+        is_warm_up = any(chunk.sequence.request.is_warm_up for chunk in chunks)
+        if lost is None and chunks and not is_warm_up:  # else it may have waited
             rows = [(chunk.num_rows, chunk.end - chunk.num_rows) for chunk in chunks]
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:

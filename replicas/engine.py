@@ -208,7 +208,7 @@ class Engine:
         return moves if self.chunks is None else self.chunks.add_saves(moves, chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
-        self.num_steps += 1
+        self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if self.chunks is not None:
             self.chunks.settle(chunks, sampled, self._runner, self.scheduler)
@@ -238,7 +238,6 @@ class Engine:
             return
         sequence.append(outcome.token_id)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
-        self.num_tokens["generated"] += 1
         reason = self._decoding.finish_reason(sequence, outcome.token_id)
         if reason is None:
             self._outbox.report(sequence)
@@ -266,6 +265,8 @@ class Engine:
         if self.chunks is not None:
             self.chunks.end(sequence, self._runner, is_sound=is_sound)
         self.scheduler.remove(sequence)
+        if request.is_warm_up:
+            self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
         del self._sequence_by_id[request.request_id]
         self._outbox.report(sequence, reason, error)
         self.pins.finished(request.request_id, reason, error)

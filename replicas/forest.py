@@ -212,10 +212,16 @@ class PrefixForest(Paths):
         if root is not None:
             forest_deletion.drop_prefix(self._pages, root, ids)
 
-    def drop_salts(self, is_chosen: Callable[[str], bool]) -> None:
-        """All that is cached under the chosen salts, of truncated sessions too."""
+    def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
+        """All that is cached under the chosen salts, of truncated sessions too.
+
+        `is_counted`: in `num_moved`.
+        """
+        num_moved = self.num_moved
         for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
             forest_deletion.drop_below(self._pages, root)
+        if not is_counted:
+            self._pages.num_moved = num_moved
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.

@@ -48,15 +48,17 @@ class Outbox:
             usage = usage._replace(
                 queue_s=sequence.begun_s - request.taken_s, prefill_s=self._clock() - sequence.begun_s
             )
-        if usage is not None and sequence.was_admitted:
+        is_counted = not sequence.request.is_warm_up
+        if usage is not None and sequence.was_admitted and is_counted:
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, **usage.kv_details())
             self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()
         sequence.num_reported += len(fresh)
         request_id = sequence.request.request_id
+        self.num_tokens["generated"] += len(fresh) * is_counted
         if finish_reason is not None:
-            self.num_finished[finish_reason] += 1
+            self.num_finished[finish_reason] += is_counted
             self._on_end(request_id)
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.truncation import Truncation
 
+WARM_UP_SALT = "warm-up"  # no tenant's: see `tenancy.kv_salt`
+
 MAX_CHOICES = 128  # OpenAI's
 MAX_STOPS = 16  # more than OpenAI's 4: clients of vLLM send such
 MAX_STOP_BYTES = 256
@@ -122,6 +124,11 @@ class GenerationRequest:
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
     taken_s: float = 0.0  # when the engine took it, by the engine's clock
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
+        return self.salt == WARM_UP_SALT
 
 
 class PromptUsage(NamedTuple):

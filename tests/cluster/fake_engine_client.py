@@ -175,8 +175,8 @@ class FakeEngineClient:
         }
         return [ReplicaStats(replica_id=name, model="tiny", metrics=metrics) for name in ("a", "b")]
 
-    def is_ready(self) -> bool:
-        return self.ready
+    def num_ready(self) -> int:
+        return 2 * self.ready
 
 
 class _Speaker:

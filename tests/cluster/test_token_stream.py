@@ -14,7 +14,7 @@ from mneme.cluster.ray_engine_client import RayEngineClient
 from mneme.cluster.replica_calls import WrongReplica
 from mneme.cluster.replica_server import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
 from tests.fakes.direct_calls import DirectCalls
 from tests.fakes.fake_engine import FakeEngineLoop, expected_tokens
@@ -23,12 +23,18 @@ ENDLESS = 10**6  # tokens: by itself, a request of so many does not end within a
 Scenario = Callable[[DirectCalls, RayEngineClient], Awaitable[None]]
 
 
-def run(scenario: Scenario, *, replicas: tuple[str, ...] = ("a", "b"), step_s: float = 0.001) -> None:
+def run(
+    scenario: Scenario,
+    *,
+    replicas: tuple[str, ...] = ("a", "b"),
+    step_s: float = 0.001,
+    warm_up: GenerationRequest | None = None,
+) -> None:
     async def main() -> None:
         calls = DirectCalls()
         for replica_id in replicas:
             calls.add(replica_id, step_s=step_s)
-        client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig())
+        client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig(), warm_up=warm_up)
         client.set_replicas(replicas)
         try:
             async with asyncio.timeout(20):
@@ -83,6 +89,37 @@ def test_streams_tokens_in_order_with_usage_once() -> None:
     run(scenario)
 
 
+def test_a_replica_gets_requests_once_others_have_warmed_it() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        assert (await tokens(client, request()))[0] == expected(request())
+        await until(lambda: client.num_ready() == 2)
+        await tokens(client, request("again.0"))
+        for engine in calls.engines.values():
+            salts = [each.salt for each in engine.admitted]
+            assert salts == sorted(salts, reverse=True)  # those of warming up first
+            assert salts.count(WARM_UP_SALT) > 1
+
+    run(scenario, warm_up=replace(request(num=2), salt=WARM_UP_SALT))
+
+
+@pytest.mark.parametrize("fault", ["refused", "endless", "lost"])
+def test_a_replica_that_cannot_be_warmed_gets_requests_all_the_same(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_link, "_WARM_UP_S", 0.1)
+    asked = request(num=ENDLESS if fault == "endless" else 20)
+    warm_up = replace(asked, prompt_token_ids=() if fault == "refused" else asked.prompt_token_ids)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        if fault == "lost":
+            await until(lambda: running(calls) == 1)
+            calls.drop_next_message("a")
+        assert (await tokens(client, request("r.1")))[0] == expected(request("r.1"))
+        await until(lambda: running(calls) == 0)
+
+    run(scenario, replicas=("a",), step_s=0.005, warm_up=warm_up)
+
+
 def test_many_at_once_use_both_replicas_and_few_submits() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         asked = [request(f"r{i}.0") for i in range(64)]
@@ -132,7 +169,7 @@ def test_the_only_replica_dies_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch)
         assert ids == expected(request(num=500))[: len(ids)]
         with pytest.raises(ReplicaUnavailable):
             await tokens(client, request("later.0"))
-        assert not client.is_ready()
+        assert not client.num_ready()
 
     run(scenario, replicas=("a",))
 
@@ -186,7 +223,7 @@ def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(replica_link, "CALL_TIMEOUT_S", 0.05)
 
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(client.is_ready)
+        await until(client.num_ready)
         calls.hang_submits = True
         work = asyncio.ensure_future(tokens(client, request()))
         await until(lambda: bool(calls.submit_batches))
@@ -211,7 +248,7 @@ def test_closing_the_generator_aborts() -> None:
 
 def test_cancelling_at_any_moment_aborts() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(client.is_ready)
+        await until(client.num_ready)
         for i in range(60):
             work = asyncio.ensure_future(tokens(client, request(f"r{i}.0", num=ENDLESS)))
             for _ in range(i):
@@ -407,6 +444,6 @@ def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
         ids, last = await endless
         assert ids
         assert (last.finish_reason, last.error) == ("error", "the server is stopping")
-        assert not client.is_ready()
+        assert not client.num_ready()
 
     run(scenario)

@@ -75,7 +75,7 @@ class DirectCalls:
         self, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
     ) -> Sequence[MnemeError | None]:
         self._alive(replica_id)
-        self.submit_batches += [len(requests)] if requests else []  # a link that opens sends none
+        self.submit_batches.append(len(requests))
         if self.hang_submits:
             await asyncio.Event().wait()
         await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it

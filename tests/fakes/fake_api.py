@@ -20,7 +20,8 @@ def build_fake_api(client: EngineClient, config: object) -> FastAPI:
 
     @api.get("/ready")
     async def ready() -> Response:
-        return Response(status_code=200 if client.is_ready() else 503)
+        num_ready = client.num_ready()
+        return JSONResponse({"replicas": num_ready}, 200 if num_ready else 503)
 
     @api.get("/stats")
     async def stats() -> JSONResponse:

@@ -11,7 +11,7 @@ import pytest
 from mneme.cachetier.chunk import ChunkHeader
 from mneme.cachetier.misses import Miss
 from mneme.replicas.engine import Engine
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -168,6 +168,23 @@ def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -
     events = run(case.engine)
     assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
     assert next(event.usage for event in events if event.usage is not None).disk_tokens == 24 - CHUNK_TOKENS
+    case.check_rest()
+
+
+def test_a_warm_up_asks_the_tier_and_leaves_nothing(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("before", [4] * 20)
+    case.cache.play()
+    run(case.engine)
+    stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.num_cached
+    for number in range(2):
+        case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
+        assert case.cache.workers["kv-look"].tasks
+        events = run(case.engine)
+        assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
+        assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
+    assert (case.engine.stats(), store.chunks, case.engine.forest.num_cached) == (stats, chunks, cached)
+    assert len(case.engine.explanations) == 1
     case.check_rest()
 
 
