@@ -33,7 +33,7 @@ _TOTAL_SHARE = 9 / 20  # chunks, and those on their way in
 _PUT_SHARE = 1 / 20  # of one engine's process, on its way to the node's actor
 _READY_TIMEOUT_S = 60.0  # a million files are listed in half of it
 _CLOSE_TIMEOUT_S = 10.0
-_FIRST_LOOKUP_S = 2.0
+_FIRST_LOOKUP_S = 10.0  # the directory may still be starting
 _MAX_TRIES, _PAUSE_S = 20, 0.1  # to reach an actor that is of this configuration
 
 

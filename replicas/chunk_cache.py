@@ -78,13 +78,9 @@ class ChunkCache:
 
         `is_alone`: nothing else runs or waits.
         """
-        if sequence.root is not None:
+        if sequence.root is not None or sequence.request.is_warm_up:
             return
         salt, context = sequence.request.salt, sequence.context
-        if sequence.request.is_warm_up:
-            size = self.fingerprint.layout.chunk_tokens
-            self._fetches.rehearse(ChainQuery.of(self.saves.lineage(salt), self.fingerprint.digest, context, size))
-            return
         sequence.chain = ChunkChain(self.saves.lineage(salt))
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return

@@ -17,7 +17,6 @@ from mneme.replicas.workers import Workers
 log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
-_FIRST_LOOK_S = 1.0
 _SLOWER = 1.1  # than predicted: that is noise
 _CLOSE_S = 1.0  # how long a close waits for what the threads are at
 
@@ -67,14 +66,6 @@ class Fetches:
             self._open.add(fetch)
         self._lookers.run(lambda: self._look(fetch, timeout_s))
         return fetch
-
-    def rehearse(self, query: ChainQuery) -> None:
-        """Ask for what the store has not: its first question takes longer."""
-
-        def look() -> None:
-            self._store.locate(query, _FIRST_LOOK_S)
-
-        self._lookers.run(look)
 
     def abandon(self) -> None:
         """Nobody wants any of them."""

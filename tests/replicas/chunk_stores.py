@@ -43,7 +43,7 @@ class FakeStore:
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         with self._lock:
-            self.waiting |= {query.request_id} - {""}
+            self.waiting.add(query.request_id)
             sources: list[ChunkSource] = []
             for index in range(query.first, len(query.keys)):
                 chunk = self.chunks.get(query.keys[index])

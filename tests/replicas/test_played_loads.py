@@ -171,7 +171,7 @@ def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -
     case.check_rest()
 
 
-def test_a_warm_up_asks_the_tier_and_leaves_nothing(store: FakeStore) -> None:
+def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
     case = Played(store)
     case.submit("before", [4] * 20)
     case.cache.play()
@@ -179,7 +179,6 @@ def test_a_warm_up_asks_the_tier_and_leaves_nothing(store: FakeStore) -> None:
     stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.num_cached
     for number in range(2):
         case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
-        assert case.cache.workers["kv-look"].tasks
         events = run(case.engine)
         assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
         assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
