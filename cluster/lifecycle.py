@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import secrets
-import sys
 import threading
 import time
 import urllib.error
@@ -58,6 +57,7 @@ class LocalCluster:
     _stop_requested: threading.Event = field(default_factory=threading.Event)
     _signals: StopSignals | None = None
     _ingress: Any = None  # a handle
+    _end_progress: Callable[[], object] = lambda: None
 
     @property
     def url(self) -> str:
@@ -65,11 +65,15 @@ class LocalCluster:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
         return f"http://{host}:{self.config.port}"
 
-    def start(self, application: BuildApplication, on_progress: Progress) -> EnginePlacement:
+    def start(
+        self, application: BuildApplication, on_progress: Progress, end_progress: Callable[[], object] = lambda: None
+    ) -> EnginePlacement:
         """Start Ray and the application (built only once Ray's knobs are set); returns where its engines are.
 
+        `end_progress` is called, on any thread, before a signal ends the process: the terminal is clean then.
         Raises `StartFailed`, `ConfigError` or `CheckpointError`.
         """
+        self._end_progress = end_progress
         preflight.check(self.config)
         placement = place_engines(self.config, count_gpus())
         directory = environment.make_directory(self.config)
@@ -171,10 +175,13 @@ class LocalCluster:
 
     def _stop_now(self) -> None:
         """End the rest and this process, from any thread."""
+        self._end_progress()
+        terminal = os.dup(2)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
         if self._janitor is not None:
             self._janitor.clean()
-        sys.stderr.write("mneme serve: stopped\n")
-        sys.stderr.flush()
+        os.write(terminal, b"mneme serve: stopped\n")
         os._exit(130)
 
 

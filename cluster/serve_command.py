@@ -32,7 +32,7 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
         return build_application(config, placement, load_engine=load_engine, build_api=build_api)
 
     try:
-        placement = _with_progress(lambda on_progress: cluster.start(application, on_progress))
+        placement = _with_progress(lambda *progress: cluster.start(application, *progress))
         seconds = time.monotonic() - started_at
         service = _service(cluster.url)
         print(
@@ -103,8 +103,11 @@ def throughput_line(before: dict[str, Any], now: dict[str, Any], seconds: float)
     )
 
 
-def _with_progress(work: Callable[[Progress], EnginePlacement]) -> EnginePlacement:
-    """Run `work` behind a progress bar on stderr, or with a line for each stage where that is no terminal."""
+def _with_progress(work: Callable[[Progress, Callable[[], None]], EnginePlacement]) -> EnginePlacement:
+    """Run `work` behind a progress bar on stderr, or with a line for each stage where that is no terminal.
+
+    It is given what shows a stage, and what ends the bar and gives the terminal its cursor back.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -121,4 +124,4 @@ def _with_progress(work: Callable[[Progress], EnginePlacement]) -> EnginePlaceme
                 stages.append(stage)
                 print(f"mneme serve: {stage}", file=sys.stderr, flush=True)
 
-        return work(show)
+        return work(show, bars.live.stop)
