@@ -34,7 +34,12 @@ _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our ke
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed check, 2 for what the user must change."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        words = (parser.prog, args.command, getattr(args, "what", None))
+        command = " ".join(word for word in words if word is not None)
+        print(f"{command}: unknown: {' '.join(unknown)}; `{command} --help` lists what there is", file=sys.stderr)
+        return 2
     if args.command is None:
         parser.print_help()
         return 0

@@ -67,9 +67,10 @@ def _service(url: str) -> dict[str, Any] | None:
 def _summary(url: str, service: dict[str, Any]) -> str:
     from mneme.cluster.api_docs import curl_line
 
+    replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
     return f"""\
   {service["device"]}, {service["dtype"]}, context {service["max_model_len"]:,} tokens, KV of \
-{service["kv_capacity_tokens"]:,} tokens on {service["replicas"]} replicas
+{service["kv_capacity_tokens"]:,} tokens on {replicas}
   API      {url}/v1 (OpenAI's), described at {url}/docs
   figures  {url}/metrics, and {url} in a browser
   chat     mneme chat --url {url}

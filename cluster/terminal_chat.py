@@ -202,8 +202,12 @@ def _first_model(http: httpx.Client) -> str:
         raise ChatFailed(f"{http.base_url} does not answer ({error}); is `mneme serve` running?") from error
     if response.status_code != 200:
         raise ChatFailed(f"{response.url}: {_message(response)}")
-    name: str = response.json()["data"][0]["id"]
-    return name
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ChatFailed(
+            f"{response.url}: the answer is no list of models; is this an OpenAI-compatible server?"
+        ) from None
 
 
 def _whole_text(origin: str, text: str) -> str:
@@ -313,4 +317,5 @@ def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}: {response.text[:200] or 'no reason given'}"
+        text = " ".join(response.text.split())[:200]
+        return f"status {response.status_code}: {text or 'no reason given'}"

@@ -142,6 +142,18 @@ def test_the_command_says_its_version_and_its_commands(capsys: pytest.CaptureFix
     assert all(f"    {command} " in shown for command in ("serve", "chat", "doctor", "simulate", "cache"))
 
 
+def test_an_unknown_option_is_told_by_the_command_that_has_none_such(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, command in (
+        (["serve", "--tensor-parallel-size", "2"], "mneme serve"),
+        (["cache", "stats", "--folder", "f", "--unit"], "mneme cache stats"),
+        (["--unit"], "mneme"),
+    ):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"{command}: unknown: --")
+        assert told.endswith(f"`{command} --help` lists what there is\n")
+
+
 def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
     printed = [sys.executable, "-m", "mneme", "--print-completion", "bash"]
     script = tmp_path / "completion"

@@ -6,7 +6,9 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
@@ -134,6 +136,37 @@ def test_an_address_of_something_else_is_named(
     assert run_chat(parsed("--url", f"{server.url}/elsewhere")) == 1
     shown = capsys.readouterr().err
     assert f"{server.url}/elsewhere/v1/models: " in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "told"),
+    [
+        (200, "<html>\n<p>Welcome", "the answer is no list of models"),
+        (200, '{"data": []}', "the answer is no list of models"),
+        (404, "<html>\n<p>Not found", "status 404: <html> <p>Not found"),
+    ],
+)
+def test_a_web_server_that_is_no_api_is_one_line(
+    status: int, page: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Web(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    with HTTPServer(("127.0.0.1", 0), Web) as web:
+        answering = threading.Thread(target=web.handle_request)
+        answering.start()
+        assert run_chat(parsed("--url", f"http://127.0.0.1:{web.server_port}")) == 1
+        answering.join()
+    shown = capsys.readouterr().err
+    assert told in shown
     assert shown.count("\n") == 1
 
 

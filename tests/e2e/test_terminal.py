@@ -18,18 +18,14 @@ CURSOR = b"\x1b[?25h"
 
 def test_ctrl_c_during_the_start_takes_the_bar_away_and_gives_the_cursor_back() -> None:
     ours, theirs = pty.openpty()
+    paths = f"{REPOSITORY / 'src'}:{REPOSITORY}"
     with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as temporary:
         process = subprocess.Popen(
             [*SERVE_FAKE, f"port={free_port()}"],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={
-                **os.environ,
-                "TMPDIR": temporary,
-                "TERM": "xterm",
-                "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
-            },
+            env={**os.environ, "TMPDIR": temporary, "TERM": "xterm", "PYTHONPATH": paths},
             cwd=REPOSITORY,
             start_new_session=True,
         )
