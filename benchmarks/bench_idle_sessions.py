@@ -45,7 +45,7 @@ from mneme.replicas.tokenizer import Tokenizer
 
 MODEL, DTYPE = "mneme-tiny", "bfloat16"
 PAGE_SIZE = 16
-NUM_FEW, NUM_MANY, NUM_MANY_QUICK = 100, 100_000, 10_000
+NUM_FEW, NUM_MANY, NUM_MANY_QUICK = 100, 100_000, 4_000
 NUM_DECODING = 8
 MAX_BYTES, MAX_GROWTH = 1024, 0.05
 BATCH = 64  # turns at once while sessions are stored
@@ -232,7 +232,7 @@ def checks_of(bytes_by_case: dict[Case, float], by_size: dict[int, Times]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10,000 sessions for the times; at most 90 s on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="4,000 sessions for the times; at most 90 s on 2 cores")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     load_before, started = load_average(), time.perf_counter()
