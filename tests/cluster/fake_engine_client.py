@@ -167,7 +167,7 @@ class FakeEngineClient:
             "sessions": 3,
             "rss_bytes": 1 << 20,
             "shared_segments": 5,
-            "graphs": {"replays": 40, "failed": 1, "off": 0},
+            "graphs": {"replays": 40, "failed": 1, "off": 3},
             "kv_tokens": 16_000,
             "device": "cpu",
             "dtype": "float32",

@@ -7,6 +7,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from mneme.cluster.app import build_application
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.gpus import EnginePlacement, count_gpus, count_machine_gpus, place_engines
 from mneme.config import parse
@@ -52,6 +53,13 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         place_engines(parse(ClusterConfig, given), num_gpus)
+
+
+@pytest.mark.parametrize("gpus", [0.0, 0.5, 1.0])
+def test_ray_is_asked_for_each_replicas_part_of_a_gpu(gpus: float) -> None:
+    placement = EnginePlacement(4, "cuda" if gpus else "cpu", gpus)
+    engines = build_application(ClusterConfig(), placement)._bound_deployment.init_args[1]._bound_deployment
+    assert (engines.num_replicas, engines.ray_actor_options["num_gpus"]) == (4, gpus)
 
 
 def test_where_nodes_may_join_later_their_gpus_need_not_be_there_yet() -> None:

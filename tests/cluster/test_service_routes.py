@@ -53,7 +53,9 @@ def test_probes_and_metrics() -> None:
         ("mneme_prompt_tokens_total", 20),
         ('mneme_finished_requests_total{reason="length"}', 4),
         ("mneme_shared_segments", 10),
+        ("mneme_cuda_graph_replays_total", 80),
         ("mneme_cuda_graph_failures_total", 2),
+        ("mneme_cuda_graphs_off", 6),
         ('mneme_resident_memory_bytes{replica="a"}', 1048576),
     ):
         assert found[name] == value, name

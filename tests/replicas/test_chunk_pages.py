@@ -20,7 +20,14 @@ from mneme.cachetier.streams import CudaStreams
 from mneme.replicas import chunk_loads, chunk_mover
 from mneme.replicas.calibration import bringing
 from mneme.replicas.chunk_loads import ChunkLoad
-from mneme.replicas.chunk_pages import ChunkPages, ChunkTokens, CpuChunkPages, DeviceChunkPages, make_chunk_pages
+from mneme.replicas.chunk_pages import (
+    ChunkPages,
+    ChunkTokens,
+    CpuChunkPages,
+    DeviceBatch,
+    DeviceChunkPages,
+    make_chunk_pages,
+)
 from mneme.replicas.forest_moves import Graft, GraftPiece
 from tests.cachetier.played_streams import PlayedStreams
 from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool
@@ -198,8 +205,14 @@ class Loading(NamedTuple):
     expected: Pool  # when all has come
 
 
-def begin(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[int, int] | None = None, slot_tokens: int = 8) -> Loading:
-    """Three chunks of eight tokens, on pages of four; a slot holds one or two."""
+def begin(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    missing: tuple[int, int] | None = None,
+    slot_tokens: int = 8,
+    issue: Callable[[PlayedStreams, Pool], None] = lambda streams, pool: None,
+) -> Loading:
+    """Three chunks of eight tokens, on pages of four; a slot holds one or two. `issue`: by the engine, before."""
     monkeypatch.setattr(chunk_loads, "Fetch", PlayedFetch)
     streams, pool = PlayedStreams(), make_pool(NUM_PAGES)
     pages = [(7, 2), (0, 9), (4, 5)]
@@ -209,6 +222,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, *, missing: tuple[int, int] | None = 
     fetch: Any = PlayedFetch(chunks, pool, missing)
     pieces = [GraftPiece(i, 8 * i, 8 * i + 8, [(a, 0, 4), (b, 0, 4)], ()) for i, (a, b) in enumerate(pages)]
     device = DeviceChunkPages(pool, streams, 8 * TOKEN_BYTES, slot_bytes=slot_tokens * TOKEN_BYTES)
+    issue(streams, pool)
     load = ChunkLoad([Graft(fetch, pieces)], NUM_LAYERS, device)
     return Loading(load, fetch, streams, pool, expected)
 
@@ -234,6 +248,38 @@ def test_each_layer_is_there_when_it_is_computed(monkeypatch: pytest.MonkeyPatch
     loading.streams.finish()
     assert seen == [True] * NUM_LAYERS
     assert loading.load.finish() == []
+
+
+def test_a_load_is_behind_what_the_engine_issued_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of who had the pages before may still write them."""
+
+    def issue(streams: PlayedStreams, pool: Pool) -> None:
+        streams.finish()
+        for part in (pool.k_pages, pool.v_pages):
+            streams.current().run(partial(part.fill_, 5))
+
+    loading = begin(monkeypatch, slot_tokens=24, issue=issue)
+    loading.streams.choose = lambda num_ready: num_ready - 1  # the engine last wherever it need not run first
+    loading.load.run()
+    loading.streams.finish()
+    assert all(torch.equal(loading.pool.page(page), loading.expected.page(page)) for page in (7, 2, 0, 9, 4, 5))
+
+
+def test_nothing_is_copied_through_memory_that_the_engine_may_still_use() -> None:
+    """What the allocator gives was perhaps freed by the engine's stream, before that has come so far."""
+    streams, pool = PlayedStreams(), make_pool(NUM_PAGES)
+    streams.current().run(lambda: None)
+    pages = DeviceChunkPages(pool, streams, 8 * TOKEN_BYTES)
+    before, streams.current().is_held = pool.k_pages.clone(), True
+    (batch,) = pages.batches(ONE_CHUNK)
+    batch.begin()
+    batch.put(0, layer_of(ONE_CHUNK[0], pool, 1))
+    batch.scatter(0, None)
+    streams.finish()
+    assert torch.equal(pool.k_pages, before)
+    streams.current().is_held = False
+    streams.finish()
+    assert not torch.equal(pool.k_pages, before)
 
 
 def test_loads_do_not_wait_for_what_is_computed_nor_layers_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +380,13 @@ def test_engines_save_and_load_through_a_devices_pages(
     def make(pool: Pool, max_layer_bytes: int) -> ChunkPages:
         return DeviceChunkPages(pool, AtOnce(), max_layer_bytes, slot_bytes=1)  # type: ignore[arg-type]
 
+    gather = DeviceBatch.gather
+
+    def gather_behind(self: DeviceBatch, layer: int, into: Sequence[Any], after: Any) -> None:
+        assert after is not None, "it may read a layer that is not computed yet"
+        gather(self, layer, into, after)
+
+    monkeypatch.setattr(DeviceBatch, "gather", gather_behind)
     monkeypatch.setattr(chunk_mover, "make_chunk_pages", make)
     decoder, store, ids = load_decoder("llama-3", tmp_path), FakeStore(), draw(1, 250)
     for number in range(2):
