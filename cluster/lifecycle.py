@@ -175,14 +175,16 @@ class LocalCluster:
 
     def _stop_now(self) -> None:
         """End the rest and this process, from any thread."""
-        self._end_progress()
-        terminal = os.dup(2)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
-        if self._janitor is not None:
-            self._janitor.clean()
-        os.write(terminal, b"mneme serve: stopped\n")
-        os._exit(130)
+        try:
+            self._end_progress()
+            terminal = os.dup(2)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
+            if self._janitor is not None:
+                self._janitor.clean()
+            os.write(terminal, b"mneme serve: stopped\n")
+        finally:  # the terminal may be gone; the janitor ends the rest once this process has ended
+            os._exit(130)
 
 
 class _ProgressReader:
