@@ -158,7 +158,7 @@ def test_no_limit_leaves_what_the_machine_has(tmp_path: Path, limit: str) -> Non
     ("built_for", "message"),
     [
         (None, r"is a CPU build; install one for CUDA"),
-        ("13.0", r"no GPU that its CUDA 13.0 can use; `nvidia-smi`"),
+        ("13.0", r"no GPU that its CUDA 13.0 can use; `nvidia-smi` .* update an old one; .* cpu serves"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_an_error_and_not_the_cpu(
