@@ -37,6 +37,7 @@ from mneme.replicas.model import Decoder
 from mneme.replicas.model_config import parse_model_config
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.runner import Runner
+from mneme.replicas.warm_up import warm_up
 
 PAGE_SIZE = 32
 DTYPE = torch.bfloat16
@@ -108,13 +109,16 @@ def make_engine(
     *,
     share_prefixes: bool = True,
     costs: CostModel | None = None,
+    is_warm: bool = False,
 ) -> Engine:
     """An engine that is alike with a tier and without one (None); on a GPU, with decode graphs.
 
-    `costs`: what an earlier one has learned; None: what was calibrated.
+    `costs`: what an earlier one has learned; None: what was calibrated. `is_warm`: as engines are that serve.
     """
     runner = Runner(model.decoder, num_pages, PAGE_SIZE, decode_graphs_for(model.decoder, _MAX_GRAPH_ROWS))
     config = EngineConfig(page_size=PAGE_SIZE, max_waiting=2**20, max_sessions=0, prefix_sharing=share_prefixes)
+    if is_warm:
+        warm_up(runner, None, config, lambda _what, _share: None)
     if store is None:
         return Engine(runner, None, config)
     costs = costs or CostModel(model.calibration)

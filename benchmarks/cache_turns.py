@@ -138,7 +138,7 @@ def restarted_rows(model: CachedModel, num_history: int, folder: Path, num_resta
             is_cold = number % 2 == 0
             store.restart(is_cold=is_cold)
             costs = CostModel.from_mapping(costs.as_mapping())
-            with closing(make_engine(model, store, config, num_pages, costs=costs)) as started:
+            with closing(make_engine(model, store, config, num_pages, costs=costs, is_warm=True)) as started:
                 took = answers(started, [ids + draw.question() for ids in histories], 1)
                 wait_for_saves(started)
                 assert started.chunks is not None

@@ -3,8 +3,9 @@
 That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
 for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What
 a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too,
-and as the step computes others' rows between its layers. What was read ahead is not late any more: to copy it takes a
-small part of what computing would, so all of it is due when the last layer is.
+and as the step computes others' rows between its layers. What was read ahead is not late any more: a copy is left, and
+where that takes long (a busy machine, pages of the pool that were never written), computing would too. All of it is due
+when the last layer is, and as much later as computing it then would take.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class LoadClock:
         """
         beside_s = self._beside_s * (layer + 1) / self._num_layers
         beside_s += max(computed_s - self._plan.first_s * layer / self._num_layers, 0.0)
-        is_brought = self._waited_s is not None and layer < self.num_brought
-        paced = self._num_layers - 1 if is_brought else layer  # who reads was in time, and a copy is left
+        paced = layer
+        if self._waited_s is not None and layer < self.num_brought:  # who reads was in time, and a copy is left
+            paced = self._num_layers - 1
+            beside_s += self._plan.predicted_recompute_s
         if layer < self._num_ready:
             return self._plan.due_s(paced, self._num_layers) + beside_s - (self._clock() - self._load_began_s)
         return self._due_s(paced, is_alone=True) + beside_s - self._so_far_s()

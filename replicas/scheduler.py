@@ -248,8 +248,14 @@ class Scheduler:
         return any(sequence.num_output for sequence in self.running)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come."""
-        return sequence.found is None or sequence.found.is_ready(is_alone=not self.running)
+        """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come.
+
+        Not before others whose chunks come too: they are read at the same time, so its step would wait longer.
+        """
+        if sequence.found is None:
+            return True
+        others = islice(self.waiting, 1, 1 + _NUM_OVERTAKING)
+        return sequence.found.is_ready(is_alone=not self.running and all(each.found is None for each in others))
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
         """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""

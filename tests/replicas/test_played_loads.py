@@ -171,6 +171,26 @@ def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -
     case.check_rest()
 
 
+@pytest.mark.parametrize("other", [None, IDS[1:30]])
+def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_read(
+    store: FakeStore, other: list[int] | None
+) -> None:
+    """Alone it is, layer by layer."""
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    if other is not None:
+        case.submit("b", other)
+    case.cache.play(num_reads=0)
+    assert case.engine.is_blocked == (other is not None)
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert next(event.usage for event in events if event.request_id == "a" and event.usage).disk_tokens == 24
+    assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
 def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
     case = Played(store)
     case.submit("before", [4] * 20)
