@@ -89,7 +89,7 @@ def test_it_may_take_as_long_as_what_is_loaded_with_it_too() -> None:
     times.num_brought = 5
     times.begin_load(10.0)
     clock.now_s += 0.01
-    assert times.left_s(0) == pytest.approx(0.9 - 0.01 + 1.0)
+    assert times.left_s(0) == pytest.approx(0.9 - 0.01 + 1.0 + 1.0)
     assert times.left_s(9) == pytest.approx(0.9 - 0.01 + 10.0)
 
 
