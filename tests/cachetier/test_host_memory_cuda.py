@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from mneme.cachetier.host_memory_cuda import PinnedHostMemory, runs
 from mneme.cachetier.streams import CudaStreams
 from mneme.cachetier.tiers import make_tier
-from mneme.errors import TransferFailed
+from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.timeline import Timeline
 from tests.cachetier.model_tier import Operation, operations, run_operations
 from tests.cachetier.played_streams import PlayedStreams
@@ -154,6 +156,30 @@ def test_a_closed_tier_moves_nothing() -> None:
     for call in (tier.save, tier.load):
         with pytest.raises(TransferFailed, match="closed"):
             call(np.array([0]), np.array([0]))
+
+
+def test_memory_that_cannot_be_pinned_names_the_setting_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[int, int]] = []
+    most_bytes = 1 << 20
+
+    def register(address: int, num_bytes: int, _flags: int) -> int:
+        registered.append((address, num_bytes))
+        return 0 if num_bytes <= most_bytes else 2
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: registered.remove((address, most_bytes))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    streams, memory = CudaStreams(torch.device("cuda")), torch.zeros(2, most_bytes // 4, dtype=torch.bfloat16)
+    unpin = streams.pin(memory)
+    assert registered == [(memory.data_ptr(), most_bytes)]
+    assert not memory.any()
+    unpin()
+    assert not registered
+    with pytest.raises(ConfigError, match=r"^engine\.host_cache_bytes: CUDA error 2 while 2097152 bytes .* give less"):
+        streams.pin(torch.zeros(2 * most_bytes, dtype=torch.uint8))
 
 
 def test_neighbours_are_one_run() -> None:
