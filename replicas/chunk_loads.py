@@ -165,11 +165,10 @@ class ChunkLoads:
 
     def __init__(self, num_layers: int, pages: ChunkPages) -> None:
         self._num_layers, self._pages = num_layers, pages
-        self._take_all: Callable[..., object] = map
-        if pages.num_readers > 1:
-            self._take_all = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes").map
+        readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
+        self._take_all: Callable[..., object] = map if readers is None else readers.map
         self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue,), name="kv-chunk-loads", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._queue, readers), name="kv-chunk-loads", daemon=True)
         self._thread.start()
         self.close: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
 
@@ -179,7 +178,7 @@ class ChunkLoads:
         return load
 
 
-def _run(loads: queue.SimpleQueue[ChunkLoad | None]) -> None:
+def _run(loads: queue.SimpleQueue[ChunkLoad | None], readers: ThreadPoolExecutor | None) -> None:
     while (load := loads.get()) is not None:
         try:
             load.run()
@@ -187,6 +186,8 @@ def _run(loads: queue.SimpleQueue[ChunkLoad | None]) -> None:
             log.exception("a load of chunks failed")
             load.finish()
         del load
+    if readers is not None:
+        readers.shutdown(wait=False)
 
 
 def _has(pieces: Sequence[_Piece], layer: int) -> bool:
