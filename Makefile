@@ -48,14 +48,14 @@ test-all: test
 	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
-FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/test_cached_traffic.py
+FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py
 FAULT_TESTS += $(wildcard tests/e2e/test_cache_nodes.py)
 
 faults: $(DEV_READY)
 	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)
 
 # The paths of a CPU without a compiler: torch in the place of the compiled kernels, wherever those are called.
-TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/test_host_memory.py
+TORCH_TESTS := tests/kernels tests/replicas tests/cachetier/pages/test_host_memory.py
 TORCH_TESTS += --ignore=tests/replicas/cache_faults --ignore-glob="*/test_durable_*" --ignore-glob="*/test_triton_*"
 
 test-torch: $(DEV_READY)

@@ -32,10 +32,10 @@ from attention.report import Check, PartResult, at_least, at_most, closing_check
 from plots import lines, rows, save
 from workloads import cpu_name, load_average
 
-from mneme.cachetier.cache_costs import Rates
-from mneme.cachetier.cache_simulator import CacheSimulator
-from mneme.cachetier.synthetic_trace import SyntheticShape, make_trace
-from mneme.cachetier.traces import TraceRequest, most_used_within, read_trace
+from mneme.cachetier.simulate.costs import Rates
+from mneme.cachetier.simulate.simulator import CacheSimulator
+from mneme.cachetier.simulate.synthetic import SyntheticShape, make_trace
+from mneme.cachetier.simulate.traces import TraceRequest, most_used_within, read_trace
 
 BLOCK_TOKENS = 512
 TIER_NAMES = ("device", "host", "disk")

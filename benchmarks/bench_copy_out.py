@@ -35,9 +35,9 @@ from workloads import MODEL_SHAPE, VOCAB_SIZE, cpu_name, load_average
 
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.forest_nodes import Pin
-from mneme.replicas.model import Decoder
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.nodes import Pin
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 BATCH = 8

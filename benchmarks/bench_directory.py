@@ -34,14 +34,14 @@ from attention.report import PartResult, at_most, closing_checks, print_part, ro
 from bench_tier_io import two_nodes
 from workloads import cpu_name, load_average
 
-from mneme.cachetier.announcer import BATCH_CHANGES, Announcer
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.change_log import Change
-from mneme.cachetier.directory import Announcement, Directory, Reply
-from mneme.cachetier.disk_folder import OWN_FOLDER
-from mneme.cachetier.disk_names import ChunkName, folder_of, folders
-from mneme.cachetier.keys import LineageKind
-from mneme.cachetier.process_store import make_disk_tier
+from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.distributed.announcer import BATCH_CHANGES, Announcer
+from mneme.cachetier.distributed.directory import Announcement, Directory, Reply
+from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.node.disk_folder import OWN_FOLDER
+from mneme.cachetier.node.disk_names import ChunkName, folder_of, folders
+from mneme.cachetier.node.process_store import make_disk_tier
 
 NUM_CHUNKS, QUICK_CHUNKS = 1_000_000, 100_000
 BATCHES = (1, 16, 256)  # keys of a lookup
@@ -123,7 +123,7 @@ def in_process(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[
 
 def through_ray(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
     """A shard's actor, asked by this process; somebody speaks for the node once a second, as its announcer does."""
-    from mneme.cachetier.ray_directory import DirectoryShards
+    from mneme.cachetier.distributed.directory_shards import DirectoryShards
 
     shards = DirectoryShards("bench-directory", 1)
     seqs: list[int] = []

@@ -30,12 +30,12 @@ from peers.beside import Peer
 from workloads import MODEL_SHAPE, WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import load_model_config
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
-from mneme.replicas.weights import load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"bfloat16": 4.0, "float32": 3.0}  # times `generate`, workload W

@@ -41,9 +41,9 @@ def main() -> int:
         return 2
     from gpu import attention, check, engine, steps, tiers
 
-    from mneme.kernels.triton_modules import triton_module
+    from mneme.kernels.triton.modules import triton_module
 
-    triton_module("triton_backend")  # imported once, before jobs fork
+    triton_module("backend")  # imported once, before jobs fork
     folder = args.out or Path(__file__).parent / "results" / f"gpu-{time.strftime('%Y-%m-%d')}"
     targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
     return steps.run_steps(

@@ -36,11 +36,11 @@ from random_models import SHAPES, head_weights, kv_bytes_per_token, layer_weight
 from workloads import load_average
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import decode_graphs_for
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
 
 PAGE_SIZE = 32
 MODELS = ("llama-2-7b", "llama-3-8b", "mistral-7b", "phi-2-sized")

@@ -36,12 +36,12 @@ from attention.report import Check, at_most, closing_checks, print_check
 from workloads import cpu_name, load_average
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.explanations import MAX_EXPLANATIONS
-from mneme.replicas.load import load_engine
-from mneme.replicas.model_directory import model_directory
+from mneme.replicas.engine.explanations import MAX_EXPLANATIONS
+from mneme.replicas.engine.load import load_engine
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.token_log import MAX_MARKS
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.sessions.token_log import MAX_MARKS
+from mneme.replicas.text.tokenizer import Tokenizer
 
 MODEL, DTYPE = "mneme-tiny", "bfloat16"
 PAGE_SIZE = 16

@@ -38,11 +38,11 @@ from random_models import SHAPES, random_weights
 from workloads import cpu_name, load_average
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import parse_model_config
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
 
 PAGE_SIZE = 32
 NUM_DECODES = 8

@@ -105,7 +105,7 @@ def deploy() -> dict[str, Any]:
 
 async def placed_by_us(handle: Any) -> Call:
     """Calls as an ingress makes them."""
-    from mneme.cluster.ray_private import HandleCalls, start_router
+    from mneme.cluster.serve.ray_private import HandleCalls, start_router
     from mneme.router import replica_set
 
     chooser, calls, loop = ReplicaChooser(RouterConfig()), HandleCalls(handle), asyncio.get_running_loop()
@@ -144,9 +144,9 @@ async def call_times_ms(calls: dict[str, Call], num_calls: int) -> dict[str, lis
 
 def measure(num_calls: int) -> dict[str, list[float]]:
     """Start a Ray instance of our own, call, stop it."""
-    from mneme.cluster import environment
     from mneme.cluster.config import ClusterConfig
-    from mneme.cluster.janitor import Janitor
+    from mneme.cluster.run import environment
+    from mneme.cluster.run.janitor import Janitor
 
     directory, marker = environment.make_directory(ClusterConfig()), secrets.token_hex(16)
     janitor = Janitor(marker, directory)

@@ -114,8 +114,8 @@ def in_session(*arguments: str) -> list[float]:
 def run_server(port: str) -> None:
     """`mneme serve` with timed engines."""
     from benchmarks.timed_engine import load_timed_engine
+    from mneme.cluster.cli.serve import serve
     from mneme.cluster.config import load_config
-    from mneme.cluster.serve_command import serve
 
     sys.exit(serve(load_config(None, [f"port={port}"]), load_engine=load_timed_engine))
 

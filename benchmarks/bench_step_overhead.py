@@ -23,11 +23,11 @@ from random_models import random_weights
 from workloads import WORKLOADS, cpu_name, load_average, make_prompts
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import parse_model_config
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
 
 _TARGET_MS = 2.0
 _SHAPE = {

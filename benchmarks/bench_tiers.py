@@ -59,9 +59,9 @@ from plots import Draw, bars, caption_of, save
 from random_models import SHAPES, kv_bytes_per_token
 from workloads import cpu_name, load_average
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.cache_costs import Prices
-from mneme.cachetier.eviction_policies import PolicyName
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.eviction_policies import PolicyName
+from mneme.cachetier.simulate.costs import Prices
 
 MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
 NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"

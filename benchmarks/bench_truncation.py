@@ -42,7 +42,7 @@ from truncation_dense import DenseDecoder
 from truncation_texts import MODEL, Question, held_out_ids, load_tokenizer, questions, streams
 from workloads import cpu_name, load_average
 
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.truncation import Truncation
 
 PARTS = ("perplexity", "retrieval", "turns")

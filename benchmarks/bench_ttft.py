@@ -32,8 +32,8 @@ from session_engines import DTYPE, make_decoder
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
-from mneme.replicas.model import Decoder
-from mneme.replicas.timeline import Timeline
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.timeline import Timeline
 
 HISTORIES = (1024, 4096, 16384, 32768)
 QUICK_HISTORIES = (1024, 4096)

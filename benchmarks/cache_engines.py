@@ -17,27 +17,27 @@ import torch
 from random_models import SHAPES, random_weights
 from tier_io.page_cache import make_cold
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chunk import Chunk
-from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, ChunkStore
-from mneme.cachetier.cost_model import Calibration, CostModel
-from mneme.cachetier.file_operations import Buffer, FileOperations
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.keys import Lineage
-from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.errors import MnemeError
-from mneme.replicas.calibration import calibrate
-from mneme.replicas.chunk_cache import ChunkCache
-from mneme.replicas.chunk_mover import ChunkMover
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import decode_graphs_for
-from mneme.replicas.engine import BLOCKED_S, Engine
-from mneme.replicas.load import compiled_kernels
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import parse_model_config
+from mneme.replicas.connector.connector import ChunkCache
+from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.engine.calibration import calibrate
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.load import compiled_kernels
+from mneme.replicas.engine.warm_up import warm_up
+from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
-from mneme.replicas.runner import Runner
-from mneme.replicas.warm_up import warm_up
 
 PAGE_SIZE = 32
 DTYPE = torch.bfloat16

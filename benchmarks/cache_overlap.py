@@ -24,10 +24,10 @@ from cache_engines import (
 from cache_turns import Draw, tell
 from random_models import kv_bytes_per_token
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.cost_model import CostModel
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import MnemeError
-from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
 
 NUM_HISTORY, NUM_NEW = 1024, 100  # Fig. 19's
 NUM_OTHER, MAX_OTHER = 64, 512  # tokens of a prompt that decodes meanwhile, and of its answer

@@ -8,7 +8,7 @@ import ray
 from cache_engines import FLUSH_S, cache_config
 from cache_saving import SavingTier
 
-from mneme.cachetier.ray_tier import node_actor, own_identity, shutdown_cache_tier, start_cache_tier
+from mneme.cachetier.distributed.lifecycle import node_actor, own_identity, shutdown_cache_tier, start_cache_tier
 from mneme.errors import MnemeError
 
 APPLICATION = "bench-saving"

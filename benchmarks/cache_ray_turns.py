@@ -14,9 +14,9 @@ from cache_turns import MIN_CACHED, NUM_ANSWER, NUM_NEW, Draw
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tier_io.stores import TwoNodes
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.cost_model import Calibration
-from mneme.cachetier.ray_tier import shutdown_cache_tier, start_cache_tier
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
+from mneme.cachetier.policy.cost_model import Calibration
 
 APPLICATION = "bench"
 HOST_BYTES = 256 << 20

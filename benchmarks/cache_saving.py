@@ -25,11 +25,11 @@ from cache_engines import (
 from random_models import kv_bytes_per_token
 from workloads import VOCAB_SIZE
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.chunk_store import ChunkStore
-from mneme.cachetier.file_operations import FileOperations
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine.engine import Engine
 
 BATCH = 16
 NUM_STEPS = 64  # of a stretch of decodes

@@ -24,9 +24,9 @@ from cache_engines import (
 )
 from workloads import VOCAB_SIZE
 
-from mneme.cachetier.cost_model import CostModel
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.errors import MnemeError
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine.engine import Engine
 
 # `disk`: files, in the page cache or not
 RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"

@@ -18,7 +18,7 @@ from cache_engines import request
 from conversations import SHAPES, Conversation, Turn, draw_turns
 
 from mneme.errors import MnemeError
-from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Chunk
 

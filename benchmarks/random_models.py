@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mneme.kernels.linear import make_linear
-from mneme.replicas.model_config import DecoderConfig, parse_model_config
-from mneme.replicas.weights import DecoderWeights, LayerWeights
+from mneme.replicas.model.config import DecoderConfig, parse_model_config
+from mneme.replicas.model.weights import DecoderWeights, LayerWeights
 
 _STD = 0.02
 

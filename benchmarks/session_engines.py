@@ -13,11 +13,11 @@ from random_models import SHAPES, random_weights
 
 from mneme.config import parse
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import parse_model_config
-from mneme.replicas.runner import Runner
-from mneme.replicas.timeline import Timeline
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.timeline import Timeline
 
 PAGE_SIZE = 32
 DTYPE = torch.bfloat16

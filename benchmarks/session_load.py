@@ -18,7 +18,7 @@ from conversations import Conversation
 from rate_search import Point
 
 from mneme.errors import MnemeError
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 
 

@@ -14,7 +14,7 @@ from session_engines import STATELESS, make_decoder, make_engine, make_runner
 from session_load import Load, Window, counted, kv_per_turn, percentile, point_of
 from workloads import VOCAB_SIZE
 
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 NOMINAL_S_PER_TOKEN = 0.015  # of an answer under load: how far conversations have come when a trace begins

@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mneme.cachetier.eviction_policies import PolicyName, make_policy
-from mneme.replicas.forest import PrefixForest
-from mneme.replicas.forest_nodes import Owner, Path
-from mneme.replicas.forest_pages import OutOfPages
+from mneme.cachetier.policy.eviction_policies import PolicyName, make_policy
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.nodes import Owner, Path
+from mneme.replicas.forest.pages import OutOfPages
 
 PAGE_SIZE = 32
 _VOCAB = list(range(32_000))

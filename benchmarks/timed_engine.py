@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mneme.replicas.load import load_engine_loop
+from mneme.replicas.engine.load import load_engine_loop
 from mneme.replicas.request import StepMessage
 
 TIMES_DIR_VARIABLE = "MNEME_BENCH_TIMES_DIR"

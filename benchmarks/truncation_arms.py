@@ -15,15 +15,15 @@ import torch
 
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.forest_moves import Moves
-from mneme.replicas.model import Decoder, StepInputs
-from mneme.replicas.model_config import load_model_config
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
-from mneme.replicas.runner import Runner
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.truncation import Truncation
-from mneme.replicas.weights import load_weights
 
 PAGE_SIZE = 32
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from truncation_arms import Thought, thoughts_of
 
-from mneme.replicas.model import Decoder, KvPool, StepInputs
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.weights import LayerWeights
 from mneme.replicas.truncation import Truncation, plan_truncation
-from mneme.replicas.weights import LayerWeights
 
 Positions = Literal["naive", "afresh"]
 

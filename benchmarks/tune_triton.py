@@ -26,7 +26,7 @@ from attention.arms import own_buffers
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm, interleaved
 
-from mneme.kernels.triton_configs import Config, candidates, config_of
+from mneme.kernels.triton.configs import Config, candidates, config_of
 
 _HEAD_DIMS = (64, 128, 256)
 _BUDGET_S = 20.0
@@ -74,7 +74,7 @@ def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, 
 
 
 def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:
-    from mneme.kernels import triton_backend
+    from mneme.kernels.triton import backend as triton_backend
 
     plan, buffers = scene.plan(), own_buffers(scene.q.device)  # a plan of its own: its work remembers the configuration
 

@@ -12,9 +12,9 @@ from session_engines import DEVICE_ONLY, PAGE_SIZE, STATELESS, TWO_TIER, make_en
 from workloads import VOCAB_SIZE
 
 from mneme.errors import MnemeError
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from mneme.replicas.timeline import Timeline
 
 RECOMPUTE, HOST, DEVICE = "recompute", "host", "device"
 SYSTEM_BY_ARM = {RECOMPUTE: STATELESS, HOST: TWO_TIER, DEVICE: DEVICE_ONLY}

@@ -14,17 +14,17 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from mneme.cluster.api_state import ServedModel
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.engine_client import EngineClient
-from mneme.cluster.gpus import EnginePlacement, place_engines
-from mneme.cluster.ingress import BuildApi, Ingress
-from mneme.cluster.ray_private import own_replica_id
-from mneme.cluster.replica import EngineReplica, LoadEngine
+from mneme.cluster.http.api_state import ServedModel
+from mneme.cluster.serve.engine_client import EngineClient
+from mneme.cluster.serve.gpus import EnginePlacement, place_engines
+from mneme.cluster.serve.ingress import BuildApi, Ingress
+from mneme.cluster.serve.ray_private import own_replica_id
+from mneme.cluster.serve.replica import EngineReplica, LoadEngine
 from mneme.config import parse
-from mneme.replicas.model_config import load_model_config
-from mneme.replicas.model_directory import model_directory
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import model_directory
+from mneme.replicas.text.tokenizer import Tokenizer
 
 ENGINE_DEPLOYMENT = "engine"
 INGRESS_DEPLOYMENT = "ingress"
@@ -84,13 +84,13 @@ def _router_config(config: ClusterConfig) -> RequestRouterConfig:
 
 
 def _load_engine(*args: Any, **kwargs: Any) -> Any:
-    from mneme.replicas.load import load_engine_loop
+    from mneme.replicas.engine.load import load_engine_loop
 
     return load_engine_loop(*args, **kwargs)
 
 
 def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
-    from mneme.cluster.http_api import build_api
+    from mneme.cluster.http.api import build_api
 
     directory = model_directory(config.model)
     tokenizer = Tokenizer.load(directory)

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.config import CacheConfig
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.model_directory import EMBEDDED_MODEL
+from mneme.replicas.model.directory import EMBEDDED_MODEL
 from mneme.router.score import RouterConfig
 
 MIB = 2**20

@@ -23,15 +23,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from mneme.kernels import native_backend, native_library
 from mneme.kernels.kv_write import mark_free, mark_written, new_slot_position, write_kv
+from mneme.kernels.native import backend as native_backend
+from mneme.kernels.native import library as native_library
 from mneme.kernels.page_table import ALL_VISIBLE, FREE_SLOT_POSITION, PageRef, PageTable, QueryRows, is_integer
 from mneme.kernels.plan import Plan, build_plan
 from mneme.kernels.reference import attend_reference
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.share_cost import COMPILED_BFLOAT16, COMPILED_FLOAT32, TORCH, TRITON, ShareCost
-from mneme.kernels.torch_backend import attend_torch
-from mneme.kernels.triton_modules import triton_module
+from mneme.kernels.torch.backend import attend_torch
+from mneme.kernels.triton.modules import triton_module
 
 __all__ = [
     "ALL_VISIBLE",
@@ -109,7 +110,7 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pl
     if backend not in get_args(Backend):
         raise ValueError(f"backend: must be one of {', '.join(get_args(Backend))} (got {backend!r})")
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        triton_backend = triton_module("triton_backend")
+        triton_backend = triton_module("backend")
         obstacle = "is not installed" if triton_backend is None else triton_backend.reason_against(device, plan)
         if triton_backend is not None and obstacle is None:
             attend_triton: _Attention = triton_backend.attend_triton
@@ -128,7 +129,7 @@ def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pl
 def share_cost_of(device: torch.device, dtype: torch.dtype) -> ShareCost:
     """What `build_plan` should go by for `attend` on this device, with backend "auto"."""
     if device.type == "cuda":
-        return TORCH if triton_module("triton_backend") is None else TRITON
+        return TORCH if triton_module("backend") is None else TRITON
     if _native_obstacle(device, dtype) is not None:
         return TORCH
     return COMPILED_FLOAT32 if dtype == torch.float32 else COMPILED_BFLOAT16

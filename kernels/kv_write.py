@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mneme.kernels import native_kv
+from mneme.kernels.native import kv as native_kv
 from mneme.kernels.page_bounds import following
 from mneme.kernels.page_table import FREE_SLOT_POSITION, MAX_ABS_POSITION
 from mneme.kernels.rope import RopeTable
-from mneme.kernels.triton_modules import triton_module
+from mneme.kernels.triton.modules import triton_module
 
 
 def write_kv(
@@ -38,7 +38,7 @@ def write_kv(
         raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
     if rope is not None and rope.rotary_dim > k.shape[2]:
         raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
-    triton_kv = triton_module("triton_kv") if k.is_cuda else None
+    triton_kv = triton_module("kv") if k.is_cuda else None
     if triton_kv is not None:
         triton_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
         return

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native_linear import PackedLinear, can_pack
+from mneme.kernels.native.linear import PackedLinear, can_pack
 
 
 class Linear(Protocol):

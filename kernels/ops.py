@@ -12,8 +12,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from mneme.kernels import native_ops, torch_ops
-from mneme.kernels.triton_modules import triton_module
+from mneme.kernels.native import ops as native_ops
+from mneme.kernels.torch import ops as torch_ops
+from mneme.kernels.triton.modules import triton_module
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = get_args(Activation)
@@ -106,6 +107,6 @@ def _text(x: Tensor) -> str:
 
 def _backend(x: Tensor) -> _Ops:
     if x.is_cuda:
-        on_cuda: _Ops | None = triton_module("triton_ops")
+        on_cuda: _Ops | None = triton_module("ops")
         return torch_ops if on_cuda is None else on_cuda
     return native_ops if native_ops.can_compute(x) else torch_ops

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mneme.kernels.triton_modules import triton_module
+from mneme.kernels.triton.modules import triton_module
 
 
 def draw_tokens(
@@ -23,9 +23,9 @@ def draw_tokens(
     logits   float32 [rows, vocab]
     uniform  in [0, 1): where the cumulative distribution is inverted
 
-    See `mneme.kernels.triton_sampling.pack_params` for the others. Waits for the device.
+    See `mneme.kernels.triton.sampling.pack_params` for the others. Waits for the device.
     """
-    kernels = triton_module("triton_sampling")
+    kernels = triton_module("sampling")
     if kernels is None:
         return None
     params = kernels.pack_params(temperature, top_k, top_p, min_p, uniform)

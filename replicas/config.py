@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mneme.cachetier.eviction_policies import PolicyName
+from mneme.cachetier.policy.eviction_policies import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 from mneme.replicas.truncation import Truncation
@@ -48,7 +48,7 @@ class EngineConfig:
     max_waiting_tokens: int | None = 2**21
     request_timeout_s: float | None = None  # for requests that name none; None: no deadline
     prefix_sharing: bool = True
-    eviction: PolicyName = "lookahead"  # which cached pages go first: cachetier/eviction_*.py, bench_eviction.py
+    eviction: PolicyName = "lookahead"  # which cached pages go first: cachetier/policy/, bench_eviction.py
     share: Literal["auto", "always", "never"] = "auto"  # how attention treats shared segments
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; nothing on a CPU
     timeline: str | None = None  # file for trace events of layers and transfers; %p in it: the process id

@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypedDict, TypeGuard, TypeVar, overload
 
-from mneme.cachetier.cache_config import CacheConfig
+from mneme.cachetier.config import CacheConfig
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import BLOCKED_S
+from mneme.replicas.engine.engine import BLOCKED_S
+from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.pins import PinKey
+from mneme.replicas.engine.warm_prompts import PUBLIC
 from mneme.replicas.llm_output import Job, RequestOutput, progress_of
-from mneme.replicas.load import load_engine
-from mneme.replicas.model_directory import model_directory
-from mneme.replicas.pins import PinKey
-from mneme.replicas.prompt_prefix import conversation_prefix, num_system_tokens
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.text.prompt_prefix import conversation_prefix, num_system_tokens
+from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
-from mneme.replicas.warm_prompts import PUBLIC
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
 DEFAULT_COMPLETION = SamplingParams(max_tokens=16)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mneme.errors import MnemeError
-from mneme.replicas.detokenizer import TextStream
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.tokenizer import Tokenizer
 
 _NOT_A_LIST = (
     "LLM.chat answers one conversation with one RequestOutput (its text: .outputs[0].text); "

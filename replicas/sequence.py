@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mneme.replicas.forest_nodes import Owner, Path, Root
-from mneme.replicas.forest_paths import Rows
+from mneme.replicas.forest.nodes import Owner, Path, Root
+from mneme.replicas.forest.paths import Rows
 from mneme.replicas.origins import Origins, Source
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
-    from mneme.replicas.chunk_fetch import Fetch
-    from mneme.replicas.chunk_saves import ChunkChain
-    from mneme.replicas.detokenizer import TextStream
+    from mneme.replicas.connector.fetch import Fetch
+    from mneme.replicas.connector.saves import ChunkChain
+    from mneme.replicas.text.detokenizer import TextStream
     from mneme.replicas.token_counts import TokenCounts
 
 

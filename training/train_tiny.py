@@ -29,7 +29,7 @@ from tiny_tokenizer import CONTEXT_TOKENS, task_texts, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mneme.replicas.load import cpu_multiplies_bfloat16
+from mneme.replicas.engine.load import cpu_multiplies_bfloat16
 
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent

@@ -46,7 +46,7 @@ def own_buffers(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     try:
-        from mneme.kernels.triton_step import OwnStep
+        from mneme.kernels.triton.step import OwnStep
     except ImportError:
         return nullcontext()
     return OwnStep(device)

@@ -20,9 +20,10 @@ from attention.report import Check, PartResult, at_most
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import interleaved
 
-from mneme.kernels import native_backend, native_library
 from mneme.kernels.attention import Plan, QueryRows, mark_written
-from mneme.kernels.torch_layout import layout_of
+from mneme.kernels.native import backend as native_backend
+from mneme.kernels.native import library as native_library
+from mneme.kernels.torch.layout import layout_of
 
 _SHARE_OF_STEP, _GROWTH = 0.05, 1.5
 _RUNS = 9
@@ -95,7 +96,7 @@ def _prepare_ms(scene: Scene, clock: Clock) -> float:
 def _prepare(scene: Scene, plan: Plan) -> None:
     dtype = scene.q.dtype
     if scene.q.device.type == "cuda":
-        from mneme.kernels.triton_backend import stage
+        from mneme.kernels.triton.backend import stage
 
         stage(plan, scene.slot_position, dtype, scene.rope.num_positions)
     elif native_library.library() is not None:

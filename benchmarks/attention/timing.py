@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mneme.replicas.cuda_graphs import CudaCapture, Graph
+from mneme.replicas.model.graphs import CudaCapture, Graph
 
 _SAMPLE_MS = 0.5  # short CUDA passes are repeated up to this
 _MAX_REPLAYS = 64

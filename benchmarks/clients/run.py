@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import httpx  # noqa: E402
 from workloads import cpu_name, load_average, write_random_llama  # noqa: E402
 
-from mneme.replicas.model_directory import model_directory  # noqa: E402
+from mneme.replicas.model.directory import model_directory  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -263,7 +263,7 @@ def serving(url: str | None) -> Iterator[Server]:
         for file in model_directory("mneme-tiny").iterdir():
             if file.name.startswith(("tokenizer", "chat_template")):
                 shutil.copy(file, model)
-        command = (sys.executable, "-m", "mneme.cluster.cli", "serve", str(model), "--replicas", "2")
+        command = (sys.executable, "-m", "mneme.cluster.cli.main", "serve", str(model), "--replicas", "2")
         server = ServerProcess((*command, "--port", str(free_port())))
         try:
             yield describe(server.await_ready())

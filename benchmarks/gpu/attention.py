@@ -23,7 +23,7 @@ from gpu import precompile
 from gpu.steps import Row, Run, Step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mneme.kernels.triton_configs import candidates, config_of
+from mneme.kernels.triton.configs import candidates, config_of
 
 _GQA = Heads(32, 8, 128)
 _POINT_S = 0.12

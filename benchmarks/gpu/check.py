@@ -25,9 +25,9 @@ from gpu.steps import Row, Run, Step
 from random_models import model_config
 from workloads import WORKLOADS, make_prompts
 
-from mneme.cachetier.cost_model import Calibration
+from mneme.cachetier.policy.cost_model import Calibration
 from mneme.kernels.linear import PlainLinear
-from mneme.replicas.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)

@@ -25,8 +25,8 @@ from gpu.predictions import DECODE_STEP
 from gpu.steps import Row, Run, Step
 from random_models import layer_weights, model_config, random_weights
 
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import StepInputs
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.decoder import StepInputs
 
 PRIVATE, SHARED = Prompts("private", 0, 512), Prompts("shared", 2048, 64)
 _NUM_STEPS = 24

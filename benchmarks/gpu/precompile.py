@@ -21,10 +21,10 @@ from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
 from tune_triton import timed
 
-from mneme.kernels.triton_configs import Config, candidates, config_of
-from mneme.kernels.triton_modules import triton_trouble
+from mneme.kernels.triton.configs import Config, candidates, config_of
+from mneme.kernels.triton.modules import triton_trouble
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.warm_up import variants_of
+from mneme.replicas.engine.warm_up import variants_of
 
 NUM_JOBS = 12
 _NUM_PROCESSES = 4  # of each engine's job
@@ -55,7 +55,7 @@ def _resources(run: Run, name: str) -> Iterator[Row]:
     """Registers and spills of what was just compiled, where this Triton tells."""
     if run.is_dry:
         return
-    from mneme.kernels.triton_attention import attention_kernel
+    from mneme.kernels.triton.attention import attention_kernel
 
     for cache in getattr(attention_kernel, "device_caches", {}).values():
         for kernel in cache[0].values():
@@ -84,7 +84,7 @@ def _engine(run: Run, name: str) -> Iterator[Row]:
     dtype = torch.float32 if run.is_dry or name == "llama-31m" else torch.bfloat16
     model = Model(name, grid, run.device, dtype, seed=0)
     if not run.is_dry:
-        from mneme.kernels.triton_precompile import compile_all
+        from mneme.kernels.triton.precompile import compile_all
 
         variants = variants_of(model.runner, None, EngineConfig(page_size=model.runner.page_size))
         compile_all(variants, lambda _share: None, _NUM_PROCESSES)

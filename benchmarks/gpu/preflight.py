@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 from typing import Any
 
-from mneme.kernels.triton_configs import MIN_CAPABILITY
+from mneme.kernels.triton.configs import MIN_CAPABILITY
 
 NEEDED = ("torch", "numpy", "transformers", "pytest", "hypothesis")
 # Llama-3-8B in bfloat16, the KV of 256 sequences, and room for graphs.

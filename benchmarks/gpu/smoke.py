@@ -54,7 +54,7 @@ def _attention(make: Callable[[Run], Scene], run: Run, name: str, window: int | 
     with poisoned():
         error = _error(_attended(scene, backend, window), wanted)
         if backend == "triton":
-            from mneme.kernels.triton_step import step_of
+            from mneme.kernels.triton.step import step_of
 
             plan = scene.plan("always")
             _attended(scene, backend, window, plan)

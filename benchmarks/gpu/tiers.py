@@ -29,9 +29,9 @@ from gpu.engine import split
 from gpu.steps import Row, Run, Step
 from random_models import kv_bytes_per_token
 
-from mneme.cachetier.host_memory import DevicePool
-from mneme.cachetier.tiers import make_tier
-from mneme.replicas.model import KvPool
+from mneme.cachetier.pages.host_memory import DevicePool
+from mneme.cachetier.pages.tiers import make_tier
+from mneme.replicas.model.decoder import KvPool
 
 _RUNS = (1, 8, 64)
 _HISTORY = 4096

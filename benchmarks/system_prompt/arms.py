@@ -10,11 +10,11 @@ from random_models import random_weights
 
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import parse_model_config
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
 
 PAGE_SIZE = 32
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

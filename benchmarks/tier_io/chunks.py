@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.chunk import Chunk, U8Array, Wanted, checksum, make_chunk
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.keys import Lineage, prefix_lineage
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, checksum, make_chunk
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 
 
 class Shape(NamedTuple):

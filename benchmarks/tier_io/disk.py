@@ -10,11 +10,11 @@ from tier_io.chunks import Chain
 from tier_io.page_cache import make_cold
 from tier_io.rounds import Arm
 
-from mneme.cachetier.cache_config import DiskTierConfig
-from mneme.cachetier.disk_interface import Put
-from mneme.cachetier.disk_tier import DiskTier
-from mneme.cachetier.eviction_lru import LruPolicy
-from mneme.cachetier.misses import Miss
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.node.disk_interface import Put
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.policy.eviction_lru import LruPolicy
 from mneme.errors import MnemeError
 
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 from tier_io.chunks import Chain
 
-from mneme.cachetier.chunk import U8Array
-from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, ChunkStore, Edge
-from mneme.cachetier.misses import Miss
+from mneme.cachetier.chunk.header import U8Array
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.errors import MnemeError
 
 _FOUND_S = 20.0  # until chunks that were put can be found, those of another node too

@@ -17,11 +17,11 @@ from tier_io.chunks import Chain, Shape
 from tier_io.reads import ChainReads
 from tier_io.rounds import Arm, Samples, median_share
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.chunk_store import Edge
-from mneme.cachetier.ray_store import RayChunkStore
-from mneme.cachetier.ray_tier import shutdown_cache_tier, start_cache_tier
-from mneme.cluster.ray_private import single_node
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
+from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.store import Edge
+from mneme.cluster.serve.ray_private import single_node
 from mneme.errors import MnemeError
 
 APPLICATION = "bench-tier-io"

@@ -2,7 +2,7 @@
 
 import sys
 
-from mneme.cluster.cli import main
+from mneme.cluster.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,8 +26,8 @@ from cache_turns import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, Draw, NextTurns
 from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from conversations import Conversation, Turn
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.cost_model import Calibration
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import Calibration
 from mneme.errors import MnemeError
 
 ROW_S = 1.0  # loading is always worth it, however busy the machine is

@@ -12,8 +12,8 @@ from tier_io.page_cache import cached_share, make_cold
 from tier_io.reads import ChainReads
 from tier_io.rounds import Arm, Samples, share_of, table, take_turns
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.errors import MnemeError
 
 

@@ -11,7 +11,7 @@ from truncation_arms import Arm, Heard, Thought, load_decoder
 from truncation_dense import DenseDecoder
 from truncation_texts import MODEL, held_out_ids, load_tokenizer, questions, streams
 
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.truncation import Truncation
 

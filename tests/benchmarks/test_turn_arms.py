@@ -9,7 +9,7 @@ from session_engines import make_decoder
 from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, is_from
 
 from mneme.errors import MnemeError
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 
 HISTORY = 96
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.chunk import Chunk, U8Array, Wanted, make_chunk
-from mneme.cachetier.chunk_file import ChunkReader
-from mneme.cachetier.disk_interface import DiskRead
-from mneme.cachetier.file_operations import FileOperations
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.keys import Lineage, prefix_lineage
-from mneme.cachetier.misses import Miss
+from mneme.cachetier.chunk.file import ChunkReader
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, make_chunk
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.node.disk_interface import DiskRead
 
 CHUNK_TOKENS = 8
 OPERATIONS = ("make_folder", "lock", "list_folder", "open_to_read", "create", "close", "status", "read", "write")

@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 
-from mneme.cachetier import disk_names
+from mneme.cachetier.node import disk_names
 
 NUM_FOLDERS = 4
 # Engines and kernels run without Ray, and their tests too: what needs it is not imported where it is missing.
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_ray_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["distributed/*", "test_ray_*.py"]
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import sys
 
-from mneme.cachetier.session_log_index import SessionLogConfig
-from mneme.cachetier.session_log_store import Appended, parse_log
-from mneme.cachetier.session_logs import SessionLogs
-from mneme.cachetier.session_record import SessionState, whole
+from mneme.cachetier.sessions.index import SessionLogConfig
+from mneme.cachetier.sessions.logs import SessionLogs
+from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.store import Appended, parse_log
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
 
 NUM_SESSIONS = 4

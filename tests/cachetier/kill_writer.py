@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chunk import Chunk
-from mneme.cachetier.chunk_memory import ProcessMemory
-from mneme.cachetier.disk_tier import DiskTier
-from mneme.cachetier.eviction_lru import LruPolicy
-from mneme.cachetier.keys import prefix_lineage
-from mneme.cachetier.node_cache import NodeCache
+from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.keys import prefix_lineage
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.policy.eviction_lru import LruPolicy
 from tests.cachetier.chunks import chunk_of, make_fingerprint
 
 BIG = make_fingerprint(head_dim=256)  # 6 KB a token: a write that a kill can hit

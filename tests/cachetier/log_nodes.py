@@ -11,10 +11,10 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from mneme.cachetier import ray_log_peers
-from mneme.cachetier.ray_node_logs import NodeSessionLogs
-from mneme.cachetier.session_log_index import SessionLogConfig
-from mneme.cachetier.session_logs import SessionLogs
+from mneme.cachetier.distributed import log_peers as ray_log_peers
+from mneme.cachetier.distributed.node_logs import NodeSessionLogs
+from mneme.cachetier.sessions.index import SessionLogConfig
+from mneme.cachetier.sessions.logs import SessionLogs
 
 _METHODS = {
     "append_log": lambda logs, key, records, is_copy: logs.append(key, records, is_copy=is_copy),

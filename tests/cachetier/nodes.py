@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chain_search import Located
-from mneme.cachetier.change_log import Change
-from mneme.cachetier.chunk import Chunk
-from mneme.cachetier.chunk_file import open_chunk
-from mneme.cachetier.chunk_memory import ProcessMemory
-from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.file_operations import FileOperations
-from mneme.cachetier.keys import Lineage
-from mneme.cachetier.node_cache import NodeCache
-from mneme.cachetier.process_store import make_disk_tier
+from mneme.cachetier.chunk.file import open_chunk
+from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.process_store import make_disk_tier
+from mneme.cachetier.node.search import Located
+from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, is_payload, read_all
 
 BLOCK = 4096  # each of the chunks of these tests takes one, in either tier

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
-from mneme.cachetier.session_log_store import LogKey, log_key
-from mneme.cachetier.session_record import SessionState, began, ended, next_version
+from mneme.cachetier.sessions.record import SessionState, began, ended, next_version
+from mneme.cachetier.sessions.store import LogKey, log_key
 
 KEY = log_key(b"model", "salt", "public:s")
 

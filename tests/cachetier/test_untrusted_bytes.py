@@ -36,7 +36,7 @@ def faults(source: str) -> list[str]:
     return [ast.unparse(node) for node in ast.walk(ast.parse(source)) if is_forbidden(node)]
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name)
 def test_no_module_of_the_tier_parses_what_it_must_not(path: Path) -> None:
     assert not faults(path.read_text())
 

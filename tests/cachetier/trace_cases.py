@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mneme.cachetier.traces import TraceRequest
+from mneme.cachetier.simulate.traces import TraceRequest
 
 BLOCK_TOKENS = 4
 

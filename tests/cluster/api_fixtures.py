@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from mneme.cluster.api_state import ServedModel
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http_api import build_api
-from mneme.cluster.http_protocol import HttpProtocol
+from mneme.cluster.http.api import build_api
+from mneme.cluster.http.api_state import ServedModel
+from mneme.cluster.serve.http_protocol import HttpProtocol
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 

@@ -8,22 +8,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mneme.cluster.engine_client import ReplicaStats
+from mneme.cluster.serve.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
-from mneme.replicas.admission import max_output_tokens
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.decoding import said_to_client
-from mneme.replicas.detokenizer import TextStream
-from mneme.replicas.explanations import Explanations
-from mneme.replicas.forest import PrefixForest
-from mneme.replicas.kv_queries import KvQuery, KvTier, answer_kv, engine_part
-from mneme.replicas.pins import Pins
-from mneme.replicas.queries import DeleteSession, DropPin, GetSession, Query, answer
+from mneme.replicas.engine.admission import max_output_tokens
+from mneme.replicas.engine.commands import DeleteSession, DropPin, GetSession, Query, answer
+from mneme.replicas.engine.decoding import said_to_client
+from mneme.replicas.engine.explanations import Explanations
+from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part
+from mneme.replicas.engine.pins import Pins
+from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.sequence import Sequence as RunningSequence
-from mneme.replicas.sessions import SessionKey, Sessions
-from mneme.replicas.token_log import FinishedTurn
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.sessions.sessions import SessionKey, Sessions
+from mneme.replicas.sessions.token_log import FinishedTurn
+from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.tokenizer import Tokenizer
 
 SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."
 TOTAL_PAGES = 1000

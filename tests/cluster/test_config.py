@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 import mneme
-from mneme.cluster.cli import main
+from mneme.cluster.cli.main import main
 from mneme.cluster.config import ClusterConfig, load_config
-from mneme.cluster.serve_status import raised_in
+from mneme.cluster.run.status import raised_in
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
-from mneme.replicas.model_directory import model_directory
+from mneme.replicas.model.directory import model_directory
 
 
 def test_the_defaults_serve_the_embedded_model_on_loopback() -> None:
@@ -133,7 +133,7 @@ def test_a_name_on_the_hub_is_told_how_to_get_it() -> None:
 
 
 def test_the_command_says_its_version_and_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["-m", "mneme", "--version"], ["-m", "mneme.cluster.cli", "--version"]):
+    for arguments in (["-m", "mneme", "--version"], ["-m", "mneme.cluster.cli.main", "--version"]):
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == f"mneme {mneme.__version__}\n"
     assert main([]) == 0

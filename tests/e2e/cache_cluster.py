@@ -21,15 +21,15 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.chunk import Chunk, ChunkHeader
-from mneme.cachetier.chunk_store import ChainQuery, ChunkSource
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.keys import prefix_lineage
-from mneme.cachetier.misses import Miss
-from mneme.cachetier.node_identity import node_actor_name
-from mneme.cachetier.ray_tier import of_this_node, start_cache_tier
-from mneme.cluster.ray_private import single_node
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.keys import prefix_lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
+from mneme.cachetier.distributed.node_identity import node_actor_name
+from mneme.cachetier.store import ChainQuery, ChunkSource
+from mneme.cluster.serve.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
 
 STORE_BYTES = 80 << 20

@@ -14,15 +14,15 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.chunk import Chunk, ChunkHeader, U8Array
-from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
-from mneme.cachetier.keys import Lineage, prefix_lineage
-from mneme.cachetier.misses import Miss
-from mneme.cachetier.ray_memory import Refs, put_runs, runs_of
-from mneme.cachetier.ray_store import RayChunkStore
-from mneme.cachetier.ray_tier import of_this_node, start_cache_tier
-from mneme.replicas.engine import Engine
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
+from mneme.cachetier.distributed.objects import Refs, put_runs, runs_of
+from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.replicas.engine.engine import Engine
 from tests.e2e.cache_cluster import CALL_LIMIT_S
 from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, make_cached_engine
 from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.cache_admin import PinName, leading, num_leading_tokens
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chunk_store import ChainQuery
-from mneme.cachetier.fingerprint import ModelFingerprint
-from mneme.cachetier.keys import owner_of, prefix_lineage
-from mneme.cachetier.node_identity import node_actor_name
-from mneme.cachetier.ray_admin import RayCacheAdmin
-from mneme.cachetier.session_log_store import Appended
-from mneme.cachetier.session_record import SessionState, whole
-from mneme.cluster.metrics_page import cache_metrics
+from mneme.cachetier.admin import PinName, leading, num_leading_tokens
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
+from mneme.cachetier.chunk.keys import owner_of, prefix_lineage
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.distributed.admin import RayCacheAdmin
+from mneme.cachetier.distributed.node_identity import node_actor_name
+from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.store import Appended
+from mneme.cachetier.store import ChainQuery
+from mneme.cluster.http.metrics_page import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.session_records import ids_of, key_number
 from tests.cluster.metric_samples import samples

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import ray
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chunk_index import BLOCK_BYTES
-from mneme.cachetier.keys import prefix_lineage
-from mneme.cachetier.ray_tier import node_actor, own_identity
-from mneme.cachetier.saving import HostPut
-from mneme.replicas.model import Decoder
+from mneme.cachetier.chunk.keys import prefix_lineage
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.distributed.lifecycle import node_actor, own_identity
+from mneme.cachetier.node.index import BLOCK_BYTES
+from mneme.cachetier.node.saving import HostPut
+from mneme.replicas.model.decoder import Decoder
 from tests.e2e.cache_cluster import (
     CALL_LIMIT_S,
     SMALL,

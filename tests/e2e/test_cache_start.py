@@ -10,10 +10,10 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.ray_tier import of_this_node, shutdown_cache_tier, start_session_logs
-from mneme.cachetier.session_log_store import Appended
-from mneme.cachetier.session_record import SessionState, whole
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.distributed.lifecycle import of_this_node, shutdown_cache_tier, start_session_logs
+from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.store import Appended
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import ids_of, key_number
 from tests.e2e.cache_cluster import (

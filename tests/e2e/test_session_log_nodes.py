@@ -12,10 +12,10 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.ray_tier import of_this_node, start_cache_tier, start_session_logs
-from mneme.cachetier.session_log_store import Appended, LogKey, parse_log
-from mneme.cachetier.session_record import SessionState, whole
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier, start_session_logs
+from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.store import Appended, LogKey, parse_log
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.cache_cluster import CacheCluster, cache_cluster, call, eventually, kill
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from mneme.cluster.replica_calls import StreamItem, StreamOpened
-from mneme.cluster.replica_server import ReplicaServer
+from mneme.cluster.serve.calls import StreamItem, StreamOpened
+from mneme.cluster.serve.replica_server import ReplicaServer
 from mneme.errors import MnemeError
-from mneme.replicas.queries import Query
+from mneme.replicas.engine.commands import Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 from tests.fakes.fake_engine import FakeEngineLoop
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from mneme.cluster.engine_client import EngineClient
+from mneme.cluster.serve.engine_client import EngineClient
 from mneme.replicas.request import GenerationRequest, SamplingParams
 
 

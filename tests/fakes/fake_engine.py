@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, SessionNotFound
-from mneme.replicas.queries import DeleteSession, GetSession, LeaveSession, Query
+from mneme.replicas.engine.commands import DeleteSession, GetSession, LeaveSession, Query
 from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
-from mneme.replicas.sessions import SessionKey
+from mneme.replicas.sessions.sessions import SessionKey
 
 Deliver = Callable[[StepMessage], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from mneme.cluster.cli.serve import serve
 from mneme.cluster.config import load_config
-from mneme.cluster.serve_command import serve
 from tests.fakes.fake_api import build_fake_api
 from tests.fakes.fake_engine import load_fake_engine
 

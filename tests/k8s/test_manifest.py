@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.gpus import place_engines
+from mneme.cluster.serve.gpus import place_engines
 from mneme.config import parse
 from mneme.errors import ConfigError
 from tests.k8s.rayservice_schema import RAY_SERVICE

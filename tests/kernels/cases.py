@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mneme.kernels.attention import PageRef, Plan, QueryRows, RopeTable, attend, build_plan, new_slot_position
-from mneme.kernels.native_library import library
+from mneme.kernels.native.library import library
 
 MAX_POSITION = 256  # the rope tables reach 2 * MAX_POSITION
 MAX_ROW_POSITION = 300

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mneme.kernels import native_backend, native_call, native_kv, native_linear, native_ops
-from mneme.kernels.native_library import build, find_compiler
+from mneme.kernels.native import backend as native_backend
+from mneme.kernels.native import call as native_call
+from mneme.kernels.native import kv as native_kv
+from mneme.kernels.native import linear as native_linear
+from mneme.kernels.native import ops as native_ops
+from mneme.kernels.native.library import build, find_compiler
 
 # What this machine has (with AVX-512 BF16 or not), a CPU with AVX2 only, and the least that every 64-bit PC has.
 VARIANTS = ("native", "haswell", "x86-64")

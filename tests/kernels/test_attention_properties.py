@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels import torch_backend, torch_groups, torch_layout
 from mneme.kernels.attention import (
     PageRef,
     PageTable,
@@ -21,6 +20,9 @@ from mneme.kernels.attention import (
     mark_written,
     new_slot_position,
 )
+from mneme.kernels.torch import backend as torch_backend
+from mneme.kernels.torch import groups as torch_groups
+from mneme.kernels.torch import layout as torch_layout
 from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
 bounded = settings(deadline=None, max_examples=120)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mneme.kernels import native_kv
 from mneme.kernels.attention import FREE_SLOT_POSITION, RopeTable, mark_free, mark_written, new_slot_position, write_kv
+from mneme.kernels.native import kv as native_kv
 from tests.kernels.cases import needs_native
 
 ROPE = RopeTable.from_theta(100.0, 8, 64)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mneme.kernels.linear import PlainLinear, make_linear
-from mneme.kernels.native_linear import PackedLinear
+from mneme.kernels.native.linear import PackedLinear
 from tests.kernels.native_variants import VARIANTS, use_variant
 
 DTYPES = (torch.float32, torch.bfloat16)

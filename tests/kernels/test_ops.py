@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels import native_ops, ops, torch_ops
+from mneme.kernels import ops
+from mneme.kernels.native import ops as native_ops
+from mneme.kernels.torch import ops as torch_ops
 from tests.kernels.native_variants import VARIANTS, use_variant
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,6 +1,6 @@
 """Compiles Triton kernels for GPUs that are not here, and reads what the assembler made of them.
 
-A kernel is registered as `Case`s in a list of its own test module or of `kernels/triton_configs.py`; `compile_case`
+A kernel is registered as `Case`s in a list of its own test module or of `kernels/triton/configs.py`; `compile_case`
 gives its `Report`, and `faults_of` says in words what breaks a bound. `python -m tests.kernels.triton_compile`
 compiles all cases for all architectures and prints one line per report (`make kernels-compile`).
 """

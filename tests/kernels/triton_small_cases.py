@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mneme.kernels import triton_sampling
-from mneme.kernels.triton_draw import draw_kernel
-from mneme.kernels.triton_kv import write_constants, write_kv_kernel
-from mneme.kernels.triton_ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
-from mneme.kernels.triton_weigh import best_kernel, gather_kernel, weigh_kernel
+from mneme.kernels.triton import sampling as triton_sampling
+from mneme.kernels.triton.draw import draw_kernel
+from mneme.kernels.triton.kv import write_constants, write_kv_kernel
+from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
+from mneme.kernels.triton.weigh import best_kernel, gather_kernel, weigh_kernel
 from tests.kernels.triton_compile import Case
 
 _TYPES = ("bf16", "fp16", "fp32")

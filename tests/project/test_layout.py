@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,62 @@ ALLOWED = {
     "router": {"cachetier", "replicas"},
     "cluster": {"router", "replicas", "cachetier"},
 }
-# Modules where Ray may be imported, besides all of cluster/; none but these and cluster/ imports them.
-RAY_MODULE = re.compile(r"router/serve_router\.py|cachetier/ray_\w+\.py")
+# Rooms (sub-packages, and single files at a folder's root) from the bottom up: each imports only what stands before its
+# line. Imports for type checkers alone do not count.
+LEVELS = {
+    "kernels": (
+        "merge page_bounds page_table rope",
+        "segments share_cost work_list",
+        "work",
+        "plan",
+        "native reference torch triton",
+        "kv_write linear ops sampling",
+        "attention",
+    ),
+    "cachetier": ("chunk pages", "store", "admin policy", "config simulate", "node", "sessions", "distributed"),
+    "replicas": (
+        "forest origins token_counts truncation",
+        "config request",
+        "sequence text",
+        "connector llm_output",
+        "model sessions",
+        "schedule",
+        "engine",
+        "llm",
+    ),
+    "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
+    "cluster": ("config logs metrics tenancy", "serve", "http run", "app", "cli"),
+}
+LEVEL = {
+    f"{folder}.{room}": n
+    for folder, levels in LEVELS.items()
+    for n, rooms in enumerate(levels)
+    for room in rooms.split()
+}
+# Where Ray may be imported, besides cluster/, and triton. Who imports a Ray module is one.
+RAY = ("router/serve_router.py", "cachetier/distributed/")
+TRITON = "kernels/triton/"
 
 
 def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imported_modules(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(body: list[ast.stmt], path: Path, *, for_types: bool = True) -> Iterator[str]:
+    for node in body:
         if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            names.add(node.module or "")
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif for_types or not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+                yield from imports(getattr(node, inner, []), path, for_types=for_types)
+
+
+def imported_modules(path: Path, *, for_types: bool = True) -> set[str]:
+    return set(imports(ast.parse(path.read_text()).body, path, for_types=for_types))
 
 
 def ids(path: Path) -> str:
@@ -62,10 +101,33 @@ def test_imports_go_one_way(path: Path) -> None:
         assert parts[0] not in FOLDERS, f"{name}: imports are always mneme.<folder>.<module>"
         if parts[0] == "mneme" and len(parts) > 1 and parts[1] in FOLDERS:
             assert parts[1] == folder or parts[1] in ALLOWED[folder], name
-        if parts[0] == "ray" or RAY_MODULE.fullmatch("/".join(parts[1:3]) + ".py"):
-            assert folder == "cluster" or RAY_MODULE.fullmatch(str(path.relative_to(ROOT))), name
+        if parts[0] == "ray" or "/".join(parts[1:]).startswith(tuple(each.removesuffix(".py") for each in RAY)):
+            assert folder == "cluster" or str(path.relative_to(ROOT)).startswith(RAY), name
         if parts[0] == "triton":
-            assert folder == "kernels", name
+            assert str(path.relative_to(ROOT)).startswith(TRITON), name
+
+
+def room_of(parts: Sequence[str]) -> str:
+    """`folder.room` of a module's path or dotted name, which begin with the folder."""
+    return f"{parts[0]}.{parts[1].removesuffix('.py')}"
+
+
+@pytest.mark.parametrize("path", python_files(*FOLDERS), ids=ids)
+def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
+    own = room_of(path.relative_to(ROOT).parts)
+    for name in imported_modules(path, for_types=False):
+        parts = name.split(".")[1:]
+        if len(parts) > 1 and parts[0] == own.partition(".")[0] and room_of(parts) != own:
+            assert LEVEL[room_of(parts)] < LEVEL[own], name
+
+
+def test_a_room_says_what_it_is() -> None:
+    rooms = {path.parent for path in python_files(*FOLDERS) if path.parent.name not in FOLDERS}
+    for room in rooms:
+        body = ast.parse((room / "__init__.py").read_text()).body
+        assert len(body) == 1, f"{room}: its __init__.py is a docstring"
+        assert isinstance(body[0], ast.Expr), room
+        assert "Public: " in ast.unparse(body[0]), room
 
 
 @pytest.mark.parametrize("path", [*python_files(*FOLDERS), *python_files("src/mneme")], ids=ids)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mneme.cachetier.cache_config import CacheConfig
-from mneme.cachetier.chunk import Chunk, ChunkHeader, U8Array, checksum
-from mneme.cachetier.chunk_store import ChainQuery, ChunkSource, Edge
-from mneme.cachetier.cost_model import Calibration, CostEdge, CostModel
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.keys import Lineage
-from mneme.cachetier.linear_cost import Terms
-from mneme.cachetier.misses import Miss
-from mneme.replicas.chunk_cache import ChunkCache
-from mneme.replicas.chunk_mover import ChunkMover
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel
+from mneme.cachetier.policy.linear_cost import Terms
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder
+from mneme.replicas.connector.connector import ChunkCache
+from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.decoder import Decoder
 from tests.replicas.tiered_engine import PAGE_SIZE, TieredRunner
 
 CHUNK_TOKENS = 64

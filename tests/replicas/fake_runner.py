@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mneme.errors import TransferFailed
-from mneme.replicas.forest_moves import Moves
+from mneme.replicas.forest.moves import Moves
 from mneme.replicas.sequence import Chunk
 
 FREE = 2**30

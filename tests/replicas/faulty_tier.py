@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.chunk_memory import ProcessMemory
-from mneme.cachetier.cost_model import CostModel
-from mneme.cachetier.file_operations import Buffer, FileOperations
-from mneme.cachetier.folder_reports import Verifier
-from mneme.cachetier.folder_view import FolderView
-from mneme.cachetier.process_store import ProcessChunkStore
-from mneme.replicas.engine import BLOCKED_S, Engine
-from mneme.replicas.model import Decoder
+from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.folder_reports import Verifier
+from mneme.cachetier.node.folder_view import FolderView
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import TokenEvent
 from tests.cachetier.chunks import folder_bytes
 from tests.replicas.chunk_stores import CHUNK_TOKENS, make_cached_engine

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from mneme.cachetier.cache_config import CacheConfig, DiskTierConfig
-from mneme.cachetier.process_store import ProcessChunkStore
-from mneme.replicas.model import Decoder
-from mneme.replicas.model_config import load_model_config
-from mneme.replicas.weights import load_weights
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.weights import load_weights
 from tests.replicas.chunk_stores import CHUNK_TOKENS, make_cached_engine
 from tests.replicas.tiered_engine import draw, run, submit
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mneme.replicas.engine import Engine
+from mneme.replicas.engine.engine import Engine
 
 
 def lose(engine: Engine, index: int) -> None:

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.cache_config import CacheConfig, LoadPolicy
-from mneme.cachetier.chunk import make_chunk
-from mneme.cachetier.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.misses import Miss
-from mneme.replicas.chunk_cache import ChunkCache
-from mneme.replicas.chunk_fetch import Fetch
-from mneme.replicas.chunk_saver import SaveCounts
-from mneme.replicas.chunk_saves import SaveJob
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.header import make_chunk
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig, LoadPolicy
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import Engine
-from mneme.replicas.forest_moves import Graft
-from mneme.replicas.forest_nodes import Node
-from mneme.replicas.read_room import ReadRoom
+from mneme.replicas.connector.connector import ChunkCache
+from mneme.replicas.connector.fetch import Fetch
+from mneme.replicas.connector.read_room import ReadRoom
+from mneme.replicas.connector.saver import SaveCounts
+from mneme.replicas.connector.saves import SaveJob
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.moves import Graft
+from mneme.replicas.forest.nodes import Node
 from tests.replicas.chunk_stores import FakeStore, SlowRows
 from tests.replicas.fake_runner import WRONG, FakeRunner, Slot, Slots
 

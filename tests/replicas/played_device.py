@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mneme.kernels.attention import Plan
-from mneme.replicas.cuda_graphs import Graph, Run
-from mneme.replicas.model import StepInputs
-from mneme.replicas.runner import Runner
+from mneme.replicas.model.decoder import StepInputs
+from mneme.replicas.model.graphs import Graph, Run
+from mneme.replicas.model.runner import Runner
 from mneme.replicas.sequence import Chunk
 
 

@@ -17,18 +17,22 @@ import numpy as np
 import torch
 import triton
 
-from mneme.kernels import ops, triton_backend, triton_kv, triton_ops
+from mneme.kernels import ops
 from mneme.kernels.attention import attend
-from mneme.kernels.triton_precompile import Variant
-from mneme.replicas import model, warm_up
+from mneme.kernels.triton import backend as triton_backend
+from mneme.kernels.triton import kv as triton_kv
+from mneme.kernels.triton import ops as triton_ops
+from mneme.kernels.triton.precompile import Variant
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.cuda_graphs import DecodeGraphs, Run
-from mneme.replicas.engine import Engine
-from mneme.replicas.model import Decoder, KvPool
-from mneme.replicas.model_config import load_model_config
+from mneme.replicas.engine import warm_up
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model import decoder as model
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.model.graphs import DecodeGraphs, Run
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.runner import Runner
-from mneme.replicas.weights import load_weights
 
 
 def play() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mneme.cachetier.chunk import Chunk, ChunkHeader
-from mneme.cachetier.chunk_file import ChunkReader, open_chunk
-from mneme.cachetier.file_operations import FileOperations
-from mneme.replicas.model import Decoder
+from mneme.cachetier.chunk.file import ChunkReader, open_chunk
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import chunk_files
 from tests.replicas.faulty_tier import NUM_NEW, Outcome, ask
 from tests.replicas.tiered_engine import draw, full_prefill

@@ -15,7 +15,7 @@ from mneme.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.truncation import MAX_RUNS, MIN_RUN_TOKENS, Truncation, plan_truncation, resolved
-from tests.replicas.test_engine_policy import make_engine, make_request, run, tokens_of
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
 
 def plan(num_tokens: int, window: int, num_new: int = 1, **options: Any) -> list[tuple[int, int]]:

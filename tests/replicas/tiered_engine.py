@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine import BLOCKED_S, Engine
-from mneme.replicas.forest_moves import Moves
-from mneme.replicas.forest_nodes import DEVICE, HOST, Node, common_prefix
-from mneme.replicas.model import Decoder, StepInputs
-from mneme.replicas.model_config import load_model_config
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.nodes import DEVICE, HOST, Node, common_prefix
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
-from mneme.replicas.runner import Runner
 from mneme.replicas.sequence import Chunk
-from mneme.replicas.weights import load_weights
 from tests.replicas.checkpoints import write_checkpoint
 
 PAGE_SIZE = 16

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from mneme.replicas.tokenizer import Tokenizer
+from mneme.replicas.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier import disk_names
-from mneme.replicas.model import Decoder
+from mneme.cachetier.node import disk_names
+from mneme.replicas.model.decoder import Decoder
 from tests.replicas.saved_turn import NextTurn, Saved, save_turn
 from tests.replicas.tiered_engine import load_decoder
 

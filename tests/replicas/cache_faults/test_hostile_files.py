@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mneme.cachetier.chunk import Chunk, Placement, checksum, encode_header
-from mneme.cachetier.chunk_file import write_chunk
-from mneme.cachetier.disk_names import name_of
-from mneme.cachetier.fingerprint import ModelFingerprint
-from mneme.replicas.model import Decoder
-from tests.cachetier.test_chunk_file import BIG, FIELDS, with_field
+from mneme.cachetier.chunk.file import write_chunk
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
+from mneme.cachetier.chunk.header import Chunk, Placement, checksum, encode_header
+from mneme.cachetier.node.disk_names import name_of
+from mneme.replicas.model.decoder import Decoder
+from tests.cachetier.chunk.test_chunk_file import BIG, FIELDS, with_field
 from tests.replicas.chunk_stores import fingerprint_of
 from tests.replicas.saved_turn import FILES, NextTurn, chunk_in
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.errors import ConfigError
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import chunk_files, folder_bytes
 from tests.replicas.checkpoints import write_checkpoint
 from tests.replicas.chunk_stores import make_cached_engine
@@ -82,7 +82,7 @@ class Kills:
 
 @pytest.fixture
 def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kills:
-    monkeypatch.setattr("mneme.cachetier.disk_names.NUM_FOLDERS", 256)
+    monkeypatch.setattr("mneme.cachetier.node.disk_names.NUM_FOLDERS", 256)
     model, folder = tmp_path / "model", tmp_path / "tier"
     write_checkpoint("llama-3", model)
     folder.mkdir()

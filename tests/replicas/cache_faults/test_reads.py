@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.errors import ConfigError
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.nodes import Clock, RefusingMemory
 from tests.replicas.chunk_stores import SlowRows
 from tests.replicas.faulty_tier import NUM_NEW, WAIT_S, HookedFiles, ask, check_folder, config_of, faults_in

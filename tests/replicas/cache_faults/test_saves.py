@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.process_store import ProcessChunkStore
+from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.errors import ConfigError
-from mneme.replicas.model import Decoder
+from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import FailingFiles, chunk_files, failing_at
 from tests.replicas.chunk_stores import make_cached_engine
+from tests.replicas.connector.test_chunk_cache import wait_for_store
 from tests.replicas.faulty_tier import (
     NUM_NEW,
     Outcome,
@@ -28,7 +29,6 @@ from tests.replicas.faulty_tier import (
     run_bounded,
 )
 from tests.replicas.saved_turn import NextTurn
-from tests.replicas.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, submit
 
 WRITES = ("create", "write", "rename", "unlink")

@@ -1,0 +1,125 @@
+"""The cache tier as its owners manage it: what is kept of a sequence and where, pins, deletion, figures.
+
+Callers make keys from a tenant's own salt (`ChainQuery`), so a tenant reaches nothing but its own. All calls block, for
+a bounded time; none changes what is evicted when, but for what is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+from mneme.cachetier.store import ChainQuery, TierName
+
+# `take_back_pin`: of a node alone, where another has refused the pin.
+AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_owned", "stats"]
+ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
+MAX_PINS = 64  # of one owner on one node
+
+
+class FoundChunk(NamedTuple):
+    """A chunk of a sequence in one place; a chunk that is in several places is found several times."""
+
+    place: int  # in the sequence
+    key: bytes
+    num_tokens: int  # its leading tokens that are the sequence's
+    num_bytes: int
+    tier: TierName
+    node: str
+    is_near: bool = True  # on the node of who asked
+
+
+class Amount(NamedTuple):
+    """Of chunks; one in two tiers counts twice."""
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        return Amount(self.num_chunks + other.num_chunks, self.num_bytes + other.num_bytes)
+
+
+class PinName(NamedTuple):
+    owner: bytes
+    pin_id: str
+
+
+class PinnedPrefix(NamedTuple):
+    """What one node keeps for a pin."""
+
+    pin_id: str
+    num_tokens: int  # of the sequence
+    amount: Amount
+    expires_in_s: float | None  # None: until it is let go, or the node's cache is started anew
+
+
+class CacheAdmin(Protocol):
+    """Of one node, or of all that live."""
+
+    def lookup(self, query: ChainQuery) -> list[FoundChunk]:
+        """Every place of every chunk of the sequence, from its root on, whatever is missing between."""
+
+    def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
+        """Keep what there is of the sequence; a pin of that name is replaced. None: there is nothing.
+
+        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned; then that one stays.
+        """
+
+    def unpin(self, name: PinName) -> bool:
+        """Whether there was one."""
+
+    def pins(self, owner: bytes) -> list[PinnedPrefix]:
+        """The owner's."""
+
+    def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
+        """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
+
+        Raises `ReplicaUnavailable` if some may be left: so much begins alike that not all of it can be looked at in
+        time, or of the owner's files one could not be removed.
+        """
+
+    def delete_owned(self, owner: bytes) -> Amount:
+        """All that an owner has; raises likewise."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Of each node that answers: "node", its name, what its `NodeCache.stats()` says, and what its actor adds."""
+
+
+@runtime_checkable
+class Administered(Protocol):
+    """A store whose tier can be managed."""
+
+    @property
+    def admin(self) -> CacheAdmin: ...
+
+
+def leading(found: Iterable[FoundChunk], chunk_tokens: int) -> list[FoundChunk]:
+    """The chunks without a gap from the sequence's root on, in all their places; only the last may be short."""
+    by_place: dict[int, list[FoundChunk]] = {}
+    for each in found:
+        by_place.setdefault(each.place, []).append(each)
+    run: list[FoundChunk] = []
+    for place in range(len(by_place)):
+        held = by_place.get(place, [])
+        most = max((each.num_tokens for each in held), default=0)
+        run += [each for each in held if each.num_tokens == most]
+        if most < chunk_tokens:
+            break
+    return run
+
+
+def num_leading_tokens(run: Sequence[FoundChunk]) -> int:
+    """Of what `leading` gave."""
+    return sum({each.place: each.num_tokens for each in run}.values())
+
+
+def merged_pins(pins: Iterable[PinnedPrefix]) -> list[PinnedPrefix]:
+    """Pins of several nodes by name: what they have together, as long as the first of them lasts."""
+    merged: dict[str, PinnedPrefix] = {}
+    for pin in pins:
+        known = merged.get(pin.pin_id, pin)
+        lives = [each for each in (known.expires_in_s, pin.expires_in_s) if each is not None]
+        amount = pin.amount if known is pin else known.amount.plus(pin.amount)
+        num_tokens = max(known.num_tokens, pin.num_tokens)
+        merged[pin.pin_id] = PinnedPrefix(pin.pin_id, num_tokens, amount, min(lives, default=None))
+    return list(merged.values())

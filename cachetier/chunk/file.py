@@ -1,0 +1,219 @@
+"""Chunks as files: written under a temporary name and renamed, read layer by layer into the caller's buffers.
+
+A file appears whole or not at all; nothing is synced, as a cache needs atomicity and detection, not durability: after a
+power failure a file may be full of zeros, which its checksums tell. Files are never mapped into memory: one that is
+truncated under a map would kill the process.
+
+What a reader gets is checked as the bytes that it uses: the checksum is of the buffer that was filled, and every number
+of the file is bounded before anything is read by it (`chunk/header.py`). Every fault is a `Miss`; none is raised.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from mneme.cachetier.chunk.arrow_frame import arrow_frame
+from mneme.cachetier.chunk.fingerprint import MAX_CHUNK_TOKENS, MAX_LAYERS
+from mneme.cachetier.chunk.header import (
+    Chunk,
+    ChunkHeader,
+    Placement,
+    StreamedChecksum,
+    U8Array,
+    Wanted,
+    checksum,
+    encode_header,
+    header_bytes,
+    parse_header,
+    unexpected,
+)
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.syscalls import Buffer, FileOperations, is_ours
+
+_MAX_BUFFERS = 512  # of one call; systems take 1024
+_FRAME_SLACK_BYTES = 1024  # what Arrow puts before and around the header: some 400
+_USUAL_HEAD_BYTES = 4096  # 256 tokens and 80 layers
+MAX_HEAD_BYTES = header_bytes(MAX_LAYERS, MAX_CHUNK_TOKENS) + _FRAME_SLACK_BYTES  # under 64 KB
+
+_MISS_BY_ERRNO = {
+    errno.ENOENT: Miss.ABSENT,
+    errno.ELOOP: Miss.NOT_OURS,
+    errno.EACCES: Miss.NOT_OURS,
+    errno.ENXIO: Miss.NOT_OURS,
+    errno.EMFILE: Miss.BUSY,
+    errno.ENFILE: Miss.BUSY,
+    errno.ENOMEM: Miss.BUSY,
+    errno.EAGAIN: Miss.BUSY,
+    errno.EINTR: Miss.BUSY,
+}
+
+
+def file_bytes(header: ChunkHeader) -> int:
+    """The size of this chunk's file."""
+    return _placement(header).file_bytes
+
+
+def write_chunk(files: FileOperations, temporary: str, path: str, chunk: Chunk) -> None:
+    """Raises OSError; then either file may be there, and the caller removes both."""
+    fd = files.create(temporary)
+    try:
+        _write_all(files, fd, _pieces(chunk))
+    finally:
+        files.close(fd)
+    files.rename(temporary, path)
+
+
+def open_chunk(files: FileOperations, path: str, wanted: Wanted | None = None) -> ChunkReader | Miss:
+    """A reader of the file's layers, to be closed. `wanted` None: whatever chunk it is, as an administrator would."""
+    try:
+        fd = files.open_to_read(path)
+    except OSError as error:
+        return miss_of(error)
+    try:
+        opened = _checked(files, fd, wanted)
+    except OSError as error:
+        opened = miss_of(error)
+    if isinstance(opened, Miss):
+        with suppress(OSError):
+            files.close(fd)
+    return opened
+
+
+def miss_of(error: OSError) -> Miss:
+    return _MISS_BY_ERRNO.get(error.errno or 0, Miss.IO_ERROR)
+
+
+class ChunkReader:
+    """An open file whose header is sound and is what was wanted."""
+
+    def __init__(self, files: FileOperations, fd: int, header: ChunkHeader, placement: Placement) -> None:
+        self.header = header
+        self._files, self._fd, self._placement = files, fd, placement
+        self._is_closed = False
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, first_layer: int, layers: Sequence[U8Array]) -> Miss | None:
+        """Fill one buffer [layer_bytes] per layer, from `first_layer` on; after a miss their contents are worthless."""
+        header, placement = self.header, self._placement
+        if not 0 <= first_layer <= first_layer + len(layers) <= header.layout.num_layers:
+            raise ValueError(f"layers: {first_layer}..{first_layer + len(layers)} of {header.layout.num_layers}")
+        if any(layer.dtype != np.uint8 or layer.shape != (header.layer_bytes,) for layer in layers):
+            raise ValueError(f"layers: must be buffers of {header.layer_bytes} bytes")
+        gap = bytearray(placement.stride - header.layer_bytes)
+        buffers: list[Buffer] = []
+        for layer in layers:
+            buffers += [layer.data, gap]
+        try:
+            is_whole = _read_all(
+                self._files, self._fd, buffers[:-1], placement.first_body + first_layer * placement.stride
+            )
+        except OSError as error:
+            return miss_of(error)
+        if not is_whole:
+            return Miss.SHORT
+        expected = header.checksums[first_layer : first_layer + len(layers)]
+        return None if expected == tuple(checksum(layer.data) for layer in layers) else Miss.BAD_CHECKSUM
+
+    def check(self, buffer: memoryview) -> Miss | None:
+        """Compare every layer with its checksum, piece by piece through a buffer: a layer may be larger than memory."""
+        for layer, expected in enumerate(self.header.checksums):
+            start, running = self._placement.first_body + layer * self._placement.stride, StreamedChecksum()
+            for offset in range(0, self.header.layer_bytes, len(buffer)):
+                piece = buffer[: min(len(buffer), self.header.layer_bytes - offset)]
+                try:
+                    if not _read_all(self._files, self._fd, [piece], start + offset):
+                        return Miss.SHORT
+                except OSError as error:
+                    return miss_of(error)
+                running.update(piece)
+            if running.digest() != expected:
+                return Miss.BAD_CHECKSUM
+        return None
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(OSError):
+                self._files.close(self._fd)
+
+
+def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkReader | Miss:
+    status = files.status(fd)
+    if not is_ours(status):
+        return Miss.NOT_OURS
+    parsed: tuple[ChunkHeader, Placement] | Miss = Miss.SHORT
+    for size in _head_sizes(wanted, status.st_size):
+        head = bytearray(size)
+        if not _read_all(files, fd, [head], 0):
+            return Miss.SHORT
+        parsed = parse_header(bytes(head), status.st_size)
+        if parsed is not Miss.SHORT:
+            break
+    if isinstance(parsed, Miss):
+        return parsed
+    header, placement = parsed
+    reason = unexpected(header, wanted) if wanted is not None else None
+    return reason or ChunkReader(files, fd, header, placement)
+
+
+def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
+    """How much of the file is read to find its header; the next if the header is longer."""
+    sizes: tuple[int, ...] = (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)
+    if wanted is not None:
+        layout = wanted.fingerprint.layout
+        sizes = (header_bytes(layout.num_layers, layout.chunk_tokens) + _FRAME_SLACK_BYTES,)
+    return sorted({min(size, file_bytes) for size in sizes})
+
+
+def _placement(header: ChunkHeader) -> Placement:
+    return arrow_frame(header.layout.num_layers, header.layer_bytes, header.num_bytes).placement
+
+
+def _pieces(chunk: Chunk) -> list[bytes | Buffer]:
+    header = chunk.header
+    frame = arrow_frame(header.layout.num_layers, header.layer_bytes, header.num_bytes)
+    head, tail = frame.filled(encode_header(header, frame.placement))
+    pieces: list[bytes | Buffer] = [head]
+    for layer in chunk.layers:
+        pieces += [layer.data, frame.gap]
+    return [*pieces[:-1], tail]
+
+
+def _write_all(files: FileOperations, fd: int, pieces: Sequence[bytes | Buffer]) -> None:
+    views, offset = [memoryview(piece) for piece in pieces if len(piece)], 0
+    while views:
+        num_written = files.write(fd, views[:_MAX_BUFFERS], offset)
+        if num_written <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        offset += num_written
+        views = _rest(views, num_written)
+
+
+def _read_all(files: FileOperations, fd: int, buffers: Sequence[Buffer], offset: int) -> bool:
+    """False if the file ended before."""
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while views:
+        num_read = files.read(fd, views[:_MAX_BUFFERS], offset)
+        if num_read <= 0:
+            return False
+        offset += num_read
+        views = _rest(views, num_read)
+    return True
+
+
+def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the buffers behind so many bytes."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []

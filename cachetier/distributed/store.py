@@ -1,0 +1,249 @@
+"""The cache tier of a Ray cluster as one engine's process sees it.
+
+A question goes to the actor of the engine's own node, which has the directory asked for what is not there, and then to
+the nodes that are said to have the rest, all at once. What this node has is read here: objects without a copy, files by
+this process. All calls are bounded in time; a node that does not answer is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from mneme.cachetier.admin import CacheAdmin
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.distributed.actor import Found
+from mneme.cachetier.distributed.chain_spans import Span, query_of
+from mneme.cachetier.distributed.known_keys import KnownKeys
+from mneme.cachetier.distributed.objects import HeldObjects
+from mneme.cachetier.distributed.peers import Peers
+from mneme.cachetier.distributed.puts import PutAnswer, PutsUnderWay
+from mneme.cachetier.distributed.sources import LoadNotices, ObjectLayers, PeerReads
+from mneme.cachetier.node.saving import HostPut
+from mneme.cachetier.node.search import Located, usable
+from mneme.cachetier.node.sources import DiskSource, HostSource
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+
+_logger = logging.getLogger(__name__)
+
+_SourceAndHeader = tuple[ChunkSource, ChunkHeader]
+
+_PUT_WAIT_S = 1.0
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_WAITING = 4096  # requests whose nodes are remembered
+
+
+class RayChunkStore:
+    """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
+
+    def __init__(
+        self,
+        node_id: str,
+        connect: Callable[[], Any],
+        *,
+        put_bytes: int,
+        admin: CacheAdmin,
+        ttl_s: float = math.inf,
+    ) -> None:
+        """`put_bytes` may be under way to the actor; `admin` is of all nodes; `ttl_s`: of a chunk without a use."""
+        self.admin = admin
+        self._node_id, self._connect = node_id, connect
+        self._node = connect()
+        self._peers = Peers(self._lost)
+        self._known = KnownKeys(max_age_s=ttl_s / 2)
+        self._epoch = 0  # of the node's actor, as it last said
+        self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
+        self._load_notices = LoadNotices(lambda: self._node.loads.remote())
+        self._lock = threading.Lock()
+        self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
+        self._reconnecting = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        """See `ChunkStore.locate`."""
+        start_s = time.monotonic()
+        found = self._ask_own(query, timeout_s, start_s + timeout_s)
+        if found is None:
+            return []
+        self._note_epoch(found.epoch)
+        sources = [self._own_source(each) for each in found.here]
+        headers = [each.header for each in found.here]
+        if found.spans:
+            num_whole = found.spans[0].first - query.first
+            further = self._ask_spans(query, found, start_s + timeout_s)
+            if further:
+                del sources[num_whole:], headers[num_whole:]  # a chunk that is usable in part
+                sources += [source for source, _ in further]
+                headers += [header for _, header in further]
+        self._known.drop(query.keys[query.first :])  # what is not there any more is put again
+        self._known.note({header.key: header.parent for header in headers})
+        self._counters["located"] += len(sources)
+        return sources
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """See `ChunkStore.forget`."""
+        by_actor: dict[Any, list[str]] = {}
+        with self._lock:
+            for request_id in request_ids:
+                for actor in self._asked.pop(request_id, ()):
+                    by_actor.setdefault(actor, []).append(request_id)
+        for actor, ids in by_actor.items():
+            actor.forget.remote(ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """See `ChunkStore.known`."""
+        return self._known.among(keys)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
+        header = chunk.header
+        self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
+        is_put = False
+        try:
+            is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk, lineage)
+        finally:
+            if not is_put:
+                self._known.drop([header.key])
+        return is_put
+
+    def stats(self) -> dict[str, int]:
+        """See `ChunkStore.stats`."""
+        return {**self._counters, **self._peers.counters, **self._puts.stats()}
+
+    def settle(self, timeout_s: float) -> bool:
+        """See `ChunkStore.settle`."""
+        return self._puts.settle(timeout_s)
+
+    def close(self) -> None:
+        """See `ChunkStore.close`; the node's actor stays."""
+        self._puts.close(_CLOSE_TIMEOUT_S)
+
+    def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
+        call = self._peers.call(self._node_id, "locate", self._node.locate, query, timeout_s)
+        if call is not None:
+            self._remember(query.request_id, self._node)  # an answer that comes too late has it wait there as well
+        found: Found | None = self._peers.answers([call], deadline_s)[0]
+        return found
+
+    def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
+        """Sources and headers of what other calls than the first give, as far as there is no gap."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            self._counters["peer_locate_too_late"] += 1
+            return []
+        calls = []
+        for span in found.spans:
+            peer, is_last = found.peers[span.node], span is found.spans[-1]
+            question = query_of(query, span, is_last=is_last)
+            call = peer and self._peers.call(span.node, "peer_locate", peer.locate_here, question, left_s)
+            calls.append(call)
+            if call:
+                self._remember(query.request_id, peer)
+        sources: list[_SourceAndHeader] = []
+        for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
+            sound = _expected(query, span, chunks or [])
+            sources += self._peer_sources(found.peers[span.node], span, sound)
+            num_whole = sum(each.num_usable == query.chunk_tokens for each in sound)
+            if chunks is not None and num_whole < span.num_chunks:
+                self._counters["directory_ghosts"] += 1
+                found.peers[span.node].not_here.remote([query.keys[span.first + num_whole]])
+            if num_whole < span.num_chunks:
+                break
+        return sources
+
+    def _own_source(self, located: Located) -> ChunkSource:
+        header, tier = located.header, located.tier
+
+        def on_miss(miss: Miss) -> None:
+            self._missed(tier, header.key, miss)
+            self._node.missed.remote(header.key, tier, miss)
+
+        if located.path is not None:
+            return DiskSource(header, located.num_usable, located.path, on_miss, loading=self._load_notices)
+        held = located.held
+        assert isinstance(held, HeldObjects)
+        return HostSource(header, located.num_usable, ObjectLayers(header, lambda: held.refs, is_here=True), on_miss)
+
+    def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[_SourceAndHeader]:
+        if not found:
+            return []
+        reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
+        return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found)]
+
+    def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
+        edge: Edge = "peer_host" if located.tier == "host" else "peer_disk"
+        key = located.header.key
+
+        def on_miss(miss: Miss) -> None:
+            self._missed(edge, key, miss)
+            if miss is Miss.ABSENT:
+                peer.not_here.remote([key])
+
+        layers = ObjectLayers(located.header, lambda: reads.fetch(index))
+        return HostSource(located.header, located.num_usable, layers, on_miss, edge)
+
+    def _missed(self, edge: str, key: bytes, miss: Miss) -> None:
+        self._counters[f"{edge}_miss_{miss.value}"] += 1
+        self._known.drop([key])
+
+    def _put_done(self, header: ChunkHeader, answer: PutAnswer | None) -> None:
+        """On the thread of puts. A chunk that was refused as what it follows went has all of its chain put again."""
+        if answer is not None:
+            self._note_epoch(answer.epoch)
+        if answer is None or answer.outcome is HostPut.REFUSED:
+            self._known.drop([header.key])
+            if answer is not None and not answer.has_parent:
+                self._known.drop_chain(header.parent)
+
+    def _note_epoch(self, epoch: int) -> None:
+        """An actor that was made again has an empty host tier, whatever the one before had."""
+        with self._lock:
+            is_new, self._epoch = self._epoch not in (0, epoch), epoch
+        if is_new:
+            self._known.clear()
+            self._counters["node_restarted"] += 1
+
+    def _remember(self, request_id: str, actor: Any) -> None:
+        if not request_id:
+            return
+        with self._lock:
+            self._asked.setdefault(request_id, []).append(actor)
+            while len(self._asked) > _MAX_WAITING:
+                del self._asked[next(iter(self._asked))]
+
+    def _lost(self, node: str) -> None:
+        """An actor is dead for good, its node perhaps too."""
+        self._counters["actors_lost"] += 1
+        if node != self._node_id:
+            self._node.not_reached.remote(node)
+        elif self._reconnecting.acquire(blocking=False):
+            threading.Thread(target=self._reconnect, name="mneme-reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        try:
+            self._node = self._connect()
+            self._known.clear()
+        except Exception:  # the thread's edge; the next call that fails begins another
+            _logger.exception("cache tier: the node's actor could not be made again")
+        finally:
+            self._reconnecting.release()
+
+
+def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[Located]:
+    """What another node found, as far as it is what was asked for."""
+    sound: list[Located] = []
+    for place, located in enumerate(found, span.first):
+        num_usable = usable(located.header, query, place)
+        if isinstance(num_usable, Miss) or not num_usable:
+            break
+        sound.append(located._replace(num_usable=num_usable))
+        if num_usable < query.chunk_tokens:
+            break
+    return sound

@@ -1,0 +1,240 @@
+"""The chunks of one node: host memory over disk, for all engines of the node and for other nodes.
+
+Thread-safe; calls are short, but that `read`, `delete` and a `locate` of chunks on the disk wait for files. The lock is
+never held while bytes are read, written or taken. A chunk is visible once it is in the host tier; it is written to the
+disk behind that, and stays in memory until it is there. Nothing here raises for a fault of a tier: it is a miss, a
+refusal, a counter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.background import Background
+from mneme.cachetier.node.change_log import Change, OnChange
+from mneme.cachetier.node.contents import NodeContents
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.memory import ChunkMemory
+from mneme.cachetier.node.promoting import Promoter
+from mneme.cachetier.node.saving import HostPut, Saver
+from mneme.cachetier.node.search import ChainSearch, Located
+from mneme.cachetier.node.stats import node_stats
+from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.node.write_behind import TAIL_DELAY_S
+from mneme.cachetier.store import ChainQuery, TierName
+
+_EXPIRE_EVERY_S = 1.0
+# A request that begins at once reads what it needs by itself: to bring that up too would take half of the disk from it.
+_PREFETCH_AFTER_S = 0.05
+_YIELD_S = 0.005
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class NodeCache:
+    """`host_bytes` is the budget of the host tier; the disk tier is the cache's, `close` closes it."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        memory: ChunkMemory,
+        host_bytes: int,
+        disk: DiskTier | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: OnChange | None = None,
+        tail_delay_s: float = TAIL_DELAY_S,
+        has_threads: bool = True,
+    ) -> None:
+        """`clock` must not jump. Without threads `step` and `writer.step` are the caller's to call."""
+        self._config, self._clock = config, clock
+        self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
+        self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
+        self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
+        self.contents = NodeContents(tiers, self._search)
+        self._promoter = Promoter(tiers)
+        self._expired_s = clock()
+        self._thread = Background(
+            "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
+        )
+        self._saver = Saver(tiers, host_bytes, lambda: self._promoter.is_loading, tail_delay_s)
+        self.writer = self._saver.writer
+        if has_threads:
+            self._thread.start()
+            if self.writer is not None:
+                self.writer.start()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._host.index or (self._disk is not None and key in self._disk)
+
+    def locate(self, query: ChainQuery, timeout_s: float = math.inf) -> list[Located]:
+        """The longest run of chunks from `query.first` on, the last of them perhaps short or usable in part.
+
+        What cannot be looked at in time is not there: each header of a file is read, if it was not of late. A request
+        that waits is remembered until `forget`: what it will use is brought up and kept.
+        """
+        chain = self._used(self._search.locate(query, self._clock() + timeout_s))
+        if query.request_id and chain:
+            self._tiers.waiting.put(query.request_id, chain)
+            self._thread.wake()
+        self._tiers.settle()
+        return chain
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """These requests wait no longer; there may be room for what others want."""
+        self._tiers.waiting.forget(request_ids)
+        self._thread.wake()
+
+    def read(self, keys: Sequence[bytes]) -> list[Located | None]:
+        """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""
+        with self._tiers.holding(*keys):  # none of them goes for another
+            return [self._promoter.fetch(key) for key in keys]
+
+    def loading(self) -> AbstractContextManager[None]:
+        """While somebody reads: saving waits."""
+        return self._promoter.loading()
+
+    def others_load(self) -> None:
+        """Likewise for a moment: another process reads files of this node."""
+        self._promoter.others_load()
+
+    def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
+        """A reader of a chunk that was located found this."""
+        if tier == "disk" and self._disk is not None:
+            self._disk.missed(key, miss)
+        elif tier == "host":
+            with self._lock:
+                self._host.missed(key, miss)
+        self._tiers.settle()
+
+    def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None = None) -> HostPut:
+        """Keep a chunk, whose bytes the memory takes. It can be located when this returns `TAKEN`.
+
+        By its lineage those are found that it supersedes, also among many that begin behind the same parent.
+        """
+        return self._saver.put(header, payload, lineage)
+
+    def delete(self, keys: Iterable[bytes]) -> int:
+        """How many of these were there. Who reads one reads on."""
+        unique = dict.fromkeys(keys)
+        found = self._delete_in_host(unique)  # first, or the writer would take what it is at for wanted
+        self._saver.cancel(unique)
+        if self._disk is not None:
+            found.update(key for key in unique if key in self._disk)
+            self._disk.delete(unique)
+            self._delete_in_host(unique)  # what was brought up meanwhile
+        self._tiers.settle()
+        return len(found)
+
+    def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
+        """Keep these for a time in each tier that has them, at most half of it; how many are pinned.
+
+        What they descend from stays as well, pinned or not.
+        """
+        num_pinned = 0
+        with self._lock:
+            for key in keys:
+                is_new = key not in self._tiers.pins
+                self._tiers.pins.keep(key, ttl_s)
+                is_pinned = [self._tiers.pin_in_host(key), self._tiers.pin_on_disk(key)]
+                if any(is_pinned):
+                    num_pinned += 1
+                elif is_new:
+                    self._tiers.pins.unpin([key])
+        return num_pinned
+
+    def unpin(self, keys: Iterable[bytes]) -> int:
+        """How many were pinned."""
+        with self._lock:
+            return self._tiers.pins.unpin(keys)
+
+    def expire(self) -> int:
+        """End pins whose time is over, remove what was not used for `ttl_s`; how many chunks went in all tiers."""
+        with self._lock:
+            self._tiers.pins.expire()
+            expired = []
+            if self._config.ttl_s is not None:
+                expired = self._host.index.unused_since(self._clock() - self._config.ttl_s)
+            for entry in expired:
+                self._host.discard(entry)
+            self._host.counters["expired"] += len(expired)
+        num_expired = len(expired) + (0 if self._disk is None else self._disk.expire())
+        self._tiers.settle()
+        return num_expired
+
+    def snapshot(self) -> list[Change]:
+        """All chunks of all tiers, for a directory that lost its memory; changes that follow may be in it already."""
+        with self._lock:
+            found = [Change(entry.key, "host", entry.num_bytes, True) for entry in self._host.index]
+        if self._disk is not None:
+            found += [Change(key, "disk", num_bytes, True) for key, num_bytes in self._disk.sizes()]
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Per tier, tenant and queue; see `node_stats`."""
+        return node_stats(self._tiers, self.writer)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Write all that waits to be; False if that took too long."""
+        return self.writer is None or self.writer.flush(timeout_s)
+
+    def close(self, *, flush: bool = True, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Write what waits, if that is wanted, and let the folder go, in this time; nothing may be called any more."""
+        self._thread.close(timeout_s / 4)
+        if self.writer is not None:
+            if flush:
+                self.writer.flush(timeout_s / 2)
+            self.writer.close(timeout_s / 4)
+        if self._disk is not None:
+            self._disk.close()
+        self._tiers.settle()
+
+    def step(self) -> float | None:
+        """What the cache's thread does: bring up one chunk, unless somebody reads; now and then what is due."""
+        if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
+            self._expired_s = self._clock()
+            self.expire()
+            if self._disk is not None:
+                self._disk.sweep()
+            self._saver.write_again()
+        if self._promoter.is_loading:
+            return _YIELD_S
+        return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S
+
+    def _used(self, found: Sequence[Located]) -> list[Located]:
+        """Notes that these are used, up to the first that went meanwhile; with the paths of files."""
+        chain: list[Located] = []
+        for each in found:
+            if each.tier == "disk":
+                assert self._disk is not None
+                path = self._disk.use(each.header.key)
+                if path is None:
+                    break
+                each = each._replace(path=path)
+            chain.append(each)
+        now_s, in_host = self._clock(), [each.header.key for each in chain if each.tier == "host"]
+        if self._disk is not None:
+            self._disk.used(in_host)
+        with self._lock:
+            for entry in filter(None, map(self._host.index.get, in_host)):
+                self._host.index.use(entry, now_s)
+            self._host.counters["hit"] += len(in_host)
+            self._host.counters["located_on_disk"] += len(chain) - len(in_host)
+        return chain
+
+    def _delete_in_host(self, keys: Collection[bytes]) -> set[bytes]:
+        """Those that were there or on their way."""
+        with self._lock:
+            self._tiers.pins.unpin(keys)
+            return {key for key in keys if self._host.delete(key)}
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._host.counters[name] += 1

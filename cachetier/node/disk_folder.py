@@ -1,0 +1,121 @@
+"""The folder of a disk tier: one lock, 256 folders of files, and what is found in them at a start.
+
+Everything lies in a folder of ours inside the one that was given, which nobody else may write to. What does not carry
+one of our names is never touched there, nor is a link or another user's file that carries one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from enum import Enum
+
+from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock, is_ours
+from mneme.cachetier.node.disk_names import ChunkName, folder_of, folders, is_temporary, parse_name, temporary_name
+from mneme.errors import ConfigError
+
+OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
+LOCK = "lock"
+
+
+class Kind(Enum):
+    """What a folder's entry is; the values are shown."""
+
+    CHUNK = "chunk"
+    TORN = "torn"  # a chunk's name on a file of another size, or in a folder where it does not belong
+    TEMPORARY = "temporary"  # being written, or left by a crash
+    NOT_OURS = "not_ours"  # a link, no plain file, or another user's
+    UNKNOWN = "unknown"  # no name that a tier gives
+
+
+def make_root(path: str) -> None:
+    """The folder that a tier was given, if there is none. Raises `ConfigError`."""
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def check_usable(path: str) -> None:
+    """Raises `ConfigError` if a tier could not use the folder now; one that can finds it as a tier makes it."""
+    make_root(path)
+    DiskFolder(path, FileOperations()).close()
+
+
+def kind_of(folder: str, text: str, status: os.stat_result) -> tuple[Kind, ChunkName | None]:
+    """Of what lies under a name in one of the folders; of chunks and torn ones, the name in parts."""
+    name = parse_name(text)
+    if name is None and not is_temporary(text):
+        return Kind.UNKNOWN, None
+    if not is_ours(status):
+        return Kind.NOT_OURS, name
+    if name is None:
+        return Kind.TEMPORARY, None
+    is_sound = status.st_size == name.num_bytes and folder == folder_of(name.key)
+    return (Kind.CHUNK if is_sound else Kind.TORN), name
+
+
+class DiskFolder:
+    """Raises `ConfigError` if the folder cannot be used, or if another tier uses it."""
+
+    def __init__(self, path: str, files: FileOperations) -> None:
+        self._files = files
+        self._root = os.path.join(path, OWN_FOLDER)
+        self._number = 0
+        try:
+            files.make_folder(self._root)
+            self._lock = HeldLock(files, os.path.join(self._root, LOCK))
+        except BlockingIOError:
+            raise ConfigError(f"disk tier: {path} is in use by another cluster") from None
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            for name in folders():
+                files.make_folder(os.path.join(self._root, name))
+        except OSError as error:
+            self.close()
+            raise _unusable(path, error) from error
+
+    def path(self, name: ChunkName) -> str:
+        return os.path.join(self._root, folder_of(name.key), str(name))
+
+    def temporary_path(self, key: bytes) -> str:
+        """Another one for each call."""
+        self._number += 1
+        return os.path.join(self._root, folder_of(key), temporary_name(key, self._number))
+
+    def scan(self, counters: Counter[str]) -> list[tuple[float, ChunkName]]:
+        """Sound chunks with the times of their files, unsorted; removes what a crash left. Reads no file."""
+        found: list[tuple[float, ChunkName]] = []
+        for folder in folders():
+            path = os.path.join(self._root, folder)
+            try:
+                listed = self._files.list_folder(path)
+            except OSError:
+                counters["scan_error"] += 1
+                continue
+            for text, status in listed:
+                kind, name = kind_of(folder, text, status)
+                if kind is Kind.CHUNK and name is not None:
+                    found.append((status.st_mtime, name))
+                else:
+                    self._reject(kind, os.path.join(path, text), counters)
+        return found
+
+    def close(self) -> None:
+        """Let the lock go; twice is as once."""
+        self._lock.close()
+
+    def _reject(self, kind: Kind, path: str, counters: Counter[str]) -> None:
+        """What is no sound chunk is removed if a crash may have left it."""
+        if kind in (Kind.UNKNOWN, Kind.NOT_OURS):
+            counters[f"scan_{kind.value}"] += 1
+            return
+        counters["scan_removed"] += 1
+        with suppress(OSError):
+            self._files.unlink(path)
+
+
+def _unusable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"disk tier: {path} cannot be used ({error.strerror or type(error).__name__})")

@@ -1,0 +1,241 @@
+"""What `mneme cache` finds in a disk tier's folder: listings, sums, faults, and what is collected. Bounded memory."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.node.disk_folder import Kind
+from mneme.cachetier.node.disk_names import ChunkName
+from mneme.cachetier.node.folder_view import FolderView, SeenFile
+from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
+
+MAX_GROUPS = 1000  # tenants or models that are told apart; more are one group
+AGES_S = {"1m": 60.0, "1h": 3600.0, "1d": 86400.0, "7d": 7 * 86400.0}
+_OTHERS = "others"
+_BUFFER_BYTES = 4 << 20
+_MAX_HEADER_TRIES = 8  # per model, until a sound one says how long its full chunks are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFilter:
+    """Which chunks; what is None, all."""
+
+    key: str | None = None  # how the key begins, in hex
+    owner: bytes | None = None
+    model: bytes | None = None
+    kind: LineageKind | None = None
+    min_age_s: float | None = None
+    max_age_s: float | None = None
+
+    def takes(self, seen: SeenFile, now_s: float) -> bool:
+        name, age_s = seen.name, age_of(seen, now_s)
+        return (
+            name is not None
+            and (self.key is None or name.key.hex().startswith(self.key))
+            and self.owner in (None, name.owner)
+            and self.model in (None, name.model)
+            and self.kind in (None, name.kind)
+            and (self.min_age_s is None or age_s >= self.min_age_s)
+            and (self.max_age_s is None or age_s <= self.max_age_s)
+        )
+
+
+def age_of(seen: SeenFile, now_s: float) -> float:
+    """Seconds since the last use; a clock that jumped makes nothing younger than now."""
+    return max(0.0, now_s - seen.time_s)
+
+
+def chunks(
+    view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[str] | None = None
+) -> Iterator[SeenFile]:
+    """Those that are chosen; `others` counts by kind what is no sound chunk."""
+    for seen in view.scan():
+        if seen.kind is not Kind.CHUNK:
+            if others is not None:
+                others[seen.kind.value] += 1
+        elif chosen.takes(seen, now_s):
+            yield seen
+
+
+@dataclass(slots=True)
+class Sum:
+    """Of some chunks."""
+
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0  # of files
+
+    def add(self, name: ChunkName) -> None:
+        self.num_chunks += 1
+        self.num_tokens += name.num_tokens
+        self.num_bytes += name.num_bytes
+
+    def shown(self) -> dict[str, int]:
+        return {"chunks": self.num_chunks, "tokens": self.num_tokens, "bytes": self.num_bytes}
+
+
+def listing(found: Iterable[SeenFile], limit: int, *, largest: bool = False) -> tuple[list[SeenFile], Sum]:
+    """The most recently used, or the largest, and the sum of all."""
+    total = Sum()
+
+    def counted() -> Iterator[SeenFile]:
+        for seen in found:
+            if seen.name is not None:
+                total.add(seen.name)
+                yield seen
+
+    return heapq.nlargest(limit, counted(), key=_by_size if largest else _by_time), total
+
+
+def _by_size(seen: SeenFile) -> tuple[float, str]:
+    return seen.num_bytes, seen.path
+
+
+def _by_time(seen: SeenFile) -> tuple[float, str]:
+    return seen.time_s, seen.path
+
+
+class Totals:
+    """Sums by lineage, tenant, model and age."""
+
+    def __init__(self, view: FolderView) -> None:
+        self._view = view
+        self._total = Sum()
+        self._groups: dict[str, dict[str, Sum]] = {"lineages": {}, "tenants": {}, "models": {}}
+        self._ages = dict.fromkeys((*AGES_S, "older"), 0)
+        self._num_blocks = self._num_tails = self._num_unknown = 0
+        self._full: dict[bytes, int] = {}  # tokens of a model's full chunks
+        self._tries: Counter[bytes] = Counter()
+
+    def add(self, seen: SeenFile, now_s: float) -> None:
+        name = seen.name
+        assert name is not None
+        self._total.add(name)
+        self._num_blocks += blocks_of(name.num_bytes)
+        self._sum("lineages", name.kind.name.lower()).add(name)
+        self._sum("tenants", name.owner.hex()).add(name)
+        self._sum("models", name.model.hex()).add(name)
+        age_s = age_of(seen, now_s)
+        self._ages[next((text for text, bound in AGES_S.items() if age_s < bound), "older")] += 1
+        full = self._full_tokens(seen, name)
+        self._num_unknown += full is None
+        self._num_tails += full is not None and name.num_tokens < full
+
+    def shown(self) -> dict[str, Any]:
+        models = {text: group.shown() for text, group in self._groups["models"].items()}
+        for model, num_tokens in self._full.items():
+            if model.hex() in models:
+                models[model.hex()]["chunk_tokens"] = num_tokens
+        return {
+            **self._total.shown(),
+            "disk_bytes": self._num_blocks * BLOCK_BYTES,
+            "tail_chunks": self._num_tails,
+            "unreadable_chunks": self._num_unknown,  # of models whose headers could not be read
+            "lineages": {text: group.shown() for text, group in self._groups["lineages"].items()},
+            "tenants": {text: group.shown() for text, group in self._groups["tenants"].items()},
+            "models": models,
+            "ages": self._ages,
+        }
+
+    def _sum(self, group: str, text: str) -> Sum:
+        sums = self._groups[group]
+        if text not in sums and len(sums) >= MAX_GROUPS:
+            text = _OTHERS
+        return sums.setdefault(text, Sum())
+
+    def _full_tokens(self, seen: SeenFile, name: ChunkName) -> int | None:
+        """From one sound header of each model."""
+        full = self._full.get(name.model)
+        if full is not None or len(self._tries) > MAX_GROUPS or self._tries[name.model] >= _MAX_HEADER_TRIES:
+            return full
+        self._tries[name.model] += 1
+        reader = self._view.open(seen)
+        if isinstance(reader, Miss):
+            return None
+        with reader:
+            return self._full.setdefault(name.model, reader.header.layout.chunk_tokens)
+
+
+class Verifier:
+    """Reads whole files, and says what is wrong with each."""
+
+    def __init__(self, view: FolderView) -> None:
+        self.checked = Sum()
+        self.num_gone = 0  # evicted before they were read
+        self.faults: Counter[str] = Counter()
+        self._view, self._buffer = view, memoryview(bytearray(_BUFFER_BYTES))
+
+    def check(self, seen: SeenFile) -> Miss | None:
+        """None: every checksum is right, or the file is gone."""
+        miss = self._read(seen) if seen.kind is Kind.CHUNK else _fault_of_kind(seen)
+        if miss is Miss.ABSENT:
+            self.num_gone += 1
+            return None
+        if seen.name is not None and miss is None:
+            self.checked.add(seen.name)
+        if miss is not None:
+            self.faults[miss.value] += 1
+        return miss
+
+    def _read(self, seen: SeenFile) -> Miss | None:
+        reader = self._view.open(seen)
+        if isinstance(reader, Miss):
+            return reader
+        with reader:
+            return reader.check(self._buffer)
+
+
+def _fault_of_kind(seen: SeenFile) -> Miss:
+    if seen.kind is Kind.NOT_OURS or seen.name is None:
+        return Miss.NOT_OURS
+    return Miss.SHORT if seen.num_bytes != seen.name.num_bytes else Miss.OTHER_KEY
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was removed, or would be."""
+
+    removed: Sum = field(default_factory=Sum)
+    num_leftovers: int = 0  # temporary and torn files of a crash
+    num_failed: int = 0
+
+
+def collect(view: FolderView, chosen: ChunkFilter | None, now_s: float, *, dry_run: bool) -> Collected:
+    """Remove the chosen chunks, None: none, and what a crash left. Under the lock unless it is dry."""
+    done = Collected()
+    for seen in view.scan():
+        is_chosen = seen.kind is Kind.CHUNK and chosen is not None and chosen.takes(seen, now_s)
+        is_leftover = seen.kind in (Kind.TEMPORARY, Kind.TORN)
+        if not is_chosen and not is_leftover:
+            continue
+        if not dry_run and not view.remove(seen):
+            done.num_failed += 1
+        elif is_leftover:
+            done.num_leftovers += 1
+        elif seen.name is not None:
+            done.removed.add(seen.name)
+    return done
+
+
+def age_beyond(found: Iterable[SeenFile], keep_bytes: int, now_s: float) -> float | None:
+    """The age from which on chunks must go so that at most so many bytes stay; None: all may stay.
+
+    Bytes are whole blocks. 16 bytes of memory per chunk.
+    """
+    ages, blocks = array("d"), array("q")
+    for seen in found:
+        ages.append(age_of(seen, now_s))
+        blocks.append(blocks_of(seen.num_bytes))
+    order = np.argsort(ages, kind="stable")
+    kept = np.cumsum(np.asarray(blocks, np.int64)[order]) * BLOCK_BYTES
+    num_kept = int(np.searchsorted(kept, keep_bytes, side="right"))
+    return None if num_kept == len(order) else float(np.asarray(ages)[order[num_kept]])

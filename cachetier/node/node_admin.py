@@ -1,0 +1,154 @@
+"""`CacheAdmin` of one node, over its cache."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mneme.cachetier.admin import Amount, FoundChunk, PinName, PinnedPrefix
+from mneme.cachetier.chunk.keys import U32Array
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.named_pins import NamedPin, NamedPins
+from mneme.cachetier.node.search import Located
+from mneme.cachetier.store import ChainQuery
+from mneme.errors import ReplicaUnavailable
+
+_SEARCH_S = 5.0  # for one sequence
+_SCAN_S = 3.0  # of a deletion, for headers of what begins alike: some 50 us each from a disk
+
+
+class NodeAdmin:
+    """Thread-safe; what happens meanwhile to the cache is seen or not."""
+
+    def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is the node's; `clock` is the cache's."""
+        self._node, self._contents, self._name, self._clock = node, node.contents, name, clock
+        self._pins = NamedPins(node, clock)
+
+    def lookup(self, query: ChainQuery) -> list[FoundChunk]:
+        """See `CacheAdmin.lookup`."""
+        return [
+            FoundChunk(place, each.header.key, each.num_usable, num_bytes, tier, self._name)
+            for place, each in self._found(query)
+            for tier, num_bytes in self._contents.places(each.header.key).items()
+        ]
+
+    def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
+        """See `CacheAdmin.pin`; of a chunk that the sequence ends in, the whole."""
+        found = [each for _, each in self._found(query)]
+        if not found:
+            return None
+        pin = NamedPin(
+            query=query,
+            keys=frozenset(each.header.key for each in found),
+            num_tokens=sum(each.num_usable for each in found),
+            expires_at_s=math.inf if ttl_s is None else self._clock() + ttl_s,
+        )
+        self._pins.set(name, pin)
+        return self._described(name, pin)
+
+    def take_back_pin(self, name: PinName) -> bool:
+        """What `pin` of that name has just done; the pin that it replaced is there again."""
+        return self._pins.take_back(name)
+
+    def unpin(self, name: PinName) -> bool:
+        """See `CacheAdmin.unpin`."""
+        return self._pins.drop(name, self._keys_of)
+
+    def pins(self, owner: bytes) -> list[PinnedPrefix]:
+        """See `CacheAdmin.pins`."""
+        return [self._described(name, pin) for name, pin in self._pins.owned(owner)]
+
+    def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
+        """See `CacheAdmin.delete`."""
+        removed = Amount() if spares_longer else self._remove(self._begin_with(query))
+        for place in reversed(range(len(query.keys) + 1)):
+            parts = self._parts(query, place)
+            removed = removed.plus(self._remove({key for key in parts if not self._contents.children(key)}))
+            if self._contents.children(query.parent(place)):
+                break  # others go on from here
+        return self._sure(removed, query.owner)
+
+    def delete_owned(self, owner: bytes) -> Amount:
+        """See `CacheAdmin.delete_owned`; the owner's pins go too."""
+        self._pins.drop_owned(owner)
+        return self._sure(self._remove(set(self._contents.owned(owner))), owner)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """See `CacheAdmin.stats`."""
+        return [{"node": self._name, **self._node.stats()}]
+
+    def _found(self, query: ChainQuery) -> Iterator[tuple[int, Located]]:
+        """All chunks of the sequence that are here, whatever is missing between, with their places in it."""
+        place, deadline_s = 0, self._clock() + _SEARCH_S
+        while place <= len(query.keys) and self._clock() < deadline_s:
+            found = self._contents.search(replace(query, first=place), deadline_s)
+            yield from enumerate(found, place)
+            place += max(1, len(found))
+            while place < len(query.keys) and not self._contents.places(query.keys[place]):
+                place += 1
+
+    def _keys_of(self, query: ChainQuery) -> set[bytes]:
+        return {each.header.key for _, each in self._found(query)}
+
+    def _parts(self, query: ChainQuery, place: int) -> frozenset[bytes]:
+        """Chunks at a place that hold the sequence's tokens and no others: by key, however many begin there."""
+        parent = query.parent(place)
+        children = self._contents.children(parent)
+        if children <= {*query.keys[place : place + 1]}:
+            return children
+        return children & {*query.lineage.beginnings(parent, query.tokens_of(place))}
+
+    def _begin_with(self, query: ChainQuery) -> set[bytes]:
+        """Behind the sequence's last full chunk what begins with the rest, and all that descends from that."""
+        rest, last = query.tokens_of(len(query.keys)), query.parent(len(query.keys))
+        first = self._starting_with(rest, last) if len(rest) else {last}
+        return first | self._behind(first)
+
+    def _starting_with(self, ids: U32Array, parent: bytes) -> set[bytes]:
+        """Children of a chunk whose tokens begin so; raises `ReplicaUnavailable` if looking takes too long."""
+        until_s, found = self._clock() + _SCAN_S, set()
+        for key in self._contents.children(parent):
+            header = self._contents.header(key)
+            if header is not None and _starts(header.token_ids, ids):
+                found.add(key)
+            if self._clock() > until_s:
+                raise ReplicaUnavailable("too much in the cache tier begins alike to look at all of it")
+        return found
+
+    def _behind(self, keys: Collection[bytes]) -> set[bytes]:
+        found: set[bytes] = set()
+        unseen = list(keys)
+        while unseen:
+            children = set(self._contents.children(unseen.pop())) - found
+            found |= children
+            unseen += children
+        return found
+
+    def _remove(self, keys: set[bytes]) -> Amount:
+        """From every tier."""
+        sizes = self._sizes(keys)
+        self._node.delete(keys)
+        return Amount(len(sizes), sum(sizes))
+
+    def _sure(self, removed: Amount, owner: bytes) -> Amount:
+        """Raises `ReplicaUnavailable` while files of the owner's are left that are to be gone: a start finds them."""
+        if num_left := self._contents.num_left(owner):
+            raise ReplicaUnavailable(f"{num_left} files of the cache tier could not be removed yet")
+        return removed
+
+    def _sizes(self, keys: Collection[bytes]) -> list[int]:
+        return [size for key in keys for size in self._contents.places(key).values()]
+
+    def _described(self, name: PinName, pin: NamedPin) -> PinnedPrefix:
+        sizes = self._sizes(pin.keys)
+        return PinnedPrefix(name.pin_id, pin.num_tokens, Amount(len(sizes), sum(sizes)), self._pins.left_s(pin))
+
+
+def _starts(ids: U32Array, beginning: U32Array) -> bool:
+    return len(beginning) <= len(ids) and bool(np.array_equal(ids[: len(beginning)], beginning))

@@ -1,0 +1,159 @@
+"""Chunks from a node's disk up into its memory: when another node asks, and ahead of requests that wait for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import numpy as np
+
+from mneme.cachetier.chunk.header import ChunkHeader, U8Array
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.node.disk_interface import DiskRead
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.index import BLOCK_BYTES
+from mneme.cachetier.node.memory import Held
+from mneme.cachetier.node.search import Located
+from mneme.cachetier.node.tiers import NodeTiers
+
+LOADS_AGAIN_S = 0.1  # by which another process has to say again that it reads
+
+
+class _Prefetch(Enum):
+    """The values are the names of counters."""
+
+    DONE = "prefetched"
+    NO_ROOM = "prefetch_no_room"
+    FAILED = "prefetch_failed"
+
+
+class Promoter:
+    """Reads outside of the node's lock."""
+
+    def __init__(self, tiers: NodeTiers) -> None:
+        self._tiers = tiers
+        self._num_loading = 0
+        self._others_until_s = -math.inf
+
+    @property
+    def is_loading(self) -> bool:
+        return self._num_loading > 0 or self._tiers.clock() < self._others_until_s
+
+    def others_load(self) -> None:
+        """Another process reads the node's files; it says so again while that lasts."""
+        self._others_until_s = self._tiers.clock() + LOADS_AGAIN_S
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Saving waits while this lasts."""
+        with self._tiers.lock:
+            self._num_loading += 1
+        try:
+            yield
+        finally:
+            with self._tiers.lock:
+                self._num_loading -= 1
+
+    def fetch(self, key: bytes) -> Located | None:
+        """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
+        found, disk = self._in_host(key), self._tiers.disk
+        if disk is None:
+            return found
+        if found is not None:
+            disk.used([key])
+            return found
+        with self.loading():
+            reader = disk.open_key(key)
+            if isinstance(reader, Miss):
+                return None
+            with reader, self._tiers.holding(reader.header.parent):
+                found = self._load(reader, is_reserved=self._reserve(disk, reader.header, None))
+        self._tiers.settle()
+        return found
+
+    def prefetch_next(self) -> bool:
+        """Bring up the next chunk that a waiting request wants (AttentionStore 3.3.1).
+
+        False if there is none, or no room beside what the requests before it want: it is tried again later.
+        """
+        tiers = self._tiers
+        wanted = tiers.waiting.next_wanted(tiers.host.max_blocks * BLOCK_BYTES)
+        if wanted is None or tiers.disk is None:
+            return False
+        request_id, key = wanted
+        outcome = _Prefetch.FAILED
+        try:
+            outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
+        finally:  # what raises must not be the next again: others wait behind it
+            if outcome is _Prefetch.DONE:
+                tiers.waiting.brought(request_id, key)
+            elif outcome is _Prefetch.FAILED:
+                tiers.waiting.give_up(request_id)
+        return outcome is not _Prefetch.NO_ROOM
+
+    def _prefetch(self, disk: DiskTier, key: bytes) -> _Prefetch:
+        outcome = _Prefetch.FAILED
+        with self.loading():
+            reader = disk.open_key(key)
+            if not isinstance(reader, Miss):
+                with reader, self._tiers.holding(reader.header.parent):
+                    if not self._reserve(disk, reader.header, self._tiers.waiting.exempt()):
+                        outcome = _Prefetch.NO_ROOM
+                    elif self._load(reader, is_reserved=True) is not None:
+                        outcome = _Prefetch.DONE
+        self._tiers.settle()
+        self._count(outcome.value)
+        return outcome
+
+    def _in_host(self, key: bytes) -> Located | None:
+        with self._tiers.lock:
+            entry = self._tiers.host.index.get(key)
+            if entry is None:
+                return None
+            self._tiers.host.index.use(entry, self._tiers.clock())
+            return Located(entry.header, entry.num_tokens, "host", entry.held, None)
+
+    def _reserve(self, disk: DiskTier, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
+        """Not what was deleted since it was opened."""
+        with self._tiers.lock:
+            is_reserved = header.key in disk and self._tiers.host.reserve(header, spared)
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        return is_reserved
+
+    def _load(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:
+        header, held = reader.header, None
+        try:
+            held = self._held(reader)
+        finally:
+            with self._tiers.lock:
+                if is_reserved and held is None:
+                    self._tiers.host.cancel(header.key)
+                elif is_reserved:
+                    self._arrive(header, held)
+        if held is None:
+            self._count("promote_failed")
+            return None
+        self._count("promoted" if is_reserved else "promote_no_room")
+        return Located(header, header.num_tokens, "host", held, None)
+
+    def _arrive(self, header: ChunkHeader, held: Held) -> None:
+        """Under the lock. It is here because it is wanted again: that is a use."""
+        self._tiers.arrive(header, held, self._tiers.waiting.exempt())
+        entry = self._tiers.host.index.get(header.key)
+        if entry is not None:
+            self._tiers.host.index.use(entry, self._tiers.clock())
+
+    def _held(self, reader: DiskRead) -> Held | None:
+        header = reader.header
+        try:
+            layers: list[U8Array] = [np.empty(header.layer_bytes, np.uint8) for _ in range(header.layout.num_layers)]
+            return None if reader.read(0, layers) is not None else self._tiers.memory.keep(layers)
+        except MemoryError:
+            self._count("memory_refused")
+            return None
+
+    def _count(self, name: str) -> None:
+        with self._tiers.lock:
+            self._tiers.host.counters[name] += 1

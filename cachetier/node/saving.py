@@ -1,0 +1,247 @@
+"""Chunks into a node: taken into memory if they are worth it, written to the disk behind that.
+
+Loads go the other way (`promoting.py`). What is on its way to the disk stays in memory until it is there; what is
+deleted or superseded meanwhile does not stay on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from itertools import islice
+
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.node.disk_interface import Put
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.host_tier import chunk_bytes
+from mneme.cachetier.node.memory import Held
+from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.node.write_behind import Pending, WriteBehind
+
+_WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
+_MAX_RETRIED = 64  # chunks at a time
+_MAX_LATE = 4096  # chunks in memory that are to be written when that is possible
+
+
+class HostPut(Enum):
+    """What became of a chunk that was given; the values are the names of counters."""
+
+    TAKEN = "taken"
+    KEPT = "kept"  # it was there, or is about to be
+    TO_DISK = "to_disk"  # not worth what would go for it in memory
+    REFUSED = "refused"
+
+
+class Saver:
+    """`writer` is None without a disk."""
+
+    def __init__(self, tiers: NodeTiers, host_bytes: int, is_loading: Callable[[], bool], tail_delay_s: float) -> None:
+        self._tiers, self._host, self._lock = tiers, tiers.host, tiers.lock
+        self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
+        self._late: dict[bytes, None] = {}  # likewise, as the queue was full
+        self._again: set[bytes] = set()  # of both, those that are in the queue now
+        self.writer: WriteBehind | None = None
+        if tiers.disk is not None:
+            self.writer = WriteBehind(
+                self._write,
+                self._written,
+                max_bytes=host_bytes // _WRITE_SHARE,
+                clock=tiers.clock,
+                is_loading=is_loading,
+                tail_delay_s=tail_delay_s,
+            )
+
+    def put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
+        """See `NodeCache.put`."""
+        outcome = self._put(header, payload, lineage)
+        with self._lock:
+            if outcome is HostPut.REFUSED:
+                self._host.index.note_refused(header.key)
+            self._host.counters[outcome.value] += 1
+            self._host.counters["put_bytes"] += chunk_bytes(header)
+        if outcome is HostPut.KEPT and self._tiers.disk is not None:
+            self._tiers.disk.used([header.key])
+        self._tiers.settle()
+        return outcome
+
+    def cancel(self, keys: Iterable[bytes]) -> None:
+        """These are not to be written."""
+        if self.writer is not None:
+            self.writer.cancel(keys)
+
+    def write_again(self) -> None:
+        """Some of what a fault has kept from the disk; to be called now and then."""
+        with self._lock:
+            keys = list(islice(self._failed, _MAX_RETRIED))
+            entries = [entry for key in keys if (entry := self._host.index.get(key)) is not None]
+            for key in keys:
+                del self._failed[key]
+            for entry in entries:
+                self._host.index.hold(entry.key)
+            self._again.update(entry.key for entry in entries)
+        for entry in entries:
+            self._submit(entry.header, entry.held, is_passing=False)
+
+    def _put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
+        if self._tiers.disk is not None and header.parent in self._tiers.disk:
+            return self._put_held(header, payload, lineage)  # what went before it is found there
+        with self._tiers.holding(header.parent):
+            return self._put_held(header, payload, lineage)
+
+    def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
+        """What went before it does not go for it."""
+        is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
+        with self._lock:
+            if self._is_kept(header.key):
+                return HostPut.KEPT
+            if self._is_orphan(header):
+                self._host.counters["orphan"] += 1
+                return HostPut.REFUSED
+            is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
+            if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
+                return HostPut.REFUSED
+        self._tiers.settle()  # the bytes of what goes for it are free before its own come
+        held = self._taken(header, payload, is_passing=not is_admitted)
+        if held is None:
+            return HostPut.REFUSED
+        if is_admitted:
+            self._arrive(header, held, lineage, is_to_write=is_to_write)
+        is_queued = is_to_write and self._submit(header, held, lineage, is_passing=not is_admitted)
+        if is_admitted:
+            return HostPut.TAKEN
+        return HostPut.TO_DISK if is_queued else HostPut.REFUSED
+
+    def _is_kept(self, key: bytes) -> bool:
+        entry = self._host.index.get(key)
+        if entry is not None:  # whoever computed it anew would have used it
+            self._host.index.use(entry, self._tiers.clock())
+        return self._host.holds(key)
+
+    def _is_orphan(self, header: ChunkHeader) -> bool:
+        """It follows a chunk that went, so nobody would find it; what went before it stays instead."""
+        parent = header.parent
+        is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
+        return not is_here and self._host.index.was_here(parent)
+
+    def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
+        """The bytes, now ours; without them the room is given back."""
+        held = None
+        try:
+            held = self._tiers.memory.take(payload)
+        except MemoryError:
+            with self._lock:
+                self._host.counters["memory_refused"] += 1
+        finally:
+            if held is None:
+                with self._lock:
+                    if is_passing:
+                        self._host.passed(header.key)
+                    else:
+                        self._host.cancel(header.key)
+        return held
+
+    def _arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None, *, is_to_write: bool) -> None:
+        with self._lock:
+            if is_to_write:
+                self._host.index.hold(header.key)  # first: room that is made for the free share must not be this
+            superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt(), lineage)
+        self.cancel(superseded)
+
+    def _submit(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None, *, is_passing: bool) -> bool:
+        assert self.writer is not None
+        is_queued = header.parent not in self._late and self.writer.submit(
+            header, held, is_passing=is_passing, lineage=lineage
+        )
+        if not is_queued:
+            self._try_later(self._late, header.key)
+            self._let_go(Pending(header, held, 0.0, is_passing=is_passing))
+        return is_queued
+
+    def _refill(self) -> None:
+        """Of what is late, the first that memory still has: into the queue, if there is room."""
+        assert self.writer is not None
+        with self._lock:
+            while self._late and next(iter(self._late)) not in self._host.index:
+                del self._late[next(iter(self._late))]
+            entry = self._host.index.get(next(iter(self._late), b""))
+            if entry is None:
+                return
+            self._host.index.hold(entry.key)
+            self._again.add(entry.key)
+        if self.writer.submit(entry.header, entry.held):
+            with self._lock:
+                self._late.pop(entry.key, None)
+        else:
+            self._let_go(Pending(entry.header, entry.held, 0.0, is_passing=False))
+
+    def _try_later(self, late: dict[bytes, None], key: bytes) -> None:
+        with self._lock:
+            if key in self._host.index:
+                late[key] = None
+            if len(late) > _MAX_LATE:
+                del late[next(iter(late))]
+
+    def _write(self, pending: Pending) -> None:
+        """On the writer's thread."""
+        disk, key = self._tiers.disk, pending.header.key
+        assert disk is not None
+        if not self._is_wanted(key) or self._is_cut_off(pending.header, disk):
+            return
+        layers = self._tiers.memory.layers(pending.held)
+        if isinstance(layers, Miss):
+            with self._lock:
+                self._host.missed(key, layers)
+            return
+        outcome = disk.put(Chunk(pending.header, layers), pending.lineage)
+        if outcome not in (Put.WRITTEN, Put.KEPT):
+            self._not_written(key, "not_written", is_to_retry=outcome is not Put.NO_ROOM)
+        if not self._is_wanted(key):
+            disk.delete([key])
+        with self._lock:
+            self._host.counters["written_late"] += outcome is Put.WRITTEN and key in self._again
+            self._tiers.pin_on_disk(key)
+        self._tiers.settle()
+
+    def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
+        """What went before it is known, and not on the disk: nobody would find it there once memory is gone."""
+        parent = header.parent
+        if parent in disk:
+            return False
+        with self._lock:
+            is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.was_here(parent)
+            is_to_retry = parent in self._failed or parent in self._late
+        if is_cut_off:
+            self._not_written(header.key, "not_written_orphan", is_to_retry=is_to_retry)
+        return is_cut_off
+
+    def _not_written(self, key: bytes, counter: str, *, is_to_retry: bool) -> None:
+        """What follows it is not to be written either, until it is."""
+        with self._lock:
+            self._host.index.note_refused(key)
+            self._host.counters[counter] += 1
+        if is_to_retry:
+            self._try_later(self._failed, key)
+
+    def _is_wanted(self, key: bytes) -> bool:
+        """It was not deleted, nor superseded; it cannot have been evicted."""
+        with self._lock:
+            return self._host.holds(key)
+
+    def _written(self, pending: Pending) -> None:
+        """There is room in the queue again."""
+        self._let_go(pending)
+        self._refill()
+
+    def _let_go(self, pending: Pending) -> None:
+        """It is on the disk, or will not be for now: it may go from memory."""
+        key = pending.header.key
+        with self._lock:
+            self._again.discard(key)
+            if pending.is_passing:
+                self._host.passed(key)
+            else:
+                self._host.index.let_go(key)
+        if pending.is_passing:
+            self._tiers.memory.drop(pending.held)

@@ -1,0 +1,162 @@
+"""Finding a sequence in a node's tiers: whole chunks by their keys, then the chunk behind them that shares most.
+
+Whatever is found is compared with what is wanted: fingerprint, owner, layout, parent, token ids; what differs is a
+miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.keys import U32Array
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.host_tier import HostEntry, HostTier
+from mneme.cachetier.node.memory import Held
+from mneme.cachetier.store import ChainQuery, TierName
+
+_MAX_CHILDREN = 64  # in each tier, that are compared
+_MAX_OPENED = 8  # files, of those whose headers are not known: some tenths of a millisecond each
+_OPEN_SHARE = 0.1  # of a question's time may go into that: what they share with the sequence may be nothing
+
+
+class Located(NamedTuple):
+    """A chunk that a node has."""
+
+    header: ChunkHeader
+    num_usable: int  # of its leading tokens
+    tier: TierName
+    held: Held | None  # in the host tier
+    path: str | None  # on disk: to be opened with `open_chunk` and compared with the header, by any process of the node
+
+
+class ChainSearch:
+    """Takes the node's lock for the host tier; never while a file is read."""
+
+    def __init__(self, host: HostTier, lock: threading.Lock, disk: DiskTier | None, clock: Callable[[], float]) -> None:
+        self._host, self._lock, self._disk, self._clock = host, lock, disk, clock
+
+    def locate(self, query: ChainQuery, deadline_s: float) -> list[Located]:
+        """From `query.first` on, without a gap; the last may be usable in part."""
+        open_until_s = self._clock() + _OPEN_SHARE * (deadline_s - self._clock())
+        found = self._whole_chunks(query, deadline_s)
+        child = None
+        if self._clock() < deadline_s:
+            child = self._best_child(query, query.first + len(found), open_until_s)
+        return found if child is None else [*found, child]
+
+    def _whole_chunks(self, query: ChainQuery, deadline_s: float) -> list[Located]:
+        with self._lock:
+            index = self._host.index
+            entries = {key: entry for key in query.keys[query.first :] if (entry := index.get(key)) is not None}
+        found: list[Located] = []
+        for place in range(query.first, len(query.keys)):
+            located = self._at(query, place, entries.get(query.keys[place]))
+            if located is None or self._clock() >= deadline_s:
+                break
+            found.append(located)
+        return found
+
+    def _at(self, query: ChainQuery, place: int, entry: HostEntry | None) -> Located | None:
+        """The whole chunk at a place of the chain."""
+        key = query.keys[place]
+        located = self._on_disk(key) if entry is None else Located(entry.header, 0, "host", entry.held, None)
+        if located is None:
+            return None
+        num_usable = usable(located.header, query, place)
+        if located.header.key != key:
+            num_usable = Miss.OTHER_KEY
+        elif num_usable != query.chunk_tokens and not isinstance(num_usable, Miss):
+            num_usable = Miss.OTHER_TOKENS
+        return self._judged(located, num_usable)
+
+    def _best_child(self, query: ChainQuery, place: int, open_until_s: float) -> Located | None:
+        """Of the chunks behind the last whole one, one with the longest common beginning.
+
+        One that the sequence goes on from is found by its key, however many others begin there; of those that share
+        less than they hold, some are compared.
+        """
+        if not len(query.tokens_of(place)):
+            return None
+        tail = self._tail(query, place)
+        found = self._children(query.parent(place), open_until_s)
+        found = [each for each in found if each.header.key not in query.keys[place:][:1]]
+        judged = [self._judged(each, usable(each.header, query, place)) for each in (*found, *filter(None, [tail]))]
+        return max((each for each in judged if each is not None), key=lambda each: each.num_usable, default=None)
+
+    def _tail(self, query: ChainQuery, place: int) -> Located | None:
+        """The longest chunk that holds the sequence's next tokens and no others."""
+        parent, ids = query.parent(place), query.tokens_of(place)[: query.chunk_tokens - 1]
+        with self._lock:
+            lengths = self._host.index.child_lengths(parent)
+        if self._disk is not None and lengths is not None:
+            on_disk = self._disk.child_lengths(parent)
+            lengths = None if on_disk is None else lengths | on_disk
+        keys = query.lineage.beginnings(parent, ids, lengths)
+        with self._lock:
+            entry = next((entry for key in keys if (entry := self._host.index.get(key)) is not None), None)
+        for key in keys:
+            if entry is not None and key == entry.key:
+                return Located(entry.header, 0, "host", entry.held, None)
+            if (located := self._on_disk(key)) is not None:
+                return located
+        return None
+
+    def _children(self, parent: bytes, open_until_s: float) -> list[Located]:
+        """Some, those of the host first; on disk those whose headers are known, and others as far as there is time."""
+        with self._lock:
+            index = self._host.index
+            keys = index.some_children(parent, _MAX_CHILDREN)
+            entries = [entry for key in keys if (entry := index.get(key)) is not None]
+        found = [Located(entry.header, 0, "host", entry.held, None) for entry in entries]
+        if self._disk is None:
+            return found
+        others = [key for key in self._disk.some_children(parent, _MAX_CHILDREN) if key not in index]
+        unknown = [key for key in others if not self._disk.knows_header(key)]
+        found += [located for key in others if key not in unknown and (located := self._on_disk(key)) is not None]
+        for key in unknown[:_MAX_OPENED]:
+            if self._clock() >= open_until_s:
+                break
+            if (located := self._on_disk(key)) is not None:
+                found.append(located)
+        return found
+
+    def _on_disk(self, key: bytes) -> Located | None:
+        if self._disk is None or key not in self._disk:
+            return None
+        header = self._disk.header(key)
+        return None if isinstance(header, Miss) else Located(header, 0, "disk", None, None)
+
+    def _judged(self, located: Located, num_usable: int | Miss) -> Located | None:
+        """With what is usable of it; a miss is counted."""
+        if not isinstance(num_usable, Miss):
+            return located._replace(num_usable=num_usable) if num_usable else None
+        if located.tier == "host":
+            with self._lock:
+                self._host.counters[f"miss_{num_usable.value}"] += 1
+        elif self._disk is not None:
+            self._disk.missed(located.header.key, num_usable)
+        return None
+
+
+def usable(header: ChunkHeader, query: ChainQuery, place: int) -> int | Miss:
+    """How many of a chunk's leading tokens are those at a place of the chain; perhaps none."""
+    if header.fingerprint != query.fingerprint or header.layout.chunk_tokens != query.chunk_tokens:
+        return Miss.OTHER_MODEL
+    if query.layout not in (None, header.layout):
+        return Miss.OTHER_MODEL
+    if header.parent != query.parent(place) or header.owner != query.owner:
+        return Miss.OTHER_KEY
+    return num_common(header.token_ids, query.tokens_of(place))
+
+
+def num_common(ids: U32Array, others: U32Array) -> int:
+    """Leading tokens that are equal."""
+    length = min(len(ids), len(others))
+    differ = np.flatnonzero(ids[:length] != others[:length])
+    return int(differ[0]) if len(differ) else length

@@ -1,0 +1,136 @@
+"""Sources of chunks: bytes that are in memory, or come there by one call, and files of the node's disk.
+
+The checksum is computed of the bytes that `read` gives, each time. A fault is told to whoever keeps the chunk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from mneme.cachetier.chunk.file import ChunkReader, open_chunk
+from mneme.cachetier.chunk.header import ChunkHeader, U8Array, checksum, differs
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.store import Edge
+
+OnMiss = Callable[[Miss], None]
+
+
+class HostSource:
+    """`layer` gives the bytes of one layer in a bounded time; they are let go at `close`."""
+
+    def __init__(
+        self,
+        header: ChunkHeader,
+        num_usable: int,
+        layer: Callable[[int], U8Array | Miss],
+        on_miss: OnMiss,
+        edge: Edge = "host",
+    ) -> None:
+        self.header, self.num_usable, self.edge = header, num_usable, edge
+        self._layer: Callable[[int], U8Array | Miss] | None = layer
+        self._on_miss = on_miss
+
+    def read(self, layer: int) -> U8Array | Miss:
+        """See `ChunkSource.read`."""
+        give = self._layer
+        found = Miss.ABSENT if give is None else give(layer)
+        if not isinstance(found, Miss):
+            found = _sound(found, self.header, layer)
+        if isinstance(found, Miss) and give is not None:
+            self._on_miss(found)
+        return found
+
+    def close(self) -> None:
+        self._layer = None
+
+
+class DiskSource:
+    """Opens the file at the first `read`; it must still be the chunk that was located.
+
+    `loading` lasts while it reads.
+    """
+
+    def __init__(
+        self,
+        header: ChunkHeader,
+        num_usable: int,
+        path: str,
+        on_miss: OnMiss,
+        *,
+        files: FileOperations | None = None,
+        loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        edge: Edge = "disk",
+    ) -> None:
+        self.header, self.num_usable, self.edge = header, num_usable, edge
+        self._path, self._on_miss, self._loading = path, on_miss, loading
+        self._files = files or FileOperations()
+        self._reader: ChunkReader | Miss | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def read(self, layer: int) -> U8Array | Miss:
+        """See `ChunkSource.read`; after a miss all are that miss."""
+        with self._lock, self._loading():
+            if self._closed.is_set():
+                return Miss.ABSENT
+            is_known = isinstance(self._reader, Miss)
+            found = self._read(layer)
+            if isinstance(found, Miss):
+                self._let_go()
+                self._reader = found
+        if self._closed.is_set():
+            self.close()
+        if isinstance(found, Miss) and not is_known:
+            self._on_miss(found)
+        return found
+
+    def close(self) -> None:
+        """Never waits for a read: that one then closes the file, as its descriptor might be another's meanwhile."""
+        self._closed.set()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _read(self, layer: int) -> U8Array | Miss:
+        if self._reader is None:
+            self._reader = self._open()
+        if isinstance(self._reader, Miss):
+            return self._reader
+        try:
+            buffer = np.empty(self.header.layer_bytes, np.uint8)
+            miss = self._reader.read(layer, [buffer])
+        except MemoryError:
+            return Miss.BUSY
+        if miss is not None:
+            return miss
+        buffer.flags.writeable = False
+        return buffer
+
+    def _open(self) -> ChunkReader | Miss:
+        reader = open_chunk(self._files, self._path)
+        if isinstance(reader, ChunkReader):
+            miss = differs(reader.header, self.header)
+            if miss is not None:
+                reader.close()
+                return miss
+        return reader
+
+    def _let_go(self) -> None:
+        if isinstance(self._reader, ChunkReader):
+            self._reader.close()
+
+
+def _sound(layer: U8Array, header: ChunkHeader, number: int) -> U8Array | Miss:
+    """The bytes, read-only, if they are what the header says."""
+    if layer.dtype != np.uint8 or layer.shape != (header.layer_bytes,):
+        return Miss.SHORT
+    view = layer.view()
+    view.flags.writeable = False
+    return view if checksum(view.data) == header.checksums[number] else Miss.BAD_CHECKSUM

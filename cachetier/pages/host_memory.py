@@ -1,0 +1,126 @@
+"""The tier of a CPU engine: its own process's memory, and a thread that copies while the engine computes.
+
+The memory is committed as pages are first saved. Copies run in compiled code or in numpy, in one thread, without the
+interpreter lock.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mneme.cachetier.pages.tier import Load, SpanRecorder, checked_pages
+from mneme.cachetier.pages.transfers import Transfers
+from mneme.errors import ConfigError
+from mneme.kernels.native.kv import gather_pages, scatter_pages
+from mneme.kernels.page_table import IntArray
+
+TRACK = "transfers"  # of the spans
+_PIECE_BYTES = 4 << 20  # of one layer of a save: what a load waits for; a copy's fixed cost is small beside it
+
+Gather = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # pages, page_ids, packed, packed_ids
+Scatter = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # packed, page_ids, pages, packed_ids
+
+
+class DevicePool(Protocol):
+    """The pages of an engine."""
+
+    @property
+    def k_pages(self) -> Tensor:
+        """[layers, num_kv_heads, num_pages, page_size, head_dim]"""
+
+    @property
+    def v_pages(self) -> Tensor:
+        """Like k_pages."""
+
+
+class HostMemory:
+    """See `tier.KvTier`."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        num_pages: int,
+        *,
+        gather: Gather = gather_pages,
+        scatter: Scatter = scatter_pages,
+        spans: SpanRecorder | None = None,
+        piece_bytes: int = _PIECE_BYTES,
+    ) -> None:
+        """`gather` and `scatter` are called on the tier's thread. Raises `ConfigError` if there is no such memory."""
+        self.num_pages = num_pages
+        self._pool = pool
+        self._gather, self._scatter, self._spans = gather, scatter, spans
+        num_layers, self._num_device_pages = pool.k_pages.shape[0], pool.k_pages.shape[2]
+        self._memory = zeros(host_shape(pool, num_pages), pool.k_pages.dtype).flatten(1, 2)  # rows K, V, K, V, ...
+        self._pages_per_piece = max(1, piece_bytes // (2 * self._memory[0, 0].nbytes))
+        self._transfers = Transfers(num_layers, self._num_device_pages, num_pages)
+        # The thread knows the queue, not the tier: one that nobody holds any more ends it.
+        self._close = weakref.finalize(self, self._transfers.close)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._transfers.has_saves
+
+    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+        device, host = self._checked(device_pages, host_pages)
+        for start in range(0, len(device), self._pages_per_piece):
+            part = slice(start, start + self._pages_per_piece)
+            self._transfers.save(device[part], host[part], partial(self._save_layer, *_ids(device[part], host[part])))
+
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> Load:
+        device, host = self._checked(device_pages, host_pages)
+        return self._transfers.load(host, device, partial(self._load_layer, *_ids(device, host)))
+
+    def before_reuse(self, device_pages: IntArray) -> None:
+        self._transfers.before_reuse(device_pages)
+
+    def close(self) -> None:
+        self._close()
+
+    def _checked(self, device_pages: IntArray, host_pages: IntArray) -> tuple[IntArray, IntArray]:
+        device = checked_pages(device_pages, self._num_device_pages, host_pages)
+        return device, checked_pages(host_pages, self.num_pages)
+
+    def _save_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
+        start_s = self._spans.clock() if self._spans else 0.0
+        self._gather(self._pool.k_pages[layer], page_ids, self._memory[layer], k_rows)
+        self._gather(self._pool.v_pages[layer], page_ids, self._memory[layer], v_rows)
+        self._record(f"save layer {layer}", start_s, len(page_ids))
+
+    def _load_layer(self, page_ids: Tensor, k_rows: Tensor, v_rows: Tensor, layer: int) -> None:
+        start_s = self._spans.clock() if self._spans else 0.0
+        self._scatter(self._memory[layer], page_ids, self._pool.k_pages[layer], k_rows)
+        self._scatter(self._memory[layer], page_ids, self._pool.v_pages[layer], v_rows)
+        self._record(f"load layer {layer}", start_s, len(page_ids))
+
+    def _record(self, name: str, start_s: float, num_pages: int) -> None:
+        if self._spans is not None:
+            self._spans.span(name, start_s, self._spans.clock(), TRACK, pages=num_pages)
+
+
+def _ids(device: IntArray, host: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+    """Of pages in the pool, and of the rows of their keys and of their values in a layer's host memory."""
+    return torch.from_numpy(device), torch.from_numpy(2 * host), torch.from_numpy(2 * host + 1)
+
+
+def host_shape(pool: DevicePool, num_pages: int) -> tuple[int, ...]:
+    """[layers, host pages, K and V, num_kv_heads, page_size, head_dim]: a layer of a page is one run of bytes."""
+    num_layers, num_kv_heads, _, page_size, head_dim = pool.k_pages.shape
+    return (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory when they are first written. Raises `ConfigError` if the system would never have it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    except MemoryError:
+        raise ConfigError(f"host tier: {shape[1]} pages take {num_bytes} bytes, which this machine refuses") from None

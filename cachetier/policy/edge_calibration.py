@@ -1,0 +1,119 @@
+"""What reading chunks costs on this machine, measured before there is one: first guesses that soon give way to loads.
+
+Host: runs of bytes as large as a chunk are hashed, as a read of a chunk is, and copied, to the engine's device where it
+has one. Disk: they are read from a scratch file in the tier's folder, which the page cache is asked to forget first.
+Peers keep their defaults until they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mneme.cachetier.policy.cost_model import CostEdge
+from mneme.cachetier.policy.linear_cost import Point
+
+log = logging.getLogger(__name__)
+
+# Reads: how many, and the share of all bytes that each has: so that bytes and chunks can be told apart.
+_READS = ((1, 1 / 64), (1, 1 / 8), (8, 1 / 8), (1, 1.0), (8, 1 / 64))
+_CHUNKS = 8  # that all bytes together are
+_MAX_BYTES = 32 << 20  # of them
+_HEADER_BYTES = 4096  # of a chunk, read on their own
+
+Bring = Callable[[npt.NDArray[np.uint8]], object]
+Read = Callable[[int, int], object]  # start and end, in bytes
+
+
+def measured_edges(
+    chunk_bytes: int,
+    disk_folder: Path | None = None,
+    *,
+    bring: Bring | None = None,
+    budget_s: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[CostEdge, list[Point]]:
+    """Points with the terms (1, chunks, bytes); an edge that cannot be measured is not there.
+
+    `bring`: takes what was read to the device; None: it is copied within this memory. `budget_s`: nothing is begun
+    after it.
+    """
+    until_s = clock() + budget_s
+    content = np.random.default_rng(0).bytes(min(_CHUNKS * chunk_bytes, _MAX_BYTES))
+    buffer = memoryview(bytearray(content))
+
+    def read_host(start: int, end: int) -> None:
+        if bring is None:
+            buffer[start:end] = content[start:end]
+        else:
+            bring(np.frombuffer(content, np.uint8)[start:end])
+        xxhash.xxh3_128_digest(buffer[start:end])
+
+    read_host(0, len(content))
+    edges: dict[CostEdge, list[Point]] = {"host": _measure(read_host, len(content), until_s, clock)}
+    if disk_folder is not None and clock() < until_s:
+        try:
+            edges["disk"] = _measured_disk(content, buffer, disk_folder, until_s, clock)
+        except OSError as error:
+            log.warning("the disk's speed is a guess, %s cannot be written and read: %s", disk_folder, error)
+    return {edge: points for edge, points in edges.items() if points}
+
+
+def _measured_disk(
+    content: bytes, buffer: memoryview, folder: Path, until_s: float, clock: Callable[[], float]
+) -> list[Point]:
+    """The file has no name, so nothing is left of it whatever happens."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        fd, view = file.fileno(), memoryview(content)
+        step = max(len(content) // _CHUNKS, 1)
+        for start in range(0, len(content), step):
+            _write(fd, view[start : start + step])
+            if clock() > until_s:  # too slow even to be asked
+                return []
+        os.fsync(fd)
+
+        def forget() -> None:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read(start: int, end: int) -> None:
+            os.preadv(fd, [buffer[start : min(start + _HEADER_BYTES, end)]], start)
+            at = start
+            while at < end:
+                count = os.preadv(fd, [buffer[at:end]], at)
+                if not count:
+                    raise OSError("the file is shorter than what was written")
+                at += count
+            xxhash.xxh3_128_digest(buffer[start:end])
+
+        return _measure(read, len(content), until_s, clock, before=forget)
+
+
+def _write(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _measure(
+    read: Read, num_bytes: int, until_s: float, clock: Callable[[], float], before: Callable[[], object] | None = None
+) -> list[Point]:
+    points: list[Point] = []
+    for count, share in _READS:
+        if points and clock() > until_s:
+            break
+        if before is not None:
+            before()
+        size = max(int(share * num_bytes), 1)
+        started_s = clock()
+        for index in range(count):
+            read(index * size, (index + 1) * size)
+        points.append(Point((1, count, count * size), max(clock() - started_s, 1e-9)))
+    return points

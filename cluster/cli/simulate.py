@@ -1,0 +1,330 @@
+"""`mneme simulate cache`: what a cache of some size and policy would find of a trace. No Ray, no tensors, no KV."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.cachetier.simulate.costs import GB, Prices, load_costs, load_table
+from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, CacheSimulator, Outcome
+from mneme.cachetier.simulate.synthetic import PREFIX, make_trace, parse_shape
+from mneme.cachetier.simulate.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
+from mneme.cluster.cli.simulate_plot import OPTIMUM, plot_runs
+from mneme.errors import ConfigError, shown
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import model_directory
+
+HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
+TIERS = ("device", "host", "disk")
+DEFAULT_POLICY = "returning"
+_MAX_BLOCKS = 10**12
+_MAX_GB = 1e9
+_MAX_QUEUE = 10_000
+_RATED_TOKENS = 2048  # of the prompt of which the prefill rate is told
+_DEFAULT_SHARES = (0.1, 0.5, 1.0)  # capacities, of the trace's distinct blocks
+_TERMINAL_S, _LINE_S = 0.1, 5.0  # between two looks at the progress
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    cache = whats.add_parser("cache", help="hit rates, bytes moved and costs of a cache under a trace")
+    cache.add_argument(
+        "--trace",
+        default=PREFIX,
+        metavar="TRACE",
+        help="FILE.jsonl (Mooncake), FILE.csv (Azure) or synthetic[:KEY=VALUE,...], such as "
+        "synthetic:num_sessions=200,think_s=30 (default: synthetic, 1,000 conversations with ShareGPT's lengths)",
+    )
+    cache.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        metavar="NAME",
+        help=f"one or several, by commas, of {', '.join(SIMULATED_POLICIES)}",
+    )
+    cache.add_argument(
+        "--capacity-blocks",
+        metavar="N|inf",
+        help="one tier of so many blocks; several, by commas (default: 10%%, 50%% and 100%% of the trace's)",
+    )
+    for name in TIERS:
+        cache.add_argument(f"--{name}-gb", metavar="GB", help=f"the {name} tier, in 10^9 bytes; several, by commas")
+    cache.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens in a block (default 512)")
+    model = cache.add_mutually_exclusive_group()
+    model.add_argument("--model", metavar="DIR", help="a model directory (or mneme-tiny): how large its KV is")
+    model.add_argument("--kv-bytes-per-token", type=float, metavar="N", help="of all layers (default: LLaMA-65B's)")
+    cache.add_argument("--prefill-tokens-per-s", type=float, metavar="N", help="of one replica (default: 5,700)")
+    cache.add_argument(
+        "--queue", type=int, default=0, metavar="N", help="requests to come that the policy sees (default 0)"
+    )
+    cache.add_argument(
+        "--prefetch", action="store_true", help="bring what the queue will use from the disk to the host"
+    )
+    cache.add_argument(
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="JSON of measured rates, such as prefill_tokens_per_s, or a replica's cost model",
+    )
+    cache.add_argument("--prices", type=Path, metavar="FILE", help="JSON of dollars per hour, such as host_gb_per_hour")
+    cache.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates of all runs, by tier, and cost")
+    cache.add_argument("--json", action="store_true", help="one line of JSON")
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Run every policy at every capacity. Raises `ConfigError`."""
+    _check_range("block-tokens", args.block_tokens, 1, MAX_TOKENS)
+    _check_range("queue", args.queue, 0, _MAX_QUEUE)
+    costs, prices = load_costs(args.rates, _given_rates(args)), load_table(Prices, args.prices)
+    sizes = _sizes(args, _block_bytes(costs, args))
+    policies = args.policy.split(",")
+    for policy in policies:
+        if policy not in SIMULATED_POLICIES:
+            raise ConfigError(f"policy: must be one of {', '.join(SIMULATED_POLICIES)} (got {shown(policy)})")
+    trace = _trace(args.trace, args.block_tokens)
+    num_distinct = len({block_id for request in trace for block_id in request.block_ids})
+    sizes = sizes or [Size([max(round(share * num_distinct), 1)]) for share in _DEFAULT_SHARES]
+    busy_blocks = most_used_within(trace, HOUR_S)
+    with _progress(len(sizes) * len(policies) * len(trace)) as advance:
+        runs = [_run(trace, size, policy, costs, prices, args, advance) for size in sizes for policy in policies]
+    for run in runs:
+        run["hour_blocks"] = busy_blocks
+    if args.plot is not None:
+        plot_runs(args.plot, runs, f"{args.trace}, {costs.calibration.kv_bytes_per_token:,} bytes of KV per token")
+        _say(f"the plot is in {args.plot}")
+    if num_distinct == sum(len(request.block_ids) for request in trace):
+        why = ": Azure's format does not say which prompts are alike" if args.trace.lower().endswith(".csv") else ""
+        _say(f"no block of this trace occurs twice, so no cache finds any{why}")
+    if args.json:
+        print(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}))
+    else:
+        print("\n".join([*_assumptions(costs, prices, args), "", *table(runs)]))
+    return 0
+
+
+def _given_rates(args: argparse.Namespace) -> dict[str, float]:
+    given = {"kv_bytes_per_token": args.kv_bytes_per_token, "prefill_tokens_per_s": args.prefill_tokens_per_s}
+    if args.model is not None:
+        config = load_model_config(model_directory(args.model))
+        value_bytes = 4 if config.dtype == "float32" else 2
+        given["kv_bytes_per_token"] = 2.0 * config.num_layers * config.kv_size * value_bytes
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> list[str]:
+    """What the figures rest on, and how to say otherwise."""
+    kv_bytes = costs.calibration.kv_bytes_per_token
+    prefill_per_s = _RATED_TOKENS / costs.prefill_s(_RATED_TOKENS, 0)
+    host, disk = (GB / costs.edge_s(edge, int(GB)) for edge in ("host", "disk"))
+    given = _given_rates(args)
+    whose = "" if args.rates or "kv_bytes_per_token" in given else " (LLaMA-65B)"
+    machine = "" if args.rates or "prefill_tokens_per_s" in given else " (LLaMA-65B on four A100s: AttentionStore)"
+    made = ["the trace is made: 1,000 conversations with ShareGPT's lengths; --trace FILE plays another"]
+    device, memory, ssd = map(_plain, (prices.device_per_hour, prices.host_gb_per_hour, prices.disk_gb_per_hour))
+    return [
+        *(made if args.trace == PREFIX else ()),
+        f"assumed: {kv_bytes:,} bytes of KV per token{whose}, "
+        f"{host / GB:.3g} GB/s from the host, {disk / GB:.3g} GB/s from the disk,",
+        f"  {prefill_per_s:,.0f} tokens/s of prefill{machine},",
+        f"  {device} dollars per hour for a replica, {memory} for a GB of memory, {ssd} for a GB of disk",
+        "  to say otherwise: --model or --kv-bytes-per-token, --prefill-tokens-per-s, --rates, --prices",
+        f"a block is {args.block_tokens} tokens, {args.block_tokens * kv_bytes / 1e6:,.6g} MB",
+    ]
+
+
+def _plain(value: float) -> str:
+    """Without an exponent."""
+    return f"{value:.8f}".rstrip("0").rstrip(".")
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per run under two of headings, and what the columns mean."""
+    names = list(runs[0]["tiers"])
+    blocks = ["+".join("inf" if size is None else f"{size:,}" for size in run["capacity_blocks"]) for run in runs]
+    tiers = "+".join(names)
+    width = max(len(tiers), *map(len, blocks))
+    found = 8 * (1 + len(names)) - 1
+    lines = [
+        f"{'':10} {'blocks':>{width}} {'found, % of all':>{found}} {'TTFT, s':>17} {'moved':>10} {'cost':>8}",
+        f"{'policy':10} {tiers:>{width}} {'all':>7} "
+        + " ".join(f"{name:>7}" for name in names)
+        + f" {'p50':>8} {'p90':>8} {'GB':>10} {'$/hour':>8}",
+    ]
+    for run, size in zip(runs, blocks, strict=True):
+        ratios = [run["block_hit_ratio"], *(run["tiers"][name]["hit_ratio"] for name in names)]
+        ttft, cost = run["ttft_s"], run["hourly_cost"]
+        lines.append(
+            f"{run['policy'] + '*' * (run['policy'] == OPTIMUM):10} {size:>{width}} "
+            + " ".join(f"{100 * ratio:7.2f}" for ratio in ratios)
+            + f" {ttft['p50']:8.3f} {ttft['p90']:8.3f} {sum(run['moved_gb'].values()):10,.1f} "
+            + ("       -" if cost is None else f"{cost:8.2f}")
+        )
+    lines += [
+        "found: blocks at the beginning of a prompt that were cached, by the tier that had them; TTFT: loading and",
+        "  computing, without a queue; moved: between tiers; cost: replicas busy with prefills, memory and disk",
+    ]
+    if any(run["policy"] == OPTIMUM for run in runs):
+        lines.append(f"* {OPTIMUM} knows the future: the optimum, which no policy reaches")
+    return lines
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[], None]]:
+    """Show on stderr how many requests have been played: a bar in a terminal, else a line every few seconds."""
+    done, shown_at = 0, time.monotonic()
+    is_terminal = sys.stderr.isatty()
+    every_s = _TERMINAL_S if is_terminal else _LINE_S
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
+        task = bar.add_task("", total=num_requests)
+
+        def advance() -> None:
+            nonlocal done, shown_at
+            done += 1
+            now = time.monotonic()
+            if now - shown_at < every_s:
+                return
+            shown_at = now
+            bar.update(task, completed=done)
+            if not is_terminal:
+                _say(f"{done:,} of {num_requests:,} requests")
+
+        yield advance
+
+
+def _say(text: str) -> None:
+    print(f"mneme simulate: {text}", file=sys.stderr, flush=True)
+
+
+def _trace(name: str, block_tokens: int) -> list[TraceRequest]:
+    if name == PREFIX or name.startswith(PREFIX + ":"):
+        return make_trace(parse_shape(name), block_tokens)
+    return read_trace(Path(name), block_tokens)
+
+
+class Size(NamedTuple):
+    """Of a cache: what one run is of."""
+
+    blocks: list[int | None]  # by tier
+    host_gb: float = 0.0
+    disk_gb: float = 0.0
+
+
+def _block_bytes(costs: CostModel, args: argparse.Namespace) -> int:
+    block_tokens: int = args.block_tokens
+    return block_tokens * costs.calibration.kv_bytes_per_token
+
+
+def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
+    """What to run: every combination of the tiers' sizes; nothing where none is given."""
+    given = [getattr(args, f"{name}_gb") for name in TIERS]
+    has_gigabytes = any(size is not None for size in given)
+    if args.capacity_blocks is not None and has_gigabytes:
+        raise ConfigError("capacity-blocks: cannot be given beside --device-gb, --host-gb or --disk-gb")
+    if args.capacity_blocks is None and not has_gigabytes:
+        return []
+    if args.capacity_blocks is not None:
+        return [Size([_num_blocks(size)]) for size in args.capacity_blocks.split(",")]
+    choices = [_gigabytes(name, text) for name, text in zip(TIERS, given, strict=True)]
+    return [_size(gigabytes, block_bytes) for gigabytes in itertools.product(*choices)]
+
+
+def _gigabytes(name: str, text: str | None) -> list[float]:
+    sizes = []
+    for part in "0" if text is None else text.split(","):
+        try:
+            size = float(part)
+        except ValueError:
+            size = math.nan
+        if not 0 <= size <= _MAX_GB:
+            raise ConfigError(f"{name}-gb: must be from 0 to {_MAX_GB:g} (got {shown(part)})")
+        sizes.append(size)
+    return sizes
+
+
+def _size(gigabytes: Sequence[float], block_bytes: float) -> Size:
+    blocks: list[int | None] = [int(size * GB / block_bytes) for size in gigabytes]
+    if not any(blocks):
+        raise ConfigError(
+            f"capacity: no tier holds a block of {block_bytes / GB:.3g} GB (--model or --kv-bytes-per-token)"
+        )
+    return Size(blocks, *gigabytes[1:])
+
+
+def _num_blocks(text: str) -> int | None:
+    if text == "inf":
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 13 or not 1 <= int(text) <= _MAX_BLOCKS:
+        raise ConfigError(
+            f"capacity-blocks: must be a whole number from 1 to {_MAX_BLOCKS}, or inf (got {shown(text)})"
+        )
+    return int(text)
+
+
+def _check_range(name: str, value: int, smallest: int, largest: int) -> None:
+    if not smallest <= value <= largest:
+        raise ConfigError(f"{name}: must be from {smallest} to {largest} (got {shown(value)})")
+
+
+def _run(
+    trace: list[TraceRequest],
+    size: Size,
+    policy: str,
+    costs: CostModel,
+    prices: Prices,
+    args: argparse.Namespace,
+    advance: Callable[[], None],
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    simulator = CacheSimulator(trace, size.blocks, policy, costs=costs, queue=args.queue, prefetch=args.prefetch)
+    outcome = simulator.run(advance)
+    shape = {"policy": policy, "capacity_blocks": size.blocks, "block_tokens": args.block_tokens, "queue": args.queue}
+    figures = _figures(outcome, _block_bytes(costs, args) / GB, len(size.blocks))
+    cost = None
+    if outcome.span_s:  # prefills alone: decoding costs the same with every cache
+        cost = round(prices.hourly(outcome.compute_s / outcome.span_s, size.host_gb, size.disk_gb), 4)
+    took_s = round(time.perf_counter() - started, 2)
+    assumed = {"kv_bytes_per_token": costs.calibration.kv_bytes_per_token}
+    return {**shape, "prefetch": args.prefetch, **figures, "hourly_cost": cost, "assumed": assumed, "took_s": took_s}
+
+
+def _figures(outcome: Outcome, block_gb: float, num_tiers: int) -> dict[str, Any]:
+    named = dict(zip(TIERS[:num_tiers], outcome.tiers, strict=True))
+    moved: dict[str, float] = {}
+    for name, tier in list(named.items())[1:]:
+        moved[f"to_{name}"] = round(tier.num_written * block_gb, 3)
+        moved[f"from_{name}"] = round(tier.num_read * block_gb, 3)
+    ratios = {
+        name: {"hit_ratio": round(tier.num_found / max(outcome.num_blocks, 1), 6), "held_blocks": tier.num_held}
+        for name, tier in named.items()
+    }
+    ordered = sorted(outcome.ttft_s)
+    ttft = {"mean": statistics.fmean(ordered), **{f"p{p}": _rank(ordered, p) for p in (50, 90, 99)}}
+    return {
+        "num_requests": outcome.num_requests,
+        "num_blocks": outcome.num_blocks,
+        "block_hit_ratio": round(outcome.block_hit_ratio, 6),
+        "recomputed_blocks": outcome.num_recomputed,
+        "tiers": ratios,
+        "moved_gb": moved,
+        "prefetched_gb": round(sum(tier.num_prefetched for tier in outcome.tiers) * block_gb, 3),  # of what moved
+        "ttft_s": {name: round(value, 6) for name, value in ttft.items()},
+        "prefill_s": round(outcome.compute_s, 3),
+        "busy_devices": round(outcome.compute_s / outcome.span_s, 4) if outcome.span_s else None,
+    }
+
+
+def _rank(ordered: Sequence[float], percent: int) -> float:
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]

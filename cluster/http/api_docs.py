@@ -1,0 +1,557 @@
+"""The API's description of itself: answers as types, the OpenAPI document, and pages for a browser.
+
+The pages are written out here, with no script and nothing from elsewhere, so they work where there is no internet.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
+
+from mneme import __version__
+from mneme.cluster.http.protocol import Body
+from mneme.replicas.origins import Source
+
+_REF = "#/components/schemas/{model}"
+_PARAMETERS = {
+    "X-Session-ID": "the session that this is a turn of",
+    "cache_salt": "the one that the session or request was opened under",
+}
+_HINT = "a hint: requests with the same value run on one replica"
+
+
+class Route(NamedTuple):
+    """One endpoint; its handler's docstring describes it."""
+
+    method: str
+    path: str
+    handler: Callable[..., Awaitable[Any]]
+    answer: Any  # a TypedDict, in JSON; None: only `others`
+    body: type[Body] | None = None
+    others: Mapping[str, Any] = {}  # its other answers, by media type: a TypedDict (of each event), or str
+    headers: Sequence[str] = ()  # that it reads
+    query: Sequence[str] = ()
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    error: ErrorFields
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class KvDetails(TypedDict):
+    """Tokens of the prompt by where their KV came from; `truncated` ones are no longer part of it."""
+
+    device: int
+    host: int
+    disk: int
+    peer: int
+    recomputed: int
+    dropped: int
+    truncated: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_details: KvDetails
+
+
+class Metrics(TypedDict):
+    """vLLM's, of an answer of one choice."""
+
+    queue_time_ms: float
+    time_to_first_token_ms: float  # without the queue
+    generation_time_ms: float
+    mean_itl_ms: NotRequired[float]
+    tokens_per_second: NotRequired[float]
+
+
+class Logprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(Logprob):
+    top_logprobs: list[Logprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: NotRequired[Metrics]
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(TypedDict):
+    """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: NotRequired[Metrics]
+
+
+class CompletionChunk(TypedDict):
+    """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class Model(TypedDict):
+    id: str
+    root: str | None
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class SessionKv(TypedDict):
+    """Tokens by where their KV is on the session's replica; what is absent there the cache tier may have."""
+
+    device: int
+    host: int
+    absent: int
+
+
+class Hits(TypedDict):
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Session(TypedDict):
+    id: str
+    object: Literal["session"]
+    replica: str
+    tokens: int
+    truncated: int
+    turns: int
+    answering: bool
+    queued: int
+    idle_s: float
+    expires_in_s: float
+    kv: SessionKv
+    hit_history: list[Hits]
+
+
+class Deleted(TypedDict):
+    id: str
+    object: str
+    deleted: bool
+
+
+class ExplainedRange(TypedDict):
+    """Positions from `start` up to `end`, without it."""
+
+    start: int
+    end: int
+    source: Source
+
+
+class ExplainedChoice(TypedDict):
+    """One choice of the request, on one replica."""
+
+    replica: str
+    request_id: str
+    choice: int
+    has_session: bool
+    prompt_tokens: int
+    kv_details: KvDetails
+    ranges: list[ExplainedRange]
+
+
+class Explanation(TypedDict):
+    id: str
+    object: Literal["kv.explanation"]
+    choices: list[ExplainedChoice]
+
+
+class Pin(TypedDict):
+    id: str
+    object: Literal["kv.pin"]
+    where: Literal["device"]
+    num_tokens: int
+    pinned: bool
+    configured: bool
+    expires_in_s: float | None
+    replicas: list[str]
+
+
+class TierPin(TypedDict):
+    id: str
+    object: Literal["kv.pin"]
+    where: Literal["tier"]
+    num_tokens: int
+    pinned: Literal[True]
+    num_chunks: int
+    num_bytes: int
+    expires_in_s: float | None
+
+
+class PinList(TypedDict):
+    object: Literal["list"]
+    data: list[Pin | TierPin]
+
+
+class FoundPages(TypedDict):
+    """Leading tokens of the prompt on a replica."""
+
+    replica: str
+    device: int
+    host: int
+
+
+class FoundOnNode(TypedDict):
+    node: str
+    host: int
+    disk: int
+
+
+class FoundChunk(TypedDict):
+    start: int
+    tokens: int
+    bytes: int
+    tier: Literal["host", "disk"]
+    node: str
+
+
+class FoundInTier(TypedDict):
+    """Leading tokens of the prompt in the cache tier; `chunks` where they were asked for."""
+
+    tokens: int
+    host: int
+    disk: int
+    peer: int
+    nodes: list[FoundOnNode]
+    chunks: NotRequired[list[FoundChunk]]
+
+
+class Lookup(TypedDict):
+    object: Literal["kv.lookup"]
+    num_tokens: int
+    replicas: list[FoundPages]
+    tier: FoundInTier | None
+
+
+class DroppedPages(TypedDict):
+    replica: str
+    device_pages: int
+    host_pages: int
+
+
+class DroppedChunks(TypedDict):
+    chunks: int
+    bytes: int
+
+
+class Dropped(TypedDict):
+    object: Literal["kv.deleted"]
+    by: str
+    replicas: list[DroppedPages]
+    tier: DroppedChunks | None
+
+
+class KvStats(TypedDict):
+    object: Literal["kv.stats"]
+    replicas: list[dict[str, Any]]
+    tier: dict[str, Any] | None
+    tenant: dict[str, Any] | None
+
+
+class Status(TypedDict):
+    status: Literal["ok"]
+
+
+class Ready(TypedDict):
+    ready: bool
+    replicas: int
+
+
+class Version(TypedDict):
+    version: str
+
+
+class OpenApi(TypedDict):
+    """OpenAPI 3.1."""
+
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, list[str]]]
+
+
+class Requests(TypedDict):
+    running: int
+    waiting: int
+
+
+class Service(TypedDict):
+    """What runs here: sums over the replicas that answered; tokens since their start."""
+
+    service: Literal["mneme"]
+    version: str
+    model: str
+    max_model_len: int
+    needs_key: bool
+    replicas: int
+    device: str | None
+    dtype: str | None
+    kv_capacity_tokens: int
+    kv_usage: float  # share of the pages that running requests hold
+    requests: Requests
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+def openapi(routes: Iterable[Route]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these routes."""
+    schemas: dict[str, Any] = {}
+
+    def reference(described: Any) -> dict[str, Any]:
+        schema = TypeAdapter(described).json_schema(ref_template=_REF)
+        schemas.update(schema.pop("$defs", {}))
+        schemas[described.__name__] = schema
+        return {"$ref": _REF.format(model=described.__name__)}
+
+    error = {"description": "what was wrong", "content": _json(reference(Error))}
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = route.path.replace(":path", "")
+        content = {} if route.answer is None else _json(reference(route.answer))
+        for media_type, kind in route.others.items():
+            content[media_type] = {"schema": {"type": "string"} if kind is str else reference(kind)}
+        summary, _, rest = (inspect.getdoc(route.handler) or "").partition("\n")
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "description": rest.strip(),
+            "operationId": f"{route.handler.__name__.strip('_')}",
+            "parameters": [
+                *(_parameter(name, "path") for name in re.findall(r"{(\w+)}", path)),
+                *(_parameter(name, "header", _PARAMETERS.get(name, _HINT)) for name in route.headers),
+                *(_parameter(name, "query", _PARAMETERS[name]) for name in route.query),
+            ],
+            "responses": {"200": {"description": "done", "content": content}, "default": error},
+        }
+        if route.body is not None:
+            operation["requestBody"] = {"required": route.method == "POST", "content": _json(reference(route.body))}
+        paths.setdefault(path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Mneme", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _parameter(name: str, where: str, description: str = "") -> dict[str, Any]:
+    schema = {"type": "string"}
+    return {"name": name, "in": where, "required": where == "path", "description": description, "schema": schema}
+
+
+def service_page(service: Service, url: str) -> str:
+    """`GET /` for a browser."""
+    shown = {
+        "model": service["model"],
+        "context": f"{service['max_model_len']:,} tokens",
+        "replicas": f"{service['replicas']} on {service['device']}, {service['dtype']}",
+        "KV on the device": f"{service['kv_capacity_tokens']:,} tokens, {service['kv_usage']:.0%} in use",
+        "requests": "{running} running, {waiting} waiting".format(**service["requests"]),
+        "prompt tokens": f"{service['prompt_tokens']:,}, {cached_share(service):.0%} of them found, not computed",
+        "generated tokens": f"{service['generated_tokens']:,}",
+    }
+    rows = "".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.items())
+    paths = ("/docs", "/openapi.json", "/metrics", "/v1/models")
+    links = " &middot; ".join(f'<a href="{path}">{path}</a>' for path in paths)
+    call = html.escape(curl_line(url, service))
+    return _page(
+        f"<h1>Mneme {__version__}</h1><p>{links}</p><table>{rows}</table><h2>Ask it</h2><pre>{call}</pre>"
+        f"<pre>mneme chat --url {html.escape(url)}</pre><p>OpenAI's clients: base_url = {html.escape(url)}/v1</p>"
+    )
+
+
+def curl_line(url: str, service: Mapping[str, Any]) -> str:
+    """How to ask it from a shell."""
+    key = ' -H "Authorization: Bearer $KEY"' if service["needs_key"] else ""
+    body = json.dumps({"model": service["model"], "messages": [{"role": "user", "content": "Hello"}]})
+    quoted = body.replace("'", "'\\''")
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def cached_share(tokens: Mapping[str, Any]) -> float:
+    return float(tokens["cached_tokens"] / max(1, tokens["prompt_tokens"]))
+
+
+def docs_page(document: Mapping[str, Any]) -> str:
+    """`GET /docs`: the OpenAPI document as a page."""
+    operations = [
+        f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{_text(operation['summary'])}</p>"
+        f"<p>{_text(operation['description'])}</p>{''.join(_bodies(operation))}"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    schemas = [
+        f'<h3 id="{name}">{name}</h3><p>{_text(schema.get("description", ""))}</p>'
+        f"<table>{''.join(_fields(schema))}</table>"
+        for name, schema in sorted(document["components"]["schemas"].items())
+    ]
+    return _page(
+        f'<h1>Mneme {__version__}: HTTP API</h1><p><a href="/">what runs here</a> &middot; '
+        f'<a href="/openapi.json">/openapi.json</a></p>{"".join(operations)}<h2>Types</h2>{"".join(schemas)}'
+    )
+
+
+def _bodies(operation: Mapping[str, Any]) -> Iterator[str]:
+    for parameter in operation["parameters"]:
+        if parameter["in"] != "path":
+            name, where, description = (_text(parameter[key]) for key in ("name", "in", "description"))
+            yield f"<p>{where} <code>{name}</code>: {description}</p>"
+    for title, content in (("body", operation.get("requestBody")), ("answer", operation["responses"]["200"])):
+        for media_type, described in {} if content is None else content["content"].items():
+            yield f"<p>{title}, {media_type}: {_type(described['schema'])}</p>"
+
+
+def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        needed = "required" if name in required else ""
+        yield f"<tr><th><code>{name}</code><td>{_type(field)}<td>{needed}"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(html.escape(json.dumps(value)) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def _text(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def _page(content: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Mneme</title>'
+        '<meta name="viewport" content="width=device-width"><style>'
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+        "h2{margin:2rem 0 .3rem;font-size:1.1rem}h3{margin:1.5rem 0 .3rem;font-size:1rem}p{margin:.3rem 0}"
+        "th{text-align:left;font-weight:normal;color:#666;padding-right:2rem}td{padding-right:2rem}"
+        "pre{background:#f4f4f4;padding:.8rem;white-space:pre-wrap}a{color:#0645ad}</style>"
+        f"<body>{content}</html>"
+    )

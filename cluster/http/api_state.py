@@ -1,0 +1,178 @@
+"""What the routes share: engine client, tokenizer, models, and the threads that do blocking work."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.requests import Request
+
+from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.json_body import parse_json_object
+from mneme.cluster.http.metrics_page import MetricsPage
+from mneme.cluster.http.protocol import Message, conversation
+from mneme.cluster.http.request_body import check_json_type
+from mneme.cluster.metrics.latency import Clock, Latencies, RequestLatency
+from mneme.cluster.serve.engine_client import EngineClient
+from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mneme.replicas.text.append_template import render_appended
+from mneme.replicas.text.prompt_prefix import conversation_prefix, num_system_tokens
+from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.truncation import MAX_WINDOWS, Truncation
+
+T = TypeVar("T")
+
+_SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A name that clients may ask for."""
+
+    id: str
+    max_context: int  # tokens of prompt and output together
+    created: int  # Unix seconds
+    root: str | None = None  # the model's directory: load tools on the same machine take its tokenizer
+
+
+class Prompt(NamedTuple):
+    token_ids: tuple[int, ...]
+    text: str | None  # None where the client gave ids
+    num_closing_chars: int = 0  # of what is appended: they close the answer before it
+    num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
+
+
+@dataclass(slots=True, kw_only=True)
+class ApiState:
+    """One per application."""
+
+    client: EngineClient
+    models: Mapping[str, ServedModel]
+    tokenizer: Tokenizer
+    config: HttpConfig
+    latencies: Latencies
+    metrics: MetricsPage
+    truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
+    default_timeout_s: float | None = None  # of requests that name none
+    clock: Clock = time.perf_counter
+    wall_clock: Clock = time.time
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    # Templates may hang until they are killed: they have threads of their own, so that tokenizing goes on
+    # meanwhile.
+    _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
+    _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
+
+    def model(self, name: str) -> ServedModel:
+        """By its id, or by its `root`, as `vllm bench serve` asks /tokenize; raises `ModelNotFound`."""
+        model = self.models.get(name) or next((m for m in self.models.values() if m.root == name), None)
+        if model is None:
+            raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")
+        return model
+
+    def start_clock(self) -> RequestLatency:
+        return RequestLatency(self.latencies, self.clock)
+
+    async def parsed(self, request: Request) -> dict[str, Any]:
+        """The request's body, a JSON object; it can be taken once."""
+        check_json_type(request.headers)
+        body: bytes = request.state.body.take()
+        return await self.off_loop(len(body), lambda: parse_json_object(body))
+
+    async def render(
+        self,
+        messages: list[Message],
+        model: ServedModel,
+        *,
+        add_generation_prompt: bool,
+        template_variables: Mapping[str, Any] | None = None,
+        appends: bool = False,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation, or what it grows by; the template runs off the event loop."""
+
+        def render(
+            messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = add_generation_prompt
+        ) -> str:
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            )
+
+        def work() -> Prompt:
+            said = conversation(messages)
+            if not appends:
+                prompt = self.encode("messages", render(said), model, add_special_tokens=False, truncation=truncation)
+                if truncation is None or truncation.keep != "system":
+                    return prompt
+                encode = self.tokenizer.encode_rendered
+                return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
+            text, num_closing_chars = render_appended(render, said)
+            prompt = self.encode("messages", text, model, add_special_tokens=False, truncation=truncation)
+            return prompt._replace(num_closing_chars=num_closing_chars)
+
+        return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def render_prefix(
+        self, messages: list[Message], template_variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Ids that every conversation begins with that begins with these messages."""
+
+        def render(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            )
+
+        def work() -> tuple[int, ...]:
+            return tuple(conversation_prefix(render, self.tokenizer.encode_rendered, conversation(messages)))
+
+        return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` here if its input of `size` characters or ids is small, else on a thread."""
+        if size <= _SMALL_TEXT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
+
+    def encode(
+        self,
+        field: str,
+        text: str,
+        model: ServedModel,
+        *,
+        add_special_tokens: bool,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
+        """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit."""
+        if self.tokenizer.min_num_tokens(text) >= _max_given(model, truncation):
+            raise _too_long(field, f"{len(text)} characters", model, truncation)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not ids:
+            raise InvalidRequest(field, text, "must have at least one token")
+        return Prompt(tuple(ids), text)
+
+    def take_ids(self, field: str, ids: list[int], model: ServedModel, truncation: Truncation | None = None) -> Prompt:
+        """A prompt of token ids."""
+        self.check_ids(field, ids)
+        if len(ids) >= _max_given(model, truncation):
+            raise _too_long(field, f"{len(ids)} tokens", model, truncation)
+        return Prompt(tuple(ids), None)
+
+    def check_ids(self, field: str, ids: list[int]) -> None:
+        size = self.tokenizer.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequest(field, worst, f"token ids are from 0 to {size - 1}")
+
+
+def _max_given(model: ServedModel, truncation: Truncation | None) -> int:
+    """Tokens of a prompt at which it is refused unread; what is truncated may be longer than the window."""
+    return model.max_context * (MAX_WINDOWS if truncation is not None else 1)
+
+
+def _too_long(field: str, size: str, model: ServedModel, truncation: Truncation | None) -> ContextLengthExceeded:
+    what = "prompt and output together have" if truncation is None else "a prompt that is truncated has"
+    return ContextLengthExceeded(field, size, f"{what} at most {_max_given(model, truncation)} tokens")

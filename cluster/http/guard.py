@@ -1,0 +1,146 @@
+"""The outermost layer: a request id, authentication, a whole body in time, and an answer to every failure.
+
+Pure ASGI, so that nothing of the framework buffers a body or a stream. Order: headers are measured, the API key is
+checked, and only then is the body read.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.error_response import error_response
+from mneme.cluster.http.request_body import BodyReader, ClientGone, HeldBody, Message, Receive
+from mneme.cluster.metrics.latency import Clock
+from mneme.cluster.serve.http_protocol import REPLACED
+from mneme.cluster.tenancy import authenticate
+from mneme.errors import InvalidRequest, MnemeError, RequestTooLarge
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Of two, a proxy may have judged the other one.
+_ONCE = ("Authorization", "Content-Type", "X-Session-ID")
+# What we or Serve take for text, by its name in lower case with hyphens.
+_TEXT = {
+    "x-session-id": "X-Session-ID",
+    "x-request-id": "X-Request-ID",
+    "serve-multiplexed-model-id": "serve_multiplexed_model_id",
+}
+# Without a key: what probes and scrapers call, and what says what runs here, as in vLLM
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/", "/docs", "/openapi.json", "/version"})
+_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+
+
+class Guard:
+    """Wraps the application; adds `request_id`, `tenant`, `arrived_s` and `body` (a `HeldBody`) to `scope["state"]`."""
+
+    def __init__(self, app: App, config: HttpConfig, on_response: Callable[[str, int], None], *, clock: Clock) -> None:
+        self._app = app
+        self._config = config
+        self._on_response = on_response  # told the path and status of every answer
+        self._clock = clock
+        self._bodies = BodyReader(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _Response(send, secrets.token_hex(16), _given_id(scope))
+        body = HeldBody(self._bodies)
+        try:
+            await self._serve(scope, receive, response, body)
+        except (ClientGone, OSError):
+            logger.info("client gone request=%s given_id=%s", response.request_id, response.given_id)
+        except MnemeError as error:
+            if response.status is None:
+                await self._bodies.skip(body, receive, waits=_waits_to_send(scope))
+            await self._fail(error, scope, receive, response)
+        except Exception:  # the edge of the process
+            logger.exception("failed request=%s path=%r", response.request_id, scope["path"])
+            await self._fail(MnemeError("internal error"), scope, receive, response)
+        finally:
+            body.take()
+        if response.status is not None:
+            self._on_response(scope["path"], response.status)
+
+    async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:
+        arrived_s = self._clock()
+        headers = self._headers(scope)
+        is_open = scope["path"] in OPEN_PATHS
+        tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
+        if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
+            await self._bodies.read(body, headers, receive)
+        state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
+        scope.setdefault("state", {}).update(state)
+        await self._app(scope, receive, response.send)
+
+    async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
+        logger.info(
+            "refused request=%s given_id=%s status=%d code=%s",
+            response.request_id,
+            response.given_id,
+            error.http_status,
+            error.code,
+        )
+        if response.status is None:
+            await error_response(error)(scope, receive, response.send)
+
+    def _headers(self, scope: Scope) -> dict[str, str]:
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if size > self._config.max_header_bytes:
+            rule = f"the request line and headers may have {self._config.max_header_bytes} bytes"
+            raise RequestTooLarge("headers", size, rule)
+        given = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+        names = [name for name, _ in given]
+        for once in _ONCE:
+            if names.count(once.lower()) > 1:
+                raise InvalidRequest(once, None, "may be given once")
+        for name, value in given:
+            text = _TEXT.get(name.replace("_", "-"))
+            if text is not None and REPLACED in value.decode(errors="replace"):
+                raise InvalidRequest(text, None, "must be text in UTF-8")
+        return {name: value.decode("latin-1") for name, value in given}
+
+
+class _Response:
+    """Adds the request id to the response's headers and remembers its status.
+
+    A request that comes with an `x-request-id` has it from a proxy that sends it back itself, as Ray Serve's does.
+    It is never the engine's id: a client may use one twice.
+    """
+
+    def __init__(self, send: Send, request_id: str, given_id: str | None) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.given_id = given_id
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.given_id is None:
+                header = (b"x-request-id", self.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), header]
+        await self._send(message)
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    """Whether the headers announce one."""
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _waits_to_send(scope: Scope) -> bool:
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
+
+
+def _given_id(scope: Scope) -> str | None:
+    given = next((value for name, value in scope["headers"] if name.lower() == b"x-request-id"), None)
+    return None if given is None else given[:128].decode("ascii", "backslashreplace")

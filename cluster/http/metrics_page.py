@@ -1,0 +1,111 @@
+"""The page at /metrics: all replicas' statistics summed up, and the answers and latencies of this ingress.
+
+Of several ingresses a scrape through the proxy meets one: what an ingress counts by itself has its `ingress` label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from mneme.cluster.http.kv_asking import ask_tier
+from mneme.cluster.metrics.families import (
+    CACHE_ENGINES,
+    CACHE_NODES,
+    ENGINES,
+    VLLM,
+    Labels,
+    each_by,
+    metric,
+    number_at,
+    summed,
+)
+from mneme.cluster.metrics.latency import Latencies
+from mneme.cluster.serve.engine_client import EngineClient, ReplicaStats
+from mneme.errors import MnemeError
+from mneme.replicas.engine.kv_commands import KvStats
+
+logger = logging.getLogger(__name__)
+
+_NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
+
+
+class MetricsPage:
+    """As old as `EngineClient.stats()`, at most 1 s."""
+
+    def __init__(self, client: EngineClient, ingress: str, model: str) -> None:
+        """`model` is the label `model_name` of families with vLLM's names."""
+        self._client = client
+        self._labels: Labels = (("ingress", ingress),)
+        self._model: Labels = (("model_name", model),)
+        self.latencies = Latencies(ingress, model)
+        self._responses: Counter[Labels] = Counter()
+        self.known_paths: frozenset[str] = frozenset()  # labels of answers; the rest is "other"
+
+    def count_response(self, path: str, status: int) -> None:
+        label = path if path in self.known_paths else "other"
+        self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
+
+    async def render(self) -> bytes:
+        """In Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
+        stats = await self._client.stats()
+        engines = [each.metrics["cache"] for each in stats if isinstance(each.metrics.get("cache"), dict)]
+        nodes = await self._cache_nodes() if engines else []
+        return generate_latest(_Found([*self._metrics(stats), *cache_metrics(nodes, engines)]))
+
+    async def _cache_nodes(self) -> list[dict[str, Any]]:
+        """What the nodes of the cache tier say, if they say it soon."""
+        try:
+            async with asyncio.timeout(_NODES_TIMEOUT_S):
+                figures = await ask_tier(self._client, KvStats(None, in_tier=True))
+        except (TimeoutError, MnemeError) as error:
+            logger.warning("the cache tier did not say its figures: %s", type(error).__name__)
+            return []
+        return [] if figures is None else list(figures["nodes"])
+
+    def _metrics(self, stats: Sequence[ReplicaStats]) -> Iterator[Metric]:
+        engines = [each.metrics for each in stats]
+        yield metric("mneme_ready", "gauge", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
+        yield metric("mneme_replicas", "gauge", "Replicas that answered.", {(): len(stats)})
+        yield from summed(ENGINES, engines)
+        rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}
+        yield metric("mneme_resident_memory_bytes", "gauge", "Resident memory per replica.", rss)
+        yield metric("mneme_http_responses_total", "counter", "Answers of this ingress.", self._responses)
+        yield from summed(VLLM, engines, self._model)
+        num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
+        used = sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
+        yield metric("vllm:kv_cache_usage_perc", "gauge", "Share of pages in use; 1 is all.", {self._model: used})
+        yield from self.latencies.collect()
+
+
+def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
+    if not nodes and not engines:
+        return
+    yield metric("mneme_cache_nodes", "gauge", "Nodes of the cache tier that answered.", {(): len(nodes)})
+    num_without = sum(bool(node.get("disk_problem")) for node in nodes)
+    text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
+    yield metric("mneme_cache_nodes_without_disk", "gauge", text, {(): num_without})
+    yield from each_by("node", CACHE_NODES, nodes)
+    yield from summed(CACHE_ENGINES, engines)
+    written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
+    lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
+    if lasting > 0:
+        text = "Bytes of files for each byte that no longer tail has replaced."
+        yield metric("mneme_cache_write_amplification_ratio", "gauge", text, {(): written / lasting})
+
+
+class _Found(Collector):
+    """What was found for one answer: it is asked for without waiting."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

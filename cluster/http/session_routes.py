@@ -1,0 +1,107 @@
+"""GET and DELETE /v1/sessions/{id}, POST /v1/sessions/{id}/fork, GET /v1/kv/explain/{request_id}.
+
+A session that was opened under a `cache_salt` is found under the same: `?cache_salt=`. Every replica is asked, as any
+may hold the session: one that does not answer makes a 503, never a 404.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from mneme.cluster.http.api_state import ApiState
+from mneme.cluster.http.protocol import ForkRequest, validate
+from mneme.cluster.http.session_lookup import look_up_session
+from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
+from mneme.replicas.engine.commands import DeleteSession, ExplainPrompt, ForkSession
+from mneme.replicas.sessions.sessions import SessionKey
+
+_MAX_REQUEST_ID_CHARS = 128
+_MAX_MOVES = 8  # of a session to another replica while it is being forked
+
+
+async def get_session(api: ApiState, request: Request) -> JSONResponse:
+    """What is kept of a conversation, and where."""
+    key = _key(request)
+    return JSONResponse(_session_object(_name(key), *await _find(api, key)))
+
+
+async def delete_session(api: ApiState, request: Request) -> JSONResponse:
+    """Forget a conversation; a turn that is answering goes on, and is not kept."""
+    key = _key(request)
+    answers = await api.client.query(DeleteSession(key))
+    if not any(answers.values()):
+        raise SessionNotFound("session_id", _name(key))
+    return JSONResponse({"id": _name(key), "object": "session.deleted", "deleted": True})
+
+
+async def fork_session(api: ApiState, request: Request) -> JSONResponse:
+    """A new session with the same past, on the same replica."""
+    body = validate(ForkRequest, await api.parsed(request))
+    key = _key(request)
+    new_id = session_key(request.state.tenant, body.session_id or secrets.token_hex(16))
+    if body.session_id == "" or new_id is None:
+        raise InvalidRequest("session_id", body.session_id, "must not be empty")
+    new_key = (key[0], new_id)
+    if await look_up_session(api.client, new_key) is not None:
+        raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
+    replica_id, forked = await _fork_where_it_is(api, key, new_id)
+    if forked is None:  # made, and dropped at once
+        raise Overloaded("there is no room for another session")
+    api.client.place_fork(new_key, replica_id)
+    return JSONResponse(_session_object(_name(new_key), replica_id, forked))
+
+
+async def explain(api: ApiState, request: Request) -> JSONResponse:
+    """Where each range of a recent request's prompts came from; `request_id` may be the id of its completion."""
+    given: str = request.path_params["request_id"]
+    if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
+        raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
+    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    answers = await api.client.query(ExplainPrompt(_salt(request), http_id))
+    choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
+    if not choices:
+        raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
+    choices.sort(key=lambda choice: choice["request_id"])
+    return JSONResponse({"id": given, "object": "kv.explanation", "choices": choices})
+
+
+async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
+    """Fork a session on the replica that has it; one that a turn moves elsewhere meanwhile is looked for again."""
+    for _ in range(_MAX_MOVES):
+        replica_id, _known = await _find(api, key)
+        with contextlib.suppress(SessionNotFound):
+            return replica_id, (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
+    raise ReplicaUnavailable("the session moves from replica to replica")
+
+
+async def _find(api: ApiState, key: SessionKey) -> tuple[str, dict[str, Any]]:
+    found = await look_up_session(api.client, key)
+    if found is None:
+        raise SessionNotFound("session_id", _name(key))
+    return found
+
+
+def _session_object(name: str, replica_id: str, known: dict[str, Any]) -> dict[str, Any]:
+    shown = {field: value for field, value in known.items() if field != "version"}
+    return {"id": name, "object": "session", "replica": replica_id, **shown}
+
+
+def _key(request: Request) -> SessionKey:
+    session = session_key(request.state.tenant, request.path_params["session_id"])
+    assert session is not None
+    return _salt(request), session
+
+
+def _salt(request: Request) -> str:
+    return kv_salt(request.state.tenant, request.query_params.get("cache_salt"))
+
+
+def _name(key: SessionKey) -> str:
+    """As its owner calls it: without the tenant."""
+    return key[1].partition(":")[2]

@@ -1,0 +1,249 @@
+"""Starting and stopping everything that `mneme serve` runs.
+
+    check -> directory, janitor -> ray.init -> serve.run -> /ready is 200 -> wait -> ray.shutdown -> janitor
+
+The Ray instance is this process's own: its ports, its directory, its token. Whatever ends this process, the
+janitor ends the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mneme.cluster.config import ClusterConfig
+from mneme.cluster.run import environment, preflight
+from mneme.cluster.run.janitor import Janitor
+from mneme.cluster.run.signals import StopSignals
+from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_engines
+from mneme.errors import MnemeError
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "mneme"
+_CACHE_CLOSE_S = 4.0
+# An orderly stop takes 1 to 2 s; on a machine that is busy it is cut off, so that all has stopped within 10 s.
+GRACE_S = 8.5
+_INGRESS_S = 0.5  # for the call that ends answers
+_READY_POLL_S = 0.1
+
+BuildApplication = Callable[[EnginePlacement], object]
+Progress = Callable[[str, float], None]  # what is going on, fraction done
+
+
+class StartFailed(MnemeError):
+    """The cluster did not come up; the message is one line."""
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """One cluster on this machine, from `start` to `stop`."""
+
+    config: ClusterConfig
+    _janitor: Janitor | None = None
+    _is_up: bool = False
+    _stop_requested: threading.Event = field(default_factory=threading.Event)
+    _signals: StopSignals | None = None
+    _ingress: Any = None  # a handle
+    _end_progress: Callable[[], object] = lambda: None
+
+    @property
+    def url(self) -> str:
+        """Where the API answers; the wildcard address is reached by the loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
+        return f"http://{host}:{self.config.port}"
+
+    def start(
+        self, application: BuildApplication, on_progress: Progress, end_progress: Callable[[], object] = lambda: None
+    ) -> EnginePlacement:
+        """Start Ray and the application (built only once Ray's knobs are set); returns where its engines are.
+
+        `end_progress` is called, on any thread, before a signal ends the process: the terminal is clean then.
+        Raises `StartFailed`, `ConfigError` or `CheckpointError`.
+        """
+        self._end_progress = end_progress
+        preflight.check(self.config)
+        placement = place_engines(self.config, count_gpus())
+        directory = environment.make_directory(self.config)
+        marker = secrets.token_hex(16)
+        self._janitor = Janitor(marker, directory)
+        self._signals = StopSignals(self._signalled)
+        environment.apply(environment.cluster_environment(self.config, marker, directory))
+        on_progress("starting Ray", 0.0)
+        self._start_ray(directory, placement)
+        self._signals.install()
+        on_progress("starting replicas", 0.0)
+        with _ProgressReader(on_progress):
+            self._run(lambda: application(placement))
+            self._await_ready(placement.replicas)
+        self._is_up = True
+        return placement
+
+    def wait(self) -> None:
+        """Return when a signal asks to stop."""
+        self._stop_requested.wait()
+
+    def stop(self) -> None:
+        """Stop everything that was started; nothing is left behind."""
+        if self._janitor is None:
+            return
+        deadline = threading.Timer(self.config.http.shutdown_grace_s + GRACE_S, self._stop_now)
+        deadline.daemon = True
+        deadline.start()
+        if self._is_up:
+            self._end_answers()
+        if self._is_up and self.config.cache.enabled:
+            _close_cache_tier()
+        _shut_ray_down()
+        self._janitor.clean()
+        deadline.cancel()
+
+    def _start_ray(self, directory: Path, placement: EnginePlacement) -> None:
+        import ray
+
+        from mneme.cluster.serve.ray_private import single_node
+
+        try:
+            with single_node():
+                ray.init(
+                    address="local",
+                    num_cpus=self._reserved_cpus(placement.replicas),  # Ray starts one idle worker per CPU
+                    object_store_memory=self.config.ray.object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    namespace="serve",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(directory / "r"),  # Ray opens its directory to everyone; ours around it stays shut
+                )
+        except Exception as error:
+            raise StartFailed(f"Ray did not start: {_first_line(error)}") from error
+
+    def _reserved_cpus(self, num_replicas: int) -> int:
+        config = self.config
+        reserved = num_replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+        return max(1, math.ceil(reserved))
+
+    def _run(self, application: Callable[[], object]) -> None:
+        from ray import serve
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        http = {"host": self.config.host, "port": self.config.port}
+        try:
+            serve.start(proxy_location="HeadOnly", http_options=http)
+            self._ingress = serve.run(application(), name=APPLICATION, route_prefix="/")
+        except Exception as error:
+            raise StartFailed(_reason(error)) from error
+
+    def _end_answers(self) -> None:
+        """Streams that have not ended within `http.shutdown_grace_s` end with an error that says why."""
+        timeout_s = self.config.http.shutdown_grace_s + _INGRESS_S
+
+        async def stop() -> None:
+            await self._ingress.broadcast("end_answers").results_async(timeout_s=timeout_s)
+
+        try:
+            asyncio.run(stop())
+        except Exception as error:  # they are cut off then
+            logger.warning("answers were not ended: %s", _first_line(error))
+
+    def _await_ready(self, num_replicas: int) -> None:
+        """Every replica is warm."""
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while _num_ready(f"{self.url}/ready") < num_replicas:
+            if time.monotonic() > deadline:
+                raise StartFailed(f"start_timeout_s: not ready after {self.config.start_timeout_s:g} s")
+            time.sleep(_READY_POLL_S)
+
+    def _signalled(self, count: int) -> None:
+        """On the signals' thread: the first one asks, a second one does not, nor does one while starting."""
+        if count > 1 or not self._is_up:
+            self._stop_now()
+        self._stop_requested.set()
+
+    def _stop_now(self) -> None:
+        """End the rest and this process, from any thread."""
+        try:
+            self._end_progress()
+            terminal = os.dup(2)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
+            if self._janitor is not None:
+                self._janitor.clean()
+            os.write(terminal, b"mneme serve: stopped\n")
+        finally:  # the terminal may be gone; the janitor ends the rest once this process has ended
+            os._exit(130)
+
+
+class _ProgressReader:
+    """While the replicas load, reads their notes and passes the slowest one on."""
+
+    def __init__(self, on_progress: Progress) -> None:
+        self._on_progress = on_progress
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(1.0)
+
+    def _read(self) -> None:
+        from mneme.cluster.serve.ray_private import read_progress
+
+        while not self._done.wait(0.2):
+            notes = read_progress().values()
+            if notes:
+                self._on_progress(*min(notes, key=lambda note: note[1]))
+
+
+def _close_cache_tier() -> None:
+    """Let it write what waits: a restart is warm then."""
+    from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
+
+    try:
+        shutdown_cache_tier(APPLICATION, timeout_s=_CACHE_CLOSE_S)
+    except Exception:  # a cache may lose what was not written
+        logger.exception("the cache tier was not closed")
+
+
+def _shut_ray_down() -> None:
+    import ray
+
+    try:
+        ray.shutdown()
+    except Exception:  # the janitor ends what is left
+        logger.exception("ray.shutdown failed")
+
+
+def _num_ready(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return int(json.load(response)["replicas"])
+    except (urllib.error.URLError, OSError):
+        return 0
+
+
+def _reason(error: Exception) -> str:
+    """The line of Serve's long report that says why a replica did not start."""
+    from mneme.cluster.run.status import failure_reason
+
+    return failure_reason() or _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

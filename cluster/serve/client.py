@@ -1,0 +1,344 @@
+"""`EngineClient` over many replicas: choose, submit, stream, and go on elsewhere when a replica is lost.
+
+A generation that loses its replica is submitted again with `prompt + emitted tokens` as its prompt,
+`max_tokens` and `min_tokens` reduced by what was emitted, and `output_offset` saying how much of the prompt
+is output; each attempt has a request id of its own. Preserved: the tokens already sent; greedy output, token
+by token (in bfloat16 up to the rounding of another batch shape); seeded draws, penalties and stop strings, which
+count the output from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Any
+
+from mneme.cluster.serve.calls import ReplicaCalls
+from mneme.cluster.serve.engine_client import ReplicaStats
+from mneme.cluster.serve.link import LinkLost, ReplicaLink
+from mneme.cluster.serve.placement import PlacedChoice, Placement, failures
+from mneme.cluster.serve.session_homes import SessionHomes, newest
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
+from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession, LeaveSession, Query
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sessions.sessions import SessionKey
+from mneme.router.chooser import ReplicaChooser, Reservation
+from mneme.router.score import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
+MAX_LOSSES = 5  # replicas a generation may lose before it gives up
+QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
+_PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
+_OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
+STATS_TIMEOUT_S = 0.5
+_STOP_POLL_S = 0.05
+STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
+
+
+class RayEngineClient:
+    """See `EngineClient`; lives on one event loop, which `set_replicas` must be called on."""
+
+    def __init__(
+        self,
+        calls: ReplicaCalls,
+        *,
+        model: str,
+        name: str,
+        router: RouterConfig,
+        has_session_logs: bool = False,
+        warm_up: GenerationRequest | None = None,
+    ) -> None:
+        """Runs `warm_up` on every replica before requests.
+
+        `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
+        """
+        self._calls = calls
+        self._model = model
+        self._name = name  # unique among ingresses: the subscriber's name at the replicas
+        self._chooser = ReplicaChooser(router)
+        self._warm_up = warm_up
+        self._links: dict[str, ReplicaLink] = {}
+        self._opened = asyncio.Event()
+        self._is_stopping = False
+        self._closing: set[asyncio.Task[None]] = set()
+        self._homes, self._has_session_logs = SessionHomes(), has_session_logs
+        self._epochs: dict[str, str] = {}
+        self._stats: tuple[float, list[ReplicaStats]] | None = None
+        self._stats_lock = asyncio.Lock()
+
+    def set_replicas(self, replica_ids: Collection[str]) -> None:
+        """The replicas of now: new ones are linked, links to others are closed at once."""
+        for replica_id in self._links.keys() - set(replica_ids):
+            task = asyncio.get_running_loop().create_task(self._links.pop(replica_id).close())
+            self._epochs.pop(replica_id, None)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for replica_id in set(replica_ids) - self._links.keys():
+            link = ReplicaLink(
+                replica_id,
+                self._calls,
+                subscriber=f"{self._name}:{replica_id}",
+                on_change=self._link_changed,
+                warm_up=self._warm_up,
+            )
+            self._links[replica_id] = link
+            link.start()
+        self._update_candidates()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests; those that have not ended after `grace_s` end with an error."""
+        self._is_stopping = True
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace_s
+        while clock() < deadline and any(link.is_busy for link in self._links.values()):
+            await asyncio.sleep(_STOP_POLL_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all links."""
+        self.set_replicas(())
+        await asyncio.gather(*self._closing)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[TokenEvent, None]:
+        """See `EngineClient`; a lost replica is a pause, and an "error" event if nothing takes over."""
+        choices = [PlacedChoice(request) for request in requests]
+        num_losses = 0
+        while choices:
+            try:
+                placement = await self._place(choices, is_resumed=num_losses > 0)
+            except MnemeError as error:
+                if not num_losses:
+                    raise
+                for event in failures(choices, error):
+                    yield event
+                return
+            try:
+                async with contextlib.aclosing(placement.events()) as events:
+                    async for event in events:
+                        yield event
+                self._remember(placement)
+                return
+            except LinkLost as lost:
+                num_losses += 1
+                logger.warning("request_id=%s losses=%d resuming: %s", choices[0].request.request_id, num_losses, lost)
+            finally:
+                placement.end()
+            choices = [choice for choice in choices if not choice.is_finished]
+            for choice in choices:
+                choice.attempt += 1
+            for choice in [choice for choice in choices if choice.is_complete()]:
+                choices.remove(choice)
+                yield TokenEvent(choice.request.request_id, (), "length", None, None)
+            if num_losses > MAX_LOSSES:
+                for event in failures(choices, ReplicaUnavailable("replicas keep failing")):
+                    yield event
+                return
+
+    async def stats(self) -> list[ReplicaStats]:
+        """See `EngineClient.stats`."""
+        clock = asyncio.get_running_loop().time
+        async with self._stats_lock:
+            if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
+                started_at = clock()
+                answers = await asyncio.gather(*(self._ask(r) for r, link in self._links.items() if link.is_open))
+                self._stats = started_at, [answer for answer in answers if answer is not None]
+            return self._stats[1]
+
+    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        """See `EngineClient.query`; replicas whose stream is broken are asked too, as they may still hold sessions."""
+        if not self._links:
+            await self._wait_for_replica(asyncio.get_running_loop().time() + WAIT_FOR_REPLICA_S, has_tried=False)
+        asked = [r for r in self._links if replica_id in (None, r)]
+        if not asked:
+            raise ReplicaUnavailable("no replica is ready" if replica_id is None else "that replica is gone")
+        answers = await asyncio.gather(*(self._query_one(r, query) for r in asked))
+        return dict(zip(asked, answers, strict=True))
+
+    def replica_ids(self) -> list[str]:
+        """See `EngineClient.replica_ids`."""
+        return sorted(self._links, key=lambda replica_id: (not self._links[replica_id].is_open, replica_id))
+
+    def place_fork(self, key: SessionKey, replica_id: str) -> None:
+        """See `EngineClient.place_fork`."""
+        self._homes.note_fork(key, replica_id)
+
+    def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
+        """See `EngineClient.note_prefix`."""
+        self._chooser.record(token_ids, replica_id, salt=salt)
+
+    def num_ready(self) -> int:
+        """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
+        return sum(link.is_open for link in self._links.values())
+
+    async def _place(self, choices: Sequence[PlacedChoice], *, is_resumed: bool) -> Placement:
+        """Submit to the best replica, then to the others; raises what the last one answered."""
+        tried: set[str] = set()
+        refusal: MnemeError = ReplicaUnavailable("no replica is ready")
+        deadline = asyncio.get_running_loop().time() + min(WAIT_FOR_REPLICA_S, choices[0].time_left_s)
+        while True:
+            if self._is_stopping:
+                raise ReplicaUnavailable("the server is stopping")
+            barred = await self._barred(choices[0].request)
+            reservation = self._reserve(choices[0].remaining(), len(choices), exclude=tried | barred)
+            if reservation is None:
+                if tried and not is_resumed and isinstance(refusal, Overloaded):
+                    raise refusal
+                if not await self._wait_for_replica(deadline, has_tried=bool(tried)):
+                    raise refusal if choices[0].time_left_s > 0 else DeadlineExceeded
+                tried.clear()
+                continue
+            tried.add(reservation.replica_id)
+            try:
+                return await self._submit(choices, reservation)
+            except LinkLost as lost:
+                refusal = ReplicaUnavailable(str(lost))
+            except ReplicaUnavailable as unavailable:  # it stops, or cannot read the session's log
+                refusal = unavailable
+            except Overloaded as overloaded:
+                refusal, request = _sooner(overloaded, refusal), choices[0].request
+                if not is_resumed and self._chooser.is_answering(request.session_id, salt=request.salt):
+                    raise  # elsewhere it would run beside the session's turn, not after it
+            for choice in choices:
+                choice.attempt += 1
+
+    def _reserve(self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]) -> Reservation | None:
+        return self._chooser.select_and_reserve(
+            request.prompt_token_ids,
+            salt=request.salt,
+            session_id=request.session_id,
+            affinity=request.affinity,
+            num_choices=num_choices,
+            exclude=exclude,
+        )
+
+    async def _barred(self, request: GenerationRequest) -> set[str]:
+        """Replicas where a request must not run: what is appended runs where its session is.
+
+        One that no replica knows may have a durable log: whichever replica gets the turn looks there.
+        """
+        if request.session_id is None:
+            return set()
+        key = (request.salt, request.session_id)
+        home = self._homes.fork_home(key)
+        if request.append:
+            home = await self._home_of(key)
+        return self._links.keys() - {home} if home in self._links else set()
+
+    async def _home_of(self, key: SessionKey) -> str | None:
+        """The replica that has the session's newest copy; None: no replica knows it."""
+        asked, ask = list(self._links), self._try_one if self._has_session_logs else self._query_one
+        answers = await asyncio.gather(*(ask(r, GetSession(key)) for r in asked))
+        found = newest(dict(zip(asked, answers, strict=True)))
+        return None if found is None else found[0]
+
+    async def _try_one(self, replica_id: str, query: Query) -> Any:
+        """None if it does not answer."""
+        try:
+            return await self._query_one(replica_id, query)
+        except ReplicaUnavailable:
+            return None
+
+    def _settle(self, request: GenerationRequest, replica_id: str) -> None:
+        """The session lives here now: what it left elsewhere would only grow old."""
+        if request.session_id is None:
+            return
+        key = (request.salt, request.session_id)
+        left = self._homes.move(key, replica_id)
+        if left in self._links:
+            task = asyncio.get_running_loop().create_task(self._leave(LeaveSession(key), left))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _leave(self, query: LeaveSession, replica_id: str) -> None:
+        with contextlib.suppress(MnemeError):  # it expires by itself
+            await self.query(query, replica_id=replica_id)
+
+    async def _query_one(self, replica_id: str, query: Query) -> Any:
+        """A session whose log cannot be read or deleted now is asked for again, as a turn is placed again."""
+        answer: Any = None
+        try:
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
+                while True:
+                    answer = await self._calls.query(replica_id, query)
+                    if not isinstance(answer, ReplicaUnavailable) or not isinstance(query, _OF_SESSIONS):
+                        break
+                    await asyncio.sleep(_PAUSE_S)
+        except Exception as error:
+            if answer is None:
+                logger.warning("replica_id=%s query failed: %s", replica_id, type(error).__name__)
+                late = f" within {QUERY_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else ""
+                raise ReplicaUnavailable(f"a replica did not answer{late}") from error
+        if isinstance(answer, MnemeError):
+            raise answer
+        return answer
+
+    async def _wait_for_replica(self, deadline: float, *, has_tried: bool) -> bool:
+        """Wait for an open stream, at least a moment if all were tried; False when the time is up."""
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return False
+        if has_tried:
+            await asyncio.sleep(min(_PAUSE_S, left_s))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._opened.wait()
+        return self._opened.is_set()
+
+    async def _submit(self, choices: Sequence[PlacedChoice], reservation: Reservation) -> Placement:
+        link = self._links[reservation.replica_id]
+        placement = Placement(link, reservation, asyncio.Queue(), {c.attempt_id: c for c in choices})
+        try:
+            refusals = await link.submit([choice.remaining() for choice in choices], placement.sink)
+        except BaseException:  # cancelled too: the request may be on its way
+            placement.end()
+            raise
+        for choice, refusal in zip(choices, refusals, strict=True):
+            if refusal is not None:
+                placement.end()
+                if isinstance(refusal, InvalidRequest):
+                    refusal.request_id = choice.request.request_id
+                raise refusal
+        self._settle(choices[0].request, reservation.replica_id)
+        return placement
+
+    def _remember(self, placement: Placement) -> None:
+        """The replica now holds the answers' KV too: the next turn starts with them."""
+        for choice in placement.choices.values():
+            tokens = (*choice.request.prompt_token_ids, *choice.emitted)
+            self._chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
+
+    def _link_changed(self, link: ReplicaLink) -> None:
+        if link.epoch is not None and link.replica_id in self._links:
+            if self._epochs.get(link.replica_id, link.epoch) != link.epoch:
+                self._chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
+            self._epochs[link.replica_id] = link.epoch
+        self._update_candidates()
+
+    def _update_candidates(self) -> None:
+        open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]
+        self._chooser.set_replicas(open_ids)
+        if open_ids:
+            self._opened.set()
+        else:
+            self._opened.clear()
+
+    async def _ask(self, replica_id: str) -> ReplicaStats | None:
+        metrics: dict[str, Any]
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                metrics = await self._calls.stats(replica_id)
+        except Exception as error:  # a replica that does not answer is left out
+            logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
+            return None
+        return ReplicaStats(replica_id=replica_id, model=self._model, metrics=metrics)
+
+
+def _sooner(overloaded: Overloaded, other: MnemeError) -> Overloaded:
+    """Of two replicas that are full, the one that will have room first."""
+    if isinstance(other, Overloaded) and other.retry_after_s < overloaded.retry_after_s:
+        return other
+    return overloaded

@@ -1,0 +1,302 @@
+"""The ingress's end of one replica: one token stream, one submit in flight, one abort in flight.
+
+A link that breaks in any way (error, end, gap in `seq`, another epoch, silence that `stats` does not explain)
+is *lost*: every generation on it is told, and the link opens again as a new subscriber. The replica aborts
+what an old subscriber had running, so nothing runs twice; who was told resubmits with the tokens it already
+has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mneme.cluster.serve.calls import ReplicaCalls, StreamOpened
+from mneme.errors import MnemeError
+from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the link
+SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
+PROBE_TIMEOUT_S = 5.0
+_NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
+REOPEN_MIN_S, REOPEN_MAX_S = 0.05, 1.0
+
+
+class LinkLost(Exception):
+    """The link broke while a generation was on it; what it had running there is gone."""
+
+
+class _StreamFault(Exception):
+    """The stream contradicts itself: a gap, another epoch, or lost requests."""
+
+
+Sink = asyncio.Queue[TokenEvent | LinkLost]
+
+
+class ReplicaLink:
+    """Owns the calls to one replica; lives on one event loop."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        calls: ReplicaCalls,
+        *,
+        subscriber: str,
+        on_change: Callable[[ReplicaLink], None],
+        warm_up: GenerationRequest | None = None,
+    ) -> None:
+        """`warm_up`: runs some times before the link is open, under ids of its own."""
+        self.replica_id = replica_id
+        self.epoch: str | None = None  # None while there is no stream
+        self._calls = calls
+        self._subscriber_prefix = subscriber
+        self._openings = itertools.count()
+        self._subscriber = ""
+        self._on_change = on_change
+        self._warm_up = warm_up  # None: it is warm
+        self._next_seq = 0  # an engine counts each subscriber's messages from 0
+        self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
+        self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
+        self._submitting: set[str] = set()  # on their way: an abort must not overtake its submit
+        self._aborts: dict[str, None] = {}  # an ordered set: to be sent, or on their way
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled, and not yet through
+        self._last_message_at = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be submitted: there is a stream, and it is warm."""
+        return self.epoch is not None and self._warm_up is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation still waits for events."""
+        return bool(self._sinks)
+
+    def start(self) -> None:
+        """Open the stream, and keep it open until `close`."""
+        self._spawn("stream", self._keep_open())
+
+    async def close(self) -> None:
+        """End the stream at once (a replica that drains waits for that); generations on it are told."""
+        tasks = [*self._tasks.values(), *self._ending]
+        for task in tasks:
+            task.cancel()
+        self._lose("the replica was removed")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> list[MnemeError | None]:
+        """Send requests with whatever else waits to be sent; their events go to `sink`. Raises `LinkLost`.
+
+        Request ids must not have been used on this replica before: an abort may still be on its way.
+        """
+        if not self.is_open:
+            raise LinkLost(f"no stream to replica {self.replica_id}")
+        return await self._submit(requests, sink)
+
+    async def _submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> list[MnemeError | None]:
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[MnemeError | None]] = [loop.create_future() for _ in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            self._sinks[request.request_id] = sink
+            self._submits.append((request, answer))
+        self._spawn("submit", self._pump_submits())
+        self._arm_watchdog()
+        return list(await asyncio.gather(*answers))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these and forget their events; by a task of its own, as the caller may be cancelled."""
+        for request_id in request_ids:
+            if self._sinks.pop(request_id, None) is not None:
+                self._aborts[request_id] = None
+        self._send_aborts()
+
+    async def _keep_open(self) -> None:
+        pause_s = REOPEN_MIN_S
+        while True:
+            self._subscriber = f"{self._subscriber_prefix}:{next(self._openings)}"
+            try:
+                await self._read_stream()
+                reason = "the stream ended"
+            except Exception as error:  # whatever a transport raises, the answer is the same: open again
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            pause_s = REOPEN_MIN_S if self.is_open else min(2 * pause_s, REOPEN_MAX_S)
+            self._lose(reason)
+            await asyncio.sleep(pause_s)
+
+    async def _read_stream(self) -> None:
+        stream = self._calls.events(self.replica_id, self._subscriber)
+        try:
+            async for item in stream:
+                self._last_message_at = asyncio.get_running_loop().time()
+                if isinstance(item, StreamOpened):
+                    self._opened(item)
+                else:
+                    for message in item:
+                        self._dispatch(message)
+        finally:
+            with contextlib.suppress(Exception):  # it must not take the place of a cancellation
+                await stream.aclose()
+
+    def _opened(self, opened: StreamOpened) -> None:
+        self.epoch, self._next_seq = opened.epoch, 0
+        logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
+        if self._warm_up is None:
+            self._on_change(self)
+        else:
+            self._spawn("warm-up", self._run_warm_up(self._warm_up))
+
+    async def _run_warm_up(self, request: GenerationRequest) -> None:
+        """Build what first requests build, here and at the replica; what goes wrong is left to requests."""
+        ids = [f"{self._subscriber}:warm-up-{number}" for number in range(_NUM_WARM_UP)]
+        sink: Sink = asyncio.Queue()
+        with contextlib.suppress(TimeoutError, LinkLost):
+            async with asyncio.timeout(_WARM_UP_S):
+                for request_id in ids:
+                    (refusal,) = await self._submit([replace(request, request_id=request_id)], sink)
+                    if refusal is not None:
+                        break
+                    while not isinstance(item := await sink.get(), LinkLost) and item.finish_reason is None:
+                        pass
+        self.abort(ids)
+        self._warm_up = None
+        if self.is_open:
+            self._on_change(self)
+
+    def _dispatch(self, message: StepMessage) -> None:
+        if message.epoch != self.epoch:
+            raise _StreamFault(f"epoch {message.epoch} after {self.epoch}")
+        if message.seq != self._next_seq:
+            raise _StreamFault(f"seq {message.seq} where {self._next_seq} was due")
+        self._next_seq = message.seq + 1
+        for event in message.events:
+            sink = self._sinks.get(event.request_id)
+            if sink is None:
+                continue  # aborted here while the event was on its way
+            if event.finish_reason is not None:
+                del self._sinks[event.request_id]
+            sink.put_nowait(event)
+
+    def _lose(self, reason: str) -> None:
+        """Tell every generation on this link; idempotent."""
+        was_open, self.epoch = self.is_open, None
+        lost = LinkLost(f"replica {self.replica_id}: {reason}")
+        submits, self._submits = self._submits, []
+        for _, answer in submits:
+            _answer(answer, lost)
+        sinks, self._sinks = dict.fromkeys(self._sinks.values()), {}  # in order: a session's turns keep theirs
+        for sink in sinks:
+            sink.put_nowait(lost)
+        self._aborts.clear()  # the replica aborts everything of a subscriber that is gone
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        if was_open:
+            logger.warning("replica_id=%s requests=%d stream lost: %s", self.replica_id, len(sinks), reason)
+            self._on_change(self)
+
+    async def _pump_submits(self) -> None:
+        while self._submits:
+            batch = [entry for entry in self._submits if entry[0].request_id in self._sinks]  # the rest is aborted
+            self._submits = []
+            subscriber = self._subscriber
+            requests = [replace(request, subscriber=subscriber) for request, _ in batch]
+            self._submitting = {request.request_id for request in requests}
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    refusals = await self._calls.submit_many(self.replica_id, subscriber, requests)
+            except Exception as error:  # accepted or not is unknown: only a new subscriber settles that
+                lost = LinkLost(f"replica {self.replica_id}: {type(error).__name__} at submit")
+                for _, answer in batch:
+                    _answer(answer, lost)
+                self._restart_stream(subscriber)
+                return
+            finally:
+                self._submitting = set()
+            for (request, answer), refusal in zip(batch, refusals, strict=True):
+                if refusal is not None:
+                    self._sinks.pop(request.request_id, None)
+                _answer(answer, refusal)
+            self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        if self._aborts.keys() - self._submitting:
+            self._spawn("abort", self._pump_aborts())
+
+    async def _pump_aborts(self) -> None:
+        while request_ids := [r for r in self._aborts if r not in self._submitting]:
+            subscriber = self._subscriber
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await self._calls.abort(self.replica_id, request_ids)
+                for request_id in request_ids:
+                    self._aborts.pop(request_id, None)
+            except Exception as error:  # what could not be aborted would run on: a new subscriber ends it
+                logger.warning("replica_id=%s abort failed: %s", self.replica_id, type(error).__name__)
+                self._restart_stream(subscriber)
+                return
+
+    def _restart_stream(self, subscriber: str) -> None:
+        stream = self._tasks.get("stream")
+        if stream is None or subscriber != self._subscriber:
+            return  # it was opened anew meanwhile
+        stream.cancel()
+        self._ending.add(stream)
+        stream.add_done_callback(self._ending.discard)
+        self._lose("a call failed")
+        self._spawn("stream", self._keep_open())
+
+    def _arm_watchdog(self) -> None:
+        if self._watchdog is None and self._sinks:
+            self._watchdog = asyncio.get_running_loop().call_later(SILENCE_S, self._watch)
+
+    def _watch(self) -> None:
+        self._watchdog = None
+        silent_s = asyncio.get_running_loop().time() - self._last_message_at
+        if self._sinks and silent_s >= SILENCE_S:
+            self._spawn("probe", self._probe(self._subscriber, list(self._sinks)))
+        self._arm_watchdog()
+
+    async def _probe(self, subscriber: str, request_ids: list[str]) -> None:
+        """Silence with running requests: lose the link unless the replica still knows each of them."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                stats = await self._calls.stats(self.replica_id)
+            missing = [r for r in request_ids if r in self._sinks and r not in stats["in_flight"]]
+        except Exception as error:
+            logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)
+            missing = request_ids
+        if missing:
+            self._restart_stream(subscriber)
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` unless a task of that name runs (it sees the new work itself); keeps the task alive."""
+        running = self._tasks.get(name)
+        if running is not None and not running.done() and running not in self._ending:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work, name=f"{name}:{self.replica_id}")
+        self._tasks[name] = task
+        task.add_done_callback(_log_failure)
+
+
+def _answer(answer: asyncio.Future[MnemeError | None], result: MnemeError | LinkLost | None) -> None:
+    if answer.done():
+        return
+    if isinstance(result, LinkLost):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("task %s failed", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,93 @@
+// Moving keys and values: new ones into their slots, rotated on the way, and whole pages out of a pool and back.
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace mneme::attention {
+
+// Laid out like native/kv.py: _Write.
+struct Write {
+  const void *k, *v;  // [T, num_kv_heads, head_dim]
+  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;  // in elements
+  const int64_t *slots, *positions;  // [T]
+  void *k_pages, *v_pages;           // [num_kv_heads, num_slots, head_dim]
+  const float* rope;                 // [num_positions, 3, rotary_half] cos, -sin, sin; null: no rotation
+  int64_t num_rows, num_slots, num_positions;
+  int32_t num_kv_heads, head_dim, rotary_half, dtype, num_threads;
+};
+
+// a * b + c as torch's addcmul rounds it, so that both paths store the same keys.
+static inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline void put(float* p, float x) { *p = x; }
+static inline void put(bf16* p, float x) { *p = to_bf16(x); }
+
+template <class Elem>
+static void rotate_key(const Write& w, const Elem* key, int64_t position, Elem* __restrict out) {
+  const int half = w.rope ? w.rotary_half : 0, dim = w.head_dim;
+  const float *cos = w.rope + position * 3 * half, *minus_sin = cos + half, *sin = cos + 2 * half;
+  for (int i = 0; i < half; ++i) {
+    const float first = to_float(key[i]), second = to_float(key[half + i]);
+    put(out + i, multiply_add(second, minus_sin[i], first * cos[i]));
+    put(out + half + i, multiply_add(first, sin[i], second * cos[i]));
+  }
+  std::copy(key + 2 * half, key + dim, out + 2 * half);
+}
+
+template <class Elem>
+static void write_head(const Write& w, int head) {
+  const Elem* k = static_cast<const Elem*>(w.k) + head * w.k_head_stride;
+  const Elem* v = static_cast<const Elem*>(w.v) + head * w.v_head_stride;
+  Elem* k_pages = static_cast<Elem*>(w.k_pages) + head * w.num_slots * w.head_dim;
+  Elem* v_pages = static_cast<Elem*>(w.v_pages) + head * w.num_slots * w.head_dim;
+  for (int64_t row = 0; row < w.num_rows; ++row) {
+    rotate_key(w, k + row * w.k_row_stride, w.rope ? w.positions[row] : 0, k_pages + w.slots[row] * w.head_dim);
+    std::copy_n(v + row * w.v_row_stride, w.head_dim, v_pages + w.slots[row] * w.head_dim);
+  }
+}
+
+}  // namespace mneme::attention
+
+using namespace mneme::attention;
+
+// Returns the first row whose slot or position does not exist (and writes nothing then), or -1.
+extern "C" int64_t mneme_write_kv(const Write* write) {
+  const Write& w = *write;
+  for (int64_t row = 0; row < w.num_rows; ++row) {
+    if (w.slots[row] < 0 || w.slots[row] >= w.num_slots) return row;
+    if (w.rope && (w.positions[row] < 0 || w.positions[row] >= w.num_positions)) return row;
+  }
+  const bool is_large = w.num_rows * w.num_kv_heads * w.head_dim >= 1 << 16;  // else a team costs more than it saves
+  const int num_threads = is_large ? w.num_threads : 1;
+  const auto write_one = [&](int head) {
+    w.dtype == mneme::kFloat32 ? write_head<float>(w, head) : write_head<mneme::bf16>(w, head);
+  };
+  if (num_threads <= 1) {
+    for (int head = 0; head < w.num_kv_heads; ++head) write_one(head);
+    return -1;
+  }
+#pragma omp parallel for num_threads(num_threads)
+  for (int head = 0; head < w.num_kv_heads; ++head) write_one(head);
+  return -1;
+}
+
+// Copies pages of a pool [num_kv_heads, num_pages, page_bytes] to rows of packed [rows, num_kv_heads, page_bytes], or back.
+// packed_ids: the row of each page; null: side by side.
+extern "C" void mneme_copy_pages(char* pool, char* packed, const int64_t* page_ids, const int64_t* packed_ids,
+                                 int64_t count, int64_t num_kv_heads, int64_t num_pages, int64_t page_bytes,
+                                 int32_t into_pool) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = packed_ids ? packed_ids[i] : i;
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      char* page = pool + (head * num_pages + page_ids[i]) * page_bytes;
+      char* copy = packed + (row * num_kv_heads + head) * page_bytes;
+      into_pool ? std::memcpy(page, copy, page_bytes) : std::memcpy(copy, page, page_bytes);
+    }
+  }
+}

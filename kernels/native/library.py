@@ -1,0 +1,253 @@
+"""The compiled CPU path: C++ sources beside this file, built on first use and called through ctypes.
+
+One shared library holds all `native_*.cpp` files. It needs no torch headers, so a build takes seconds; ctypes gives the
+interpreter lock back while a function runs. The file is kept in a cache folder under a name that is a hash of the
+sources, the compiler and the CPU's features, so neither a new version nor another machine with the same home folder
+meets a library that is not its own; a checksum beside it tells whether it is whole, since a truncated library kills
+the process that loads it. A folder that others can write to is not used, nor one that cannot be made: then each
+process builds for itself. Without a compiler `library()` is None and the torch backend does the work.
+
+    MNEME_NATIVE=0            never build nor use it
+    MNEME_CACHE_DIR=<folder>  where built libraries are kept; default: $XDG_CACHE_HOME/mneme or ~/.cache/mneme
+    CXX=<compiler>            default: g++, then c++, then clang++
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).resolve().parent / "cpp"
+# No -ffast-math: kernels rely on infinities; contraction into fused multiply-adds is what makes products fast.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+_BUILD_TIMEOUT_S = 300
+_LOCK_TIMEOUT_S = _BUILD_TIMEOUT_S + 30  # for another process's build
+_SCRATCH_PREFIX = "libmneme_build_"
+_SCRATCH_KEPT_S = 3600  # longer than any build takes
+_LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
+
+
+class BuildError(Exception):
+    """Another process's build did not end."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they are switched off or cannot be built; the reason is logged once."""
+    if os.environ.get("MNEME_NATIVE") == "0":
+        return None
+    try:
+        compiler = find_compiler()
+        if compiler is None:
+            log.warning("no C++ compiler found: CPU kernels fall back to torch, which is several times slower")
+            return None
+        return _load(compiler)
+    except (OSError, ValueError, subprocess.SubprocessError, BuildError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        log.warning("the CPU kernels could not be built, torch is used instead: %s", detail.strip()[-2000:])
+        return None
+
+
+def _load(compiler: tuple[str, ...]) -> ctypes.CDLL:
+    path = build(compiler)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        # Whole, but made for another system, or where nothing may be executed: a new one there would be no better.
+        log.warning("the CPU kernels are built for this process alone, the kept ones cannot be loaded: %s", error)
+        return ctypes.CDLL(str(build(compiler, _folder_of_process())))
+
+
+def num_threads() -> int:
+    """How many threads a kernel may use: as many as torch, but one in a forked process.
+
+    There GCC's OpenMP would wait forever for threads of the parent that the fork did not copy.
+    """
+    return 1 if _is_forked else torch.get_num_threads()
+
+
+def _mark_forked() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+_is_forked = False
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+def find_compiler() -> tuple[str, ...] | None:
+    """The command that compiles C++, with any arguments that $CXX carries; None if there is none.
+
+    Raises ValueError where $CXX is no command line.
+    """
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        try:
+            command = tuple(shlex.split(name))
+        except ValueError as error:
+            raise ValueError(f"CXX: {error} in {name!r}") from None
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[str, ...] = ()) -> Path:
+    """The library's path; compiles it if `folder` has no such file. By default that is the cache folder or, where that
+    cannot be used, a folder of this process.
+
+    Of processes that want it at once, one compiles and the others wait for it. Raises OSError for the `folder`,
+    subprocess.SubprocessError for the compiler, and BuildError if another process's build does not end.
+    """
+    sources = sorted(_FOLDER.glob("*.cpp"))
+    command = [*compiler, *_FLAGS, *flags]
+    name = f"libmneme_{_digest(sources, command)}.so"
+    command += map(str, sources)
+    if folder is not None:
+        return _build_in(folder, name, command)
+    try:
+        folder = cache_folder()
+        _refuse_open(folder)
+        return _build_in(folder, name, command)
+    except OSError as error:
+        log.warning("the CPU kernels are built for this process alone, the cache folder cannot be used: %s", error)
+        return _build_in(_folder_of_process(), name, command)
+
+
+def _build_in(folder: Path, name: str, command: list[str]) -> Path:
+    path = folder / name
+    if _is_whole(path):
+        with suppress(OSError):  # somebody else's, which may be read only
+            os.utime(path)
+            os.utime(_checksum_path(path))
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        if not _is_whole(path):
+            started = time.monotonic()
+            _remove_old(folder)
+            _compile(command, path)
+            log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - started, path)
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Whatever happens meanwhile, `path` and its checksum are both whole or do not fit each other."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH_PREFIX) as scratch:
+        built, checksum = Path(scratch, "library"), Path(scratch, "checksum")
+        subprocess.run(
+            [*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S
+        )
+        checksum.write_bytes(_checksum(built.read_bytes()))
+        for file in (built, checksum):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        checksum.replace(_checksum_path(path))
+        built.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _checksum_path(path).read_bytes() == _checksum(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _checksum(content: bytes) -> bytes:
+    return f"{len(content)} {hashlib.blake2b(content, digest_size=16).hexdigest()}\n".encode()
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_suffix(".sum")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Alone among processes; not waited for longer than a build may take."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s") from None
+                time.sleep(0.05)
+        yield
+
+
+def _remove_old(folder: Path) -> None:
+    """What killed builds left, and libraries that nobody has loaded for long."""
+    now = time.time()
+    for path in folder.glob("libmneme_*"):
+        with suppress(OSError):  # another process may remove them too
+            age_s = now - path.stat().st_mtime
+            if path.name.startswith(_SCRATCH_PREFIX) and age_s > _SCRATCH_KEPT_S:
+                shutil.rmtree(path)
+            elif age_s > _LIBRARY_KEPT_S:
+                path.unlink()
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept. Raises OSError for a user without a home."""
+    if chosen := os.environ.get("MNEME_CACHE_DIR"):
+        return Path(chosen)
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "mneme"
+    try:
+        return Path.home() / ".cache" / "mneme"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+
+
+def _refuse_open(folder: Path) -> None:
+    """Make the folder; raise PermissionError if others could put a library there for us to run."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        owner = f"it belongs to user {found.st_uid} and has mode {found.st_mode & 0o777:o}"
+        raise PermissionError(f"others can write to {folder} ({owner})")
+
+
+@cache
+def _folder_of_process() -> Path:
+    folder = tempfile.mkdtemp(prefix="mneme_")
+    atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
+    return Path(folder)
+
+
+def _digest(sources: list[Path], command: list[str]) -> str:
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    known = hashlib.blake2b(digest_size=12)
+    for part in (*(path.read_bytes() for path in (*sources, *sorted(_FOLDER.glob("*.h")))), version.encode()):
+        known.update(part)
+    known.update(" ".join(command).encode() + cpu_features().encode())
+    return known.hexdigest()
+
+
+def cpu_features() -> str:
+    """What `-march=native` goes by: the CPU's feature flags, or at least its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,81 @@
+"""The decoder's row-wise operations in compiled code (native_ops.cpp), for CPU tensors in float32 or bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mneme.kernels.native.call import native_function
+from mneme.kernels.native.library import library, num_threads
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def can_compute(x: Tensor) -> bool:
+    """Whether there is compiled code for such a tensor."""
+    return x.is_cpu and (x.dtype is torch.bfloat16 or x.dtype is torch.float32) and library() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    count = weight.shape[0]
+    rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, count)
+    outer, inner = rows.stride()[:-1] if rows.ndim == 3 else (rows.stride(0), 0)
+    num_inner = rows.shape[1] if rows.ndim == 3 else 1
+    out = x.new_empty(x.shape)
+    native_function("mneme_rms_norm")(
+        rows.data_ptr(), _like(weight, x).data_ptr(), out.data_ptr(), rows.shape[0], outer, num_inner, inner, count,
+        eps, x.dtype is torch.bfloat16, num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    hidden, delta = hidden.contiguous(), _like(delta, hidden)
+    out = torch.empty_like(hidden)
+    native_function("mneme_add_rms_norm")(
+        hidden.data_ptr(), delta.data_ptr(), _like(weight, hidden).data_ptr(), out.data_ptr(), hidden.shape[0],
+        weight.shape[0], eps, hidden.dtype is torch.bfloat16, num_threads(),
+    )  # fmt: skip
+    return hidden, out
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    gate_up = gate_up.contiguous()
+    num_rows, count = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, count)
+    native_function("mneme_gated")(
+        gate_up.data_ptr(), out.data_ptr(), num_rows, count, _ACTIVATIONS[activation],
+        gate_up.dtype is torch.bfloat16, num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.contiguous()
+    num_rows, count = logits.shape
+    index, value = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    native_function("mneme_best_tokens")(
+        logits.data_ptr(), index.data_ptr(), value.data_ptr(), num_rows, count, num_threads()
+    )
+    return index, value
+
+
+def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> Tensor:
+    logits = logits.contiguous()
+    num_rows, count = logits.shape
+    options = torch.tensor([temperatures, numbers], dtype=torch.float64)
+    index = torch.empty(num_rows, dtype=torch.int64)
+    native_function("mneme_draw_whole")(
+        logits.data_ptr(), options[0].data_ptr(), options[1].data_ptr(), index.data_ptr(), num_rows, count,
+        num_threads(),
+    )  # fmt: skip
+    return index
+
+
+def _like(tensor: Tensor, x: Tensor) -> Tensor:
+    """Contiguous and of x's dtype, which the compiled code takes for granted."""
+    if tensor.dtype is x.dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(x.dtype).contiguous()

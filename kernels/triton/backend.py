@@ -1,0 +1,239 @@
+"""`attend` on CUDA: one launch for all of a layer's attention, and one to merge rows that have several parts.
+
+Once per step the work is cut into tiles and what changed is uploaded; every layer of the step then launches with the
+same buffers, which keep their addresses from step to step unless they must grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import triton
+from mneme.kernels.plan import Plan
+from mneme.kernels.rope import RopeTable
+from mneme.kernels.triton.attention import attention_kernel
+from mneme.kernels.triton.configs import MAX_GROUPS, Config, Phase, config_of, next_power_of_2
+from mneme.kernels.triton.merge import merge_kernel
+from mneme.kernels.triton.reach import check_reach
+from mneme.kernels.triton.step import DeviceStep, step_of
+from mneme.kernels.triton.tiles import Grid
+from mneme.kernels.work_list import WorkList
+
+MAX_HEAD_DIM = 256
+# Cutting long pieces apart stops at this many bytes of partial results.
+_SPLIT_SCRATCH_BYTES = 64 << 20
+_LOG2_E = 1.4426950408889634
+_PREFILL_ROWS = 128  # query rows times heads per KV head of a piece from which large tiles pay
+MERGE_WARPS = 4
+# Under the interpreter: few programs, but more than one per piece.
+_INTERPRETED_PROGRAMS = 8
+
+
+def attend_triton(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_position: Tensor,
+    rope: RopeTable | None,
+    plan: Plan,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `mneme.kernels.attention.attend`; on CPU tensors under the interpreter (TRITON_INTERPRET=1) only.
+
+    Scratch on the device: partial results, float32, of 64 MiB or of the rows that two or more pieces read if that is
+    more; 4 bytes per token of the plan's pages; and the plan itself.
+    """
+    if reason := reason_against(q.device, plan):
+        raise ValueError(f"backend: 'triton' {reason}")
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if not plan.num_rows:
+        return out, lse
+    config, trims, grid = _choice(q.device, q.dtype, plan)
+    window = None if window is None else min(window, 2**30)
+    step = _prepared_step(plan, slot_position, rope, window, grid)
+    table, num_positions, rotary_dim = (lse, 1, 0) if rope is None else _rope_arguments(rope)
+    slopes = lse if alibi_slopes is None else alibi_slopes.float().contiguous()
+    switches = {"HAS_WINDOW": window is not None, "HAS_SLOPES": alibi_slopes is not None}
+    switches |= {"HAS_CAP": soft_cap is not None, "TRIM": trims or window is not None}
+    with step.active():
+        if step.num_tiles:
+            attention_kernel[(step.num_tiles * plan.num_kv_heads,)](
+                q.contiguous(), k_pages, v_pages, step.key_position, table, slopes, out, lse, *step.partials,
+                step.words, k_pages.shape[1], num_positions, window or 0, *_scales(softmax_scale, soft_cap),
+                **_plan_constants(plan, config, rotary_dim, q.dtype), **switches,
+            )  # fmt: skip
+        if step.num_merged:
+            _merge(out, lse, step, plan)
+    return out, lse
+
+
+def _prepared_step(
+    plan: Plan, slot_position: Tensor, rope: RopeTable | None, window: int | None, grid: Grid
+) -> DeviceStep:
+    """The buffers that hold a plan which the kernels can do."""
+    if rope is not None:
+        check_reach(plan, slot_position, rope.num_positions, window)
+    step = step_of(slot_position.device)
+    if slot_position.is_cuda:
+        step.check_capture(plan)
+    step.prepare(plan, slot_position, grid)
+    return step
+
+
+def _scales(softmax_scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """`q_scale` and `cap` of the kernel."""
+    if soft_cap is None:
+        return softmax_scale * _LOG2_E, 1.0
+    return softmax_scale * (1.0 / float(soft_cap)), float(soft_cap)
+
+
+def _plan_constants(plan: Plan, config: Config, rotary_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "NUM_KV_HEADS": plan.num_kv_heads,
+        "GROUPS": plan.num_q_heads // plan.num_kv_heads,
+        "INTERPRET": is_interpreted(),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **launch_constants(config, plan.head_dim, rotary_dim, plan.page_size, dtype),
+    }
+
+
+def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positions: int | None) -> Hashable | None:
+    """Bring a plan to its device ahead of `attend_triton`, whose launches may then be captured and replayed.
+
+    Returns what these launches depend on beside the shapes of their tensors: a replay is right for every plan that is
+    staged with an equal value. None if attention has to look at the device, or is not done here.
+    """
+    device = slot_position.device
+    if reason_against(device, plan) or not plan.num_rows:
+        return None
+    deltas = plan.work.delta
+    if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
+        return None  # `check_reach` would read positions back
+    config, trims, grid = _choice(device, dtype, plan)
+    step = step_of(device)
+    step.prepare(plan, slot_position, grid)
+    step.round_up()
+    step.staged = plan
+    return config, trims, step.num_tiles, step.num_merged, step.addresses
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Python, on CPU tensors."""
+    return not isinstance(attention_kernel, triton.runtime.JITFunction)
+
+
+def reason_against(device: torch.device, plan: Plan) -> str | None:
+    """Why this backend cannot do a plan, or None."""
+    if device.type != "cuda" and not is_interpreted():
+        return f"needs CUDA tensors, or TRITON_INTERPRET=1 in the environment (got {device})"
+    if plan.head_dim > MAX_HEAD_DIM:
+        return f"holds heads of up to {MAX_HEAD_DIM} dimensions (got {plan.head_dim})"
+    num_groups = plan.num_q_heads // plan.num_kv_heads
+    if num_groups > MAX_GROUPS:
+        return f"holds up to {MAX_GROUPS} query heads per KV head (got {num_groups})"
+    if len(plan.work.page_id) * plan.page_size >= 2**31:
+        return f"counts keys in 31 bits (got {len(plan.work.page_id)} pages of {plan.page_size})"
+    return None
+
+
+def launch_constants(
+    config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The kernel's constants that follow from a configuration and a model."""
+    return {
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_SIZE": page_size,
+        "BLOCK_HALF": max(16, next_power_of_2((head_dim + 1) // 2)),
+        "NARROW_M": config.narrow_m,
+        "WIDE_M": config.wide_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # 16-bit products have one precision
+    }
+
+
+def phase_of(work: WorkList, num_groups: int) -> Phase:
+    """Which kind of tile has more keys to read."""
+    rows = np.diff(work.row_begin).astype(np.int64) * num_groups
+    pages = np.concatenate(([0], np.cumsum(work.page_end - work.page_begin)))
+    keys = pages[work.run_begin[1:]] - pages[work.run_begin[:-1]]
+    is_large = rows >= _PREFILL_ROWS
+    large = (keys * -(-rows // _PREFILL_ROWS))[is_large].sum()
+    return "prefill" if large > keys[~is_large].sum() else "decode"
+
+
+class _Choice(NamedTuple):
+    config: Config
+    trims: bool  # whether to look for pages that no row of a tile sees
+    grid: Grid
+
+
+def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
+    """How a plan's work is launched; found once per work."""
+    key = ("triton", "choice", device, dtype)
+    choice: _Choice | None = plan.work.derived.get(key)
+    if choice is None:
+        num_groups = plan.num_q_heads // plan.num_kv_heads
+        phase = phase_of(plan.work, num_groups)
+        sizes = {"head_dim": plan.head_dim, "element_bytes": dtype.itemsize, "num_groups": num_groups}
+        config = config_of(**sizes, phase=phase, architecture=_architecture(device))
+        choice = _Choice(config, phase == "prefill", _grid(device, plan, config))
+        plan.work.derived[key] = choice
+    return choice
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _grid(device: torch.device, plan: Plan, config: Config) -> Grid:
+    at_once = _INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        at_once = torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_processor
+    slot_bytes = 4 * plan.num_q_heads * (plan.head_dim + 1)
+    return Grid(
+        page_size=plan.page_size,
+        num_groups=plan.num_q_heads // plan.num_kv_heads,
+        num_kv_heads=plan.num_kv_heads,
+        narrow_m=config.narrow_m,
+        wide_m=config.wide_m,
+        num_at_once=at_once,
+        max_split_slots=_SPLIT_SCRATCH_BYTES // slot_bytes,
+    )
+
+
+def _rope_arguments(rope: RopeTable) -> tuple[Tensor, int, int]:
+    return rope.table, rope.num_positions, rope.rotary_dim
+
+
+def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan) -> None:
+    merge_kernel[(step.num_merged * plan.num_q_heads,)](
+        out, lse, *step.partials, step.words, **merge_constants(plan.num_q_heads, plan.head_dim),
+        num_warps=MERGE_WARPS,
+    )  # fmt: skip
+
+
+def merge_constants(num_q_heads: int, head_dim: int) -> dict[str, int]:
+    """The merge kernel's constants."""
+    return {
+        "NUM_Q_HEADS": num_q_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_PARTS": 16,
+        "BLOCK_DIM": next_power_of_2(head_dim),
+    }

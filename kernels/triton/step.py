@@ -1,0 +1,214 @@
+"""What a device holds of the present step: its work, the positions of its keys, and room for partial results.
+
+One step of a thread is on a device at a time, as an engine has one thread. A plan whose work was overwritten by another
+plan's is uploaded again when it is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mneme.kernels.plan import Plan
+from mneme.kernels.triton.pack import PackedWork, Span
+from mneme.kernels.triton.queries import key_position_kernel
+from mneme.kernels.triton.tiles import Grid, Tiles, cut
+from mneme.kernels.work_list import WorkList
+
+_KEYS_PER_PROGRAM = 1024
+_STAGING_BUFFERS = 2
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """A number that grows when a tensor is written.
+
+    Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
+class DeviceStep:
+    """The buffers of one device. They grow by half at least, so a server soon stops growing them."""
+
+    def __init__(self, device: torch.device, *, is_own: bool = False) -> None:
+        self.device = device
+        self.staged: Plan | None = None  # the plan that will be brought here again before a replay
+        self._is_own = is_own
+        self.words = torch.zeros(0, dtype=torch.int32, device=device)
+        self.key_position = torch.zeros(0, dtype=torch.int32, device=device)
+        self.partials = (torch.zeros(0, device=device), torch.zeros(0, device=device))
+        self.num_tiles = 0
+        self.num_merged = 0
+        self.uploaded_bytes = 0  # since the start, for tests and metrics
+        self._packed: PackedWork | None = None
+        self._page_size = 0
+        self._last: tuple[WorkList, Grid, Tiles] | None = None
+        self._plan: Plan | None = None
+        self._placed: tuple[Tensor, int | None] | None = None  # slot positions and their version
+        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
+
+    def active(self) -> AbstractContextManager[object]:
+        """Launch on this device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def prepare(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:
+        """Bring the buffers to a plan; does nothing for the second layer of a step."""
+        version = version_of(slot_position)
+        is_new = self._plan is not plan or self._last is None or self._last[1] != grid
+        if not is_new and self._placed is not None and self._placed[0] is slot_position and self._placed[1] == version:
+            return
+        try:
+            if is_new:
+                self._upload(plan, grid)
+            self._place_keys(plan, slot_position)
+        except BaseException:
+            self._forget()
+            raise
+        self._plan, self._placed = plan, (slot_position, version)
+
+    def _forget(self) -> None:
+        """Nobody knows what the buffers hold: the next plan is uploaded whole, from staging memory of its own."""
+        self._packed = self._last = self._plan = self._placed = self.staged = None
+        self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
+
+    def round_up(self) -> None:
+        """Launch for numbers of tiles and merged rows that are powers of two, so that few numbers occur.
+
+        Programs without work end at once. Holds until another plan is prepared.
+        """
+        counts = (self.num_tiles, self.num_merged)
+        self.num_tiles, self.num_merged = (1 << (count - 1).bit_length() if count else 0 for count in counts)
+
+    def check_capture(self, plan: Plan) -> None:
+        """Refuse to capture launches that would find another plan's work here when they are replayed."""
+        if torch.cuda.is_current_stream_capturing() and not (self._is_own or self.staged is plan):
+            raise RuntimeError("a captured plan must have been staged, or have buffers of its own (OwnStep)")
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where launches find this step."""
+        return tuple(buffer.data_ptr() for buffer in (self.words, self.key_position, *self.partials))
+
+    @torch.inference_mode(False)  # buffers outlive the mode in which they are first needed
+    def _upload(self, plan: Plan, grid: Grid) -> None:
+        tiles = self._tiles_of(plan, grid)
+        if self._packed is None or self._page_size != plan.page_size:
+            self._packed, self._page_size = PackedWork(plan.page_size), plan.page_size
+        spans = self._packed.update(plan.work, tiles, plan.position.astype(np.int32))
+        if len(self.words) != len(self._packed.words):
+            self.words = torch.zeros(len(self._packed.words), dtype=torch.int32, device=self.device)
+            spans = [(0, len(self.words))]
+        self._copy(self._packed.words, spans)
+        self._reserve(plan, tiles)
+        self._last = (plan.work, grid, tiles)
+        self.num_tiles, self.num_merged = len(tiles.tile), len(tiles.merged_row)
+
+    def _tiles_of(self, plan: Plan, grid: Grid) -> Tiles:
+        """Tiles are cut once per work; those of the work that this one was appended to are still right."""
+        key = ("triton", "tiles", grid)
+        tiles: Tiles | None = plan.work.derived.get(key)
+        if tiles is None:
+            last = self._last
+            if last is not None and last[0].page_id is plan.work.page_id and last[1] == grid:
+                tiles = last[2]
+            else:
+                tiles = cut(plan.work, plan.num_rows, grid)
+            plan.work.derived[key] = tiles
+        return tiles
+
+    def _copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span]) -> None:
+        self.uploaded_bytes += 4 * sum(end - start for start, end in spans)
+        if self.device.type != "cuda":
+            for start, end in spans:
+                self.words[start:end] = torch.from_numpy(words[start:end])
+            return
+        staging = self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        staging.copy(words, spans, self.words)
+
+    def _reserve(self, plan: Plan, tiles: Tiles) -> None:
+        """Room for what kernels write."""
+        num_keys = len(plan.work.page_id) * plan.page_size
+        if len(self.key_position) < num_keys:
+            self.key_position = torch.zeros(num_keys * 3 // 2, dtype=torch.int32, device=self.device)
+        num_lses = tiles.num_slots * plan.num_q_heads
+        num_outs = num_lses * plan.head_dim
+        if len(self.partials[0]) < num_outs or len(self.partials[1]) < num_lses:
+            sizes = (num_outs * 3 // 2, num_lses * 3 // 2)
+            out, lse = (torch.zeros(size, device=self.device) for size in sizes)
+            self.partials = (out, lse)
+
+    def _place_keys(self, plan: Plan, slot_position: Tensor) -> None:
+        pages = max(1, _KEYS_PER_PROGRAM // plan.page_size)
+        num_listed = len(plan.work.page_id)
+        if not num_listed:
+            return
+        with self.active():
+            key_position_kernel[(-(-num_listed // pages),)](
+                self.key_position, slot_position, self.words, num_listed, PAGE_SIZE=plan.page_size, PAGES=pages
+            )
+
+
+class _Staging:
+    """Pinned memory that is not written again before the copy out of it is done."""
+
+    def __init__(self) -> None:
+        self._words: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, words: np.ndarray[tuple[int], np.dtype[np.int32]], spans: list[Span], target: Tensor) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._words is None or len(self._words) != len(words):
+            self._words = torch.zeros(len(words), dtype=torch.int32, pin_memory=True)
+        staged = self._words.numpy()
+        for start, end in spans:
+            staged[start:end] = words[start:end]
+            target[start:end].copy_(self._words[start:end], non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(target.device))
+
+
+class _Steps(threading.local):
+    """Each thread its own, so that engines on one device do not write each other's buffers."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, DeviceStep] = {}
+
+
+_STEPS = _Steps()
+
+
+class OwnStep:
+    """Within the block this thread's attention on a device has buffers of its own.
+
+    For launches that are captured with one plan and replayed whatever other plans have run since. The block may be
+    entered again and again; the buffers stay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._step = DeviceStep(device, is_own=True)
+        self._outer: list[DeviceStep | None] = []
+
+    def __enter__(self) -> DeviceStep:
+        self._outer.append(_STEPS.by_device.get(self._step.device))
+        _STEPS.by_device[self._step.device] = self._step
+        return self._step
+
+    def __exit__(self, *exception: object) -> None:
+        outer = self._outer.pop()
+        if outer is None:
+            del _STEPS.by_device[self._step.device]
+        else:
+            _STEPS.by_device[self._step.device] = outer
+
+
+def step_of(device: torch.device) -> DeviceStep:
+    """The present step of a device, for the calling thread."""
+    if device not in _STEPS.by_device:
+        _STEPS.by_device[device] = DeviceStep(device)
+    return _STEPS.by_device[device]

@@ -1,0 +1,319 @@
+"""What the cache tier has of one sequence: looked for, and brought into memory, while the engine runs others.
+
+A `Fetch` goes from *looking* (the store is asked; its sequence may compute its first rows meanwhile) over *bringing*
+(bytes that are not in this node's memory are read, first layers first) to *there*. It may stop at any time: what did
+not come is computed. One thread is at it until `rest`; sources are closed once nobody wants it and no thread is at it.
+
+Policy and threads only: no tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from mneme.cachetier.chunk.header import U8Array
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.policy.load_controller import LoadPlan
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.replicas.connector.load_clock import LoadClock
+from mneme.replicas.connector.read_room import ReadRoom
+from mneme.replicas.origins import Source
+
+GivenUp = Literal["lookup", "waiting", "loading"]  # which took too long; the last: within a step
+GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
+SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read over one edge."""
+
+    num_bytes: int = 0
+    num_layers: int = 0  # of chunks
+    seconds: float = 0.0
+    since_s: float | None = None  # when the read began that is under way
+
+
+class Fetch:
+    """Chunks that one sequence may load. `is_ready`, `spans` and `close` never block: the engine calls them."""
+
+    def __init__(
+        self,
+        query: ChainQuery,
+        num_resident: int,
+        look_until_s: float,
+        room: ReadRoom,
+        clock: Callable[[], float],
+        *,
+        is_alone: bool = True,
+        on_closed: Callable[[Fetch], None] = lambda fetch: None,
+        on_given_up: Callable[[GivenUp], None] = lambda what: None,
+    ) -> None:
+        """`is_alone`: nothing else ran when it began. `on_given_up` is called once at most, on the engine's thread."""
+        self.query, self.num_resident = query, num_resident
+        self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
+        self.plan: LoadPlan | None = None
+        self.reads: dict[Edge, Reads] = {}  # so far
+        self.is_alone = is_alone
+        self.is_given_up = False  # as it took too long
+        self.late_edge: Edge | None = None  # for which it was given up
+        self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
+        self._look_until_s = look_until_s
+        self._times: LoadClock | None = None  # once it was found
+        self._at = 0  # the chunk that is being brought, or was last
+        self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
+        self._num_sound = 0  # sources, before the first of which something could not be brought
+        self._room, self._clock = room, clock
+        self._on_closed, self._on_given_up = on_closed, on_given_up
+        self._condition = threading.Condition()
+        self._layers: list[dict[int, U8Array]] = []  # by chunk: what was brought and not yet taken
+        self._is_busy = True  # a thread looks or reads, or is about to
+        self._has_looked = self._is_there = self._is_closed = self._is_urgent = self._is_ended = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Nobody wants it any more."""
+        return self._is_closed
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether it is not known yet what there is."""
+        return not (self._has_looked or self._is_there or self._is_closed)
+
+    def num_rows_before(self, num_tokens: int) -> int:
+        """Rows behind so many tokens that a step computes at most while it is looking: up to where a chunk ends."""
+        return self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
+
+    def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
+        """Without those of which the sequence has all by now; the rest begins at `start_of(0)`."""
+        num_skipped = max(self.num_resident // self.query.chunk_tokens - self.query.first, 0)
+        self.query = replace(self.query, first=self.query.first + num_skipped)
+        for source in sources[:num_skipped]:
+            source.close()
+        return sources[num_skipped:]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody need wait for it: all is in memory, or nothing is to come."""
+        return self._is_closed or self._is_there
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Positions whose KV each chunk has, as far as they can be had; none while that is not known."""
+        if not self._has_looked or self._is_closed:
+            return []
+        sources = self.sources[: self._num_sound]
+        return [(self.start_of(i), self.start_of(i) + source.num_usable) for i, source in enumerate(sources)]
+
+    def start_of(self, index: int) -> int:
+        """The position of a chunk's first token."""
+        return (self.query.first + index) * self.query.chunk_tokens
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token that it has."""
+        return max((end for _, end in self.spans), default=0)
+
+    def source_of(self, index: int) -> Source:
+        return SOURCE_BY_EDGE[self.sources[index].edge]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a load of it would not wait for what is read."""
+        return self._times is not None and self._times.is_all_brought
+
+    def begin_load(self, beside_s: float = 0.0) -> None:
+        """Pages were taken for it; the step's other loads are predicted to take so long."""
+        assert self._times is not None
+        self._times.begin_load(beside_s)
+
+    def left_s(self, layer: int, computed_s: float = 0.0) -> float:
+        """Until a layer must have come, or the rest is given up; see `LoadClock.left_s`."""
+        assert self._times is not None
+        return self._times.left_s(layer, computed_s)
+
+    def is_ready(self, *, is_alone: bool) -> bool:
+        """Whether the sequence, which could run, need not wait for it any longer: all is in memory, nothing was found,
+        it is too late, or what there is will be said while the first rows are computed.
+
+        Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
+        """
+        if self.is_settled or (self._has_looked and is_alone):
+            self.pause()
+            return True
+        times = self._times
+        if times is None:
+            return self._clock() >= self._look_until_s
+        if times.left_to_wait_s() > 0:
+            return False
+        self.give_up("waiting", self._at)
+        self.close()
+        return True
+
+    def pause(self) -> None:
+        """Until it is asked for again, the sequence waits for something else, or for nothing."""
+        if self._times is not None:
+            self._times.stop()
+
+    def give_up(self, what: GivenUp, index: int | None = None) -> None:
+        """It took too long, for this chunk; its edge is told so when it ends."""
+        if not self.is_given_up:
+            self.is_given_up = True
+            self.late_edge = None if index is None else self.sources[index].edge
+            self._on_given_up(what)
+
+    def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
+        """What the store has and the plan wants; whether some of it is to be brought. The rest is closed."""
+        with self._condition:
+            wanted = [] if self._is_closed else sources[: plan.num_chunks]
+            self.sources, self.plan, self._num_sound = wanted, plan, len(wanted)
+            self._layers = [{} for _ in wanted]
+            if wanted:
+                layout = wanted[0].header.layout
+                self.num_layers, self._layer_bytes = layout.num_layers, wanted[0].header.layer_bytes
+            self._times = LoadClock(plan, self.num_layers, self._clock)
+            self._times.num_brought = 0 if self._far else self.num_layers
+            self._is_there, self._has_looked = not self._far, True
+        for source in sources[len(wanted) :]:
+            source.close()
+        return bool(self._far)
+
+    def bring(self) -> None:
+        """Read what is not in this node's memory, layer by layer; on a thread of its own."""
+        times = self._times
+        assert times is not None
+        times.begin_bringing()
+        for layer in range(self.num_layers):
+            for index in self._far:
+                self._at = index
+                if index < self._num_sound and not self._bring(index, layer):
+                    return
+            times.num_brought = layer + 1
+
+    def rest(self) -> None:
+        """No thread is at it from now on."""
+        with self._condition:
+            self._is_busy, self._is_there = False, True
+            self._condition.notify_all()
+            is_closed = self._is_closed
+        if is_closed:
+            self._end()
+
+    def take(self, index: int, layer: int) -> U8Array | Miss:
+        """The bytes of a chunk's layer, checked; waits for them where they are being read. Each is taken once."""
+        if index not in self._far:
+            return self._read(index, layer, self.num_readers)
+        self._is_urgent = True
+        self._room.wake()
+        with self._condition:
+            self._condition.wait_for(lambda: layer in self._layers[index] or self._is_lost(index))
+            brought = self._layers[index].pop(layer, None)
+        if brought is None:
+            return Miss.ABSENT
+        self._room.give(brought.nbytes)
+        return brought
+
+    def note_copy(self, index: int, seconds: float) -> None:
+        """Time that an edge took behind a read."""
+        with self._condition:
+            self._reads_of(index).seconds += seconds
+
+    def read_so_far(self, edge: Edge) -> tuple[int, float, float]:
+        """Bytes, chunks (a layer is a part of one) and seconds, with the read that was given up."""
+        with self._condition:
+            reads = self.reads.get(edge, Reads())
+            num_bytes, num_layers, seconds = reads.num_bytes, reads.num_layers, reads.seconds
+            if reads.since_s is not None and edge == self.late_edge:
+                num_bytes += self._layer_bytes
+                num_layers, seconds = num_layers + 1, seconds + self._clock() - reads.since_s
+        return num_bytes, num_layers / self.num_layers, seconds
+
+    def abandon(self) -> None:
+        """Whoever waits for bytes is told that there are none; the sources are closed later."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._room.wake()
+
+    def close(self) -> None:
+        """Nobody wants it any more. What a thread is at ends by itself."""
+        self.abandon()
+        if not self._is_busy:
+            self._end()
+
+    def _reads_of(self, index: int) -> Reads:
+        return self.reads.setdefault(self.sources[index].edge, Reads())
+
+    @property
+    def _far(self) -> list[int]:
+        return [index for index, source in enumerate(self.sources) if source.edge != "host"]
+
+    def _is_lost(self, index: int) -> bool:
+        """Whether nothing more of a chunk is brought."""
+        return self._is_closed or not self._is_busy or index >= self._num_sound
+
+    def _bring(self, index: int, layer: int) -> bool:
+        """False when nobody wants any more of it."""
+        source = self.sources[index]
+        if not self._room.has(source.header.layer_bytes):
+            self._is_there = True  # as far as it can be: it goes on when the engine takes what was read
+        if not self._room.take(source.header.layer_bytes, lambda: self._is_urgent, lambda: self._is_closed):
+            return False
+        read: U8Array | Miss = Miss.BUSY
+        try:
+            read = self._read(index, layer)
+        finally:
+            if isinstance(read, Miss):
+                self._room.give(source.header.layer_bytes)
+                self.lose_from(index)
+        if not isinstance(read, Miss):
+            with self._condition:
+                self._layers[index][layer] = read
+                self._condition.notify_all()
+        return True
+
+    def lose_from(self, index: int) -> None:
+        """A chunk cannot be had, and those behind it are of no use without it; those before it are."""
+        with self._condition:
+            self._num_sound = min(self._num_sound, index)
+            brought, self._layers[index:] = self._layers[index:], [{} for _ in self._layers[index:]]
+            self._condition.notify_all()
+        self._give_room(brought)
+
+    def _read(self, index: int, layer: int, num_readers: int = 1) -> U8Array | Miss:
+        source, started_s = self.sources[index], self._clock()
+        read: U8Array | Miss = Miss.BUSY
+        with self._condition:
+            reads = self._reads_of(index)
+            reads.since_s = started_s
+        try:
+            read = source.read(layer)
+        except MemoryError:
+            pass
+        finally:
+            self._note(reads, read, (self._clock() - started_s) / num_readers)
+        return read
+
+    def _note(self, reads: Reads, read: U8Array | Miss, seconds: float) -> None:
+        with self._condition:
+            reads.since_s, reads.seconds = None, reads.seconds + seconds
+            if not isinstance(read, Miss):
+                reads.num_bytes += read.nbytes
+                reads.num_layers += 1
+
+    def _give_room(self, brought: list[dict[int, U8Array]]) -> None:
+        self._room.give(sum(read.nbytes for layers in brought for read in layers.values()))
+
+    def _end(self) -> None:
+        with self._condition:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            layers, self._layers = self._layers, [{} for _ in self.sources]
+        self._give_room(layers)
+        for source in self.sources:
+            source.close()
+        self._on_closed(self)

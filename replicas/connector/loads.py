@@ -1,0 +1,212 @@
+"""KV of chunks into the pages that a step took for it, layer by layer, while the step computes (AttentionStore 3.2.1).
+
+A thread takes each chunk's layer from its `Fetch`, checked, and copies it into the pool, on CUDA with a few others that
+take beside it; the forward pass waits for a layer right before it needs it, and no longer than the fetch may take. What
+fails, or comes too late, is *lost*: the pass goes on with whatever lies there, and when it is over the engine takes
+back all that depends on it (`Scheduler.retract`). So a fault of the cache tier ends no request, and nobody gets a token
+that was computed from wrong bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.pages.streams import Event
+from mneme.replicas.connector.fetch import Fetch
+from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
+from mneme.replicas.forest.moves import Graft, GraftPiece
+from mneme.replicas.forest.nodes import Node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One chunk on its way."""
+
+    fetch: Fetch
+    given: GraftPiece
+    tokens: ChunkTokens
+    num_done: int = 0  # layers in the pool
+    is_lost: bool = False
+
+
+class ChunkLoad:
+    """What one step loads; see `tier.Load`, but nothing is raised for what does not come."""
+
+    def __init__(
+        self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages, take_all: Callable[..., object] = map
+    ) -> None:
+        """`take_all` is `map`, with the calls beside each other where pages have several readers."""
+        self._pieces = [[_piece(graft, given) for given in graft.pieces] for graft in grafts]
+        self._ending = [pieces[0].fetch for graft, pieces in zip(grafts, self._pieces, strict=True) if graft.is_last]
+        self._all = [piece for pieces in self._pieces for piece in pieces]
+        self._num_layers, self._pages, self._take_all = num_layers, pages, take_all
+        self._events: list[list[Event]] = [[] for _ in range(num_layers)]  # of each layer's batches
+        self._condition = threading.Condition()
+        self._is_over = False
+        self._after = pages.issued()
+        self.num_lost = 0
+        self._began_s, self._waited_s = time.monotonic(), 0.0
+        step_s = sum(map(_predicted_s, self._pieces))
+        for pieces in self._pieces:
+            pieces[0].fetch.num_readers = max(min(pages.num_readers, len(self._all)), 1)
+            pieces[0].fetch.begin_load(step_s - _predicted_s(pieces))
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when this layer's pages may be read, but for what is lost."""
+        started_s = time.monotonic()
+        computed_s = started_s - self._began_s - self._waited_s
+        with self._condition:
+            for pieces in self._pieces:
+                fetch = pieces[0].fetch
+                while not _has(pieces, layer):
+                    left_s = max(fetch.left_s(layer, computed_s), 0.0)
+                    if not self._condition.wait(left_s) and not _has(pieces, layer):
+                        late = next(piece for piece in pieces if not piece.is_lost and piece.num_done <= layer)
+                        fetch.give_up("loading", late.given.chunk)
+                        self._lose(late)
+            events = self._events[layer].copy()
+        self._waited_s += time.monotonic() - started_s
+        for event in events:
+            self._pages.wait(event)
+
+    def finish(self) -> list[Node]:
+        """The pass is over: nothing is written any more, but before what the engine issues from now on.
+
+        Returns the nodes whose KV did not come.
+        """
+        with self._condition:
+            for piece in self._all:
+                if piece.num_done < self._num_layers and not piece.is_lost:
+                    self._lose(piece)
+            self._is_over = True
+            lost = [piece for piece in self._all if piece.is_lost]
+            last = next((events[-1] for events in reversed(self._events) if events), None)
+        self._pages.wait(last)  # copies are in order
+        for fetch in self._ending:
+            fetch.close()
+        self.num_lost = len(lost)
+        return [node for piece in lost for node in piece.given.nodes]
+
+    def run(self) -> None:
+        """Copy layer after layer; on the thread of loads."""
+        batches = self._pages.batches([piece.tokens for piece in self._all])
+        for layer in range(self._num_layers):
+            for batch in batches:
+                self._copy(batch, layer)
+
+    def _copy(self, batch: PageBatch, layer: int) -> None:
+        pieces = [self._all[index] for index in batch.chunks]
+        if all(piece.is_lost for piece in pieces):
+            return
+        started_s = time.monotonic()
+        batch.begin()
+        begun_s = time.monotonic() - started_s
+        for _ in self._take_all(partial(self._take, batch, layer), batch.chunks):  # type: ignore[attr-defined]
+            pass
+        with self._condition:  # held while the pool is written: `finish` returns when nothing is
+            if self._is_over or all(piece.is_lost for piece in pieces):
+                return
+            started_s = time.monotonic()
+            event = batch.scatter(layer, self._after)
+            if event is not None:
+                self._events[layer].append(event)
+            seconds = begun_s + time.monotonic() - started_s
+            for piece in pieces:
+                if not piece.is_lost:
+                    piece.num_done = layer + 1
+                    piece.fetch.note_copy(piece.given.chunk, seconds / len(pieces))
+            self._condition.notify_all()
+
+    def _take(self, batch: PageBatch, layer: int, number: int) -> None:
+        """Never raises: the next batch may have the memory that this one gave when all of these calls have returned."""
+        piece, fetch = self._all[number], self._all[number].fetch
+        if piece.is_lost:
+            return
+        try:
+            taken = fetch.take(piece.given.chunk, layer)
+            started_s = time.monotonic()
+            if not isinstance(taken, Miss):
+                batch.put(number, taken)
+                fetch.note_copy(piece.given.chunk, (time.monotonic() - started_s) / fetch.num_readers)
+                return
+        except Exception:  # the edge of a thread
+            log.exception("a chunk's layer could not be read")
+        with self._condition:
+            if not self._is_over and not piece.is_lost:
+                self._lose(piece)
+
+    def _lose(self, first: _Piece) -> None:
+        """A piece, and those of its sequence behind it."""
+        pieces = next(pieces for pieces in self._pieces if first in pieces)
+        for piece in pieces[pieces.index(first) :]:
+            piece.is_lost = True
+        if first is pieces[0]:
+            first.fetch.abandon()
+        else:
+            first.fetch.lose_from(first.given.chunk)  # the thread may wait for it, and others behind it
+        self._condition.notify_all()
+
+
+class ChunkLoads:
+    """The thread that copies; it keeps nothing alive while it sleeps."""
+
+    def __init__(self, num_layers: int, pages: ChunkPages) -> None:
+        self._num_layers, self._pages = num_layers, pages
+        readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
+        self._take_all: Callable[..., object] = map if readers is None else readers.map
+        self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._queue, readers), name="kv-chunk-loads", daemon=True)
+        self._thread.start()
+        self.close: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
+
+    def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
+        load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
+        self._queue.put(load)
+        return load
+
+
+def _run(loads: queue.SimpleQueue[ChunkLoad | None], readers: ThreadPoolExecutor | None) -> None:
+    while (load := loads.get()) is not None:
+        try:
+            load.run()
+        except Exception:  # the edge of a thread: what was not copied is lost
+            log.exception("a load of chunks failed")
+            load.finish()
+        del load
+    if readers is not None:
+        readers.shutdown(wait=False)
+
+
+def _has(pieces: Sequence[_Piece], layer: int) -> bool:
+    return all(piece.is_lost or piece.num_done > layer for piece in pieces)
+
+
+def _predicted_s(pieces: Sequence[_Piece]) -> float:
+    """What one sequence's part of a load should take."""
+    plan = pieces[0].fetch.plan
+    return 0.0 if plan is None else plan.predicted_load_s * len(pieces) / plan.num_chunks
+
+
+def _piece(graft: Graft, given: GraftPiece) -> _Piece:
+    fetch = graft.chunks
+    assert isinstance(fetch, Fetch)
+    start = fetch.start_of(given.chunk)
+    position, runs = given.start, []
+    for page_id, offset, count in given.runs:
+        runs.append((page_id, offset, count, position - start))
+        position += count
+    num_tokens = fetch.sources[given.chunk].header.num_tokens
+    return _Piece(fetch, given, ChunkTokens(num_tokens, np.array(runs, np.int64).reshape(-1, 4)))

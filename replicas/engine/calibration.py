@@ -1,0 +1,265 @@
+"""Measures what steps cost on this device, before there is traffic, with the runner that will serve it.
+
+A prompt is computed piece by piece, so that each piece is a point of (rows, context); behind it, and behind short
+prompts, some tokens are decoded. That happens in a forest of its own over the engine's pages, which nobody holds yet;
+afterwards no slot is visible and no counter of the engine has moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mneme.cachetier.chunk.header import U8Array
+from mneme.cachetier.policy.cost_file import CostFile
+from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
+from mneme.cachetier.policy.edge_calibration import measured_edges
+from mneme.kernels.native.library import cpu_features
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
+from mneme.replicas.engine.pool import make_forest
+from mneme.replicas.engine.warm_up import no_trace
+from mneme.replicas.model.sampler import SampleRow, sample
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.schedule.scheduler import Scheduler
+from mneme.replicas.sequence import Sequence
+
+if TYPE_CHECKING:
+    from mneme.replicas.model.runner import Runner
+
+log = logging.getLogger(__name__)
+
+_PIECES = (32, 96, 384, 2048, 2048, 64)  # rows, one after the other
+_FEWEST_ROWS = 16  # of a piece behind the first, where it is shortened
+_BATCH, _BATCH_CONTEXT = 8, 48  # sequences that decode together, tokens of each
+_NUM_DECODES = 4  # of each batch, at most
+_NUM_PASSES = 4  # at most; no pass is begun that would take longer than is left
+_PIECE_SHARE = 1 / 12  # of the time
+_FAR = 3.0  # times what was measured, or a part of it
+_EDGE_SHARE = 0.1  # of the time
+_USED_SHARE = 0.7  # of the pages
+_GREEDY = SamplingParams(temperature=0, seed=0)
+
+Step = tuple[list[tuple[int, int]], float]  # (rows, context) of each sequence, seconds
+
+
+def remembered_costs(
+    runner: Runner,
+    config: EngineConfig,
+    file: CostFile,
+    *,
+    chunk_tokens: int = 256,
+    disk_folder: Path | None = None,
+    budget_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> CostModel:
+    """The cost model that an earlier start has left, or a new one, which is left to the next.
+
+    One whose steps have turned out far from what was measured, on a machine that was busy then, is measured again.
+    """
+    found = file.read(clock)
+    if found is not None and all(1 / _FAR <= scale <= _FAR for scale in found.step_scales):
+        return found
+    started_s = time.perf_counter()
+    calibration = calibrate(runner, config, chunk_tokens=chunk_tokens, disk_folder=disk_folder, budget_s=budget_s)
+    costs = CostModel(calibration, clock)
+    log.info("measured costs in %.1f s: %s", time.perf_counter() - started_s, calibration)
+    file.write(costs)
+    return costs
+
+
+def machine_of(runner: Runner, config: EngineConfig) -> str:
+    """All that a step's duration depends on beside the model."""
+    device = runner.pool.slot_position.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_features()
+    settings = (config.max_batch_tokens, runner.page_size, torch.get_num_threads(), os.cpu_count())
+    return blake2b(f"{name} {settings}".encode(), digest_size=16).hexdigest()
+
+
+def calibrate(
+    runner: Runner,
+    config: EngineConfig,
+    *,
+    chunk_tokens: int = 256,
+    disk_folder: Path | None = None,
+    budget_s: float = 5.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Before the first request: all pages are free, and are so again. `disk_folder`: of the tier's files."""
+    pool = runner.pool
+    assert bool((pool.slot_position == FREE_SLOT_POSITION).all()), "nothing may be in the pool"
+    num_layers, num_kv_heads, _, _, head_dim = pool.k_pages.shape
+    token_bytes = 2 * num_layers * num_kv_heads * head_dim * pool.k_pages.element_size()
+    bring = None
+    if pool.k_pages.device.type != "cpu":
+        pages = make_chunk_pages(pool, chunk_tokens * token_bytes // num_layers)
+        bring = bringing(pages, chunk_tokens, token_bytes // num_layers, runner.page_size)
+    edges = measured_edges(
+        chunk_tokens * token_bytes, disk_folder, bring=bring, budget_s=_EDGE_SHARE * budget_s, clock=clock
+    )
+    with no_trace(runner):
+        steps = _measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
+    return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
+
+
+def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: int) -> Callable[[U8Array], None]:
+    """What a load does with bytes that were read, layer by layer; they go to the spare page, which nobody sees.
+
+    token_bytes  of one layer
+
+    By one thread, so a load, which has several, turns out faster than this.
+    """
+
+    def bring(data: U8Array) -> None:
+        num_tokens = min(chunk_tokens, len(data) // token_bytes)
+        if not num_tokens:
+            return
+        first = np.arange(0, num_tokens, page_size)
+        runs = np.stack([0 * first, 0 * first, np.minimum(page_size, num_tokens - first), first], 1)
+        (batch,) = pages.batches([ChunkTokens(num_tokens, runs)])
+        size, event = num_tokens * token_bytes, None
+        for start in range(0, len(data) - size + 1, size):
+            batch.begin()
+            batch.put(0, data[start : start + size])
+            event = batch.scatter(0, None)
+        if event is not None:
+            event.wait()
+
+    return bring
+
+
+def _measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
+    """The same pieces in every pass, of each the fastest: whatever else the machine does only makes them slower."""
+    started_s = clock()
+    plan: _Plan | None = None
+    fastest: dict[tuple[tuple[int, int], ...], float] = {}
+    longest_s = 0.0  # of a pass
+    for number in range(_NUM_PASSES):
+        pass_started_s = clock()
+        if number and pass_started_s + longest_s > started_s + budget_s:
+            break
+        bench = _Bench(runner, config, clock, random.Random(number), budget_s * _PIECE_SHARE)
+        plan = bench.run(plan)
+        longest_s = max(longest_s, clock() - pass_started_s)
+        for sequences, seconds in bench.steps:
+            shape = tuple(sequences)
+            fastest[shape] = min(fastest.get(shape, seconds), seconds)
+    return [([*shape], seconds) for shape, seconds in fastest.items()]
+
+
+class _Plan(NamedTuple):
+    """What one pass has measured, and others repeat."""
+
+    pieces: list[int]  # rows of each piece of a prompt
+    context_by_batch: dict[int, int]  # tokens of each prompt that is decoded behind, by how many there are
+
+
+class _Bench:
+    """One pass over a forest of its own."""
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, clock: Callable[[], float], draw: random.Random, piece_s: float
+    ) -> None:
+        """`piece_s`: what a piece, or the prompts of a batch, may take."""
+        self.steps: list[Step] = []
+        self._runner, self._clock, self._draw, self._piece_s = runner, clock, draw, piece_s
+        self._row_s = 0.0  # of the last piece
+        self._forest = make_forest(runner, replace(config, copy_out_below=0.0, prefix_sharing=True), clock)
+        self._scheduler = Scheduler(
+            self._forest, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+        )
+        num_room = min(runner.max_context, int(runner.num_pages * runner.page_size * _USED_SHARE))
+        self._num_room = num_room - _NUM_DECODES - 1
+        self._max_rows, self._max_batch = config.max_batch_tokens, min(_BATCH, config.max_running)
+
+    def run(self, plan: _Plan | None) -> _Plan:
+        """Do as was done before, or, the first time, as much as fits."""
+        pieces = self._prefill(None if plan is None else plan.pieces)
+        contexts = self._contexts() if plan is None else plan.context_by_batch
+        for batch, context in contexts.items():
+            self._forest.clear()
+            self._decode([self._drawn(context) for _ in range(batch)])
+        return _Plan(pieces, contexts)
+
+    def _prefill(self, pieces: list[int] | None) -> list[int]:
+        """Pieces of one prompt, then what is decoded behind all of it; returns the rows of each."""
+        ids, done = list[int](), list[int]()
+        for wanted in pieces or _PIECES:
+            affordable = wanted if pieces or not done else self._affordable()
+            num_rows = max(min(wanted, self._max_rows, self._num_room - len(ids), affordable), 1)
+            if done and num_rows < min(_FEWEST_ROWS, wanted):
+                continue
+            ids += self._drawn(num_rows)
+            sequence = self._begin(ids)
+            self.steps.append(self._step())
+            self._scheduler.remove(sequence)
+            self._row_s = self.steps[-1][1] / num_rows
+            done.append(num_rows)
+        self._decode([ids])
+        return done
+
+    def _contexts(self) -> dict[int, int]:
+        """A batch behind short prompts, if there is time for them, and one sequence alone."""
+        found = {}
+        for batch in {self._max_batch, 1}:
+            room = min(self._affordable() // batch, self._num_room // batch - self._runner.page_size)
+            context = min(_BATCH_CONTEXT, self._max_rows, room)
+            if context > 0:
+                found[batch] = context
+        return found
+
+    def _affordable(self) -> int:
+        """Rows that take no longer than a piece may."""
+        return int(self._piece_s / max(self._row_s, 1e-9))
+
+    def _decode(self, prompts: list[list[int]]) -> None:
+        """A few steps, fewer if they are slow; the first makes the plan of the others."""
+        sequences = [self._begin(ids) for ids in prompts]
+        while any(sequence.num_output == 0 for sequence in sequences):
+            self._step()
+        measured = [self._step(), self._step()]
+        while len(measured) < _NUM_DECODES and sum(seconds for _, seconds in measured) < self._piece_s:
+            measured.append(self._step())
+        self.steps.append((measured[0][0], min(seconds for _, seconds in measured[1:])))
+        for sequence in sequences:
+            self._scheduler.remove(sequence)
+
+    def _step(self) -> Step:
+        """As `Engine.step`, with the device's work included."""
+        started_s = self._clock()
+        chunks = self._scheduler.schedule()
+        inputs = self._runner.prepare(chunks, self._forest.drain_moves(can_copy=False))
+        logits = self._runner.forward(inputs)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = sample(logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling])
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        seconds = self._clock() - started_s
+        for sequence, outcome in zip(sampling, sampled, strict=True):
+            sequence.append(outcome.token_id or 0)
+        return [(chunk.num_rows, chunk.spans[0][0]) for chunk in chunks], seconds
+
+    def _begin(self, ids: list[int]) -> Sequence:
+        sequence = Sequence(
+            request=GenerationRequest(request_id="calibration", prompt_token_ids=(), sampling=_GREEDY),
+            ids=list(ids),
+            num_prompt=len(ids),
+            max_tokens=_NUM_DECODES + 1,
+            arrival=0,
+        )
+        self._scheduler.add(sequence)
+        return sequence
+
+    def _drawn(self, num_tokens: int) -> list[int]:
+        return [self._draw.randrange(self._runner.vocab_size) for _ in range(num_tokens)]

@@ -1,0 +1,302 @@
+"""The engine: requests in, one batch per step, events out.
+
+    submit -> Sessions.begin -> Scheduler.add          the prompt's ids, exact where the session knows them
+    step:  Engine._expire                              requests whose deadline has passed end
+           Scheduler.schedule                          rows under a token budget; pages; the forest
+           Runner.prepare                              page tables -> plan, tokens and slots -> tensors
+           Runner.forward                              logits of the rows that sample
+           sampler.sample
+           Engine._commit                              append, look for an end, give pages back, events
+
+One thread calls an engine (`EngineLoop` gives it one); nothing here blocks or waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.admission import check_request
+from mneme.replicas.engine.decoding import Decoding
+from mneme.replicas.engine.limits import QueueLimits
+from mneme.replicas.engine.output import Outbox
+from mneme.replicas.engine.parts import make_scheduler, make_sessions
+from mneme.replicas.engine.pins import Pins
+from mneme.replicas.engine.pool import make_forest
+from mneme.replicas.engine.request_deadlines import RequestDeadlines
+from mneme.replicas.engine.stats import engine_stats
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.sampler import Sampled, sample
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sessions.journal import DurableSessions
+from mneme.replicas.sessions.session_pages import abandon_roots, share_pages
+from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
+
+if TYPE_CHECKING:
+    from mneme.replicas.connector.connector import ChunkCache
+    from mneme.replicas.model.runner import Runner
+    from mneme.replicas.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+BLOCKED_S = 0.0005  # how often who drives an engine that is blocked looks whether it still is
+_FAILED = "the engine failed; the request was not completed"
+
+
+class Engine:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        chunks: ChunkCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        durable: DurableSessions | None = None,
+    ) -> None:
+        """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        self._runner, self.chunks, self.durable = runner, chunks, durable
+        known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
+        self._decoding = Decoding(tokenizer, known_eos)
+        self.clock = clock
+        self.forest = make_forest(runner, config, clock)
+        self.scheduler = make_scheduler(runner, config, self.forest)
+        self.sessions = make_sessions(config, self._decoding, self.forest, clock, durable)
+        self.max_context = min(runner.max_context, config.max_context or runner.max_context)
+        self.pins = Pins(self, config)
+        self._sequence_by_id: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
+        self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
+        self._deadlines = RequestDeadlines(clock, config.request_timeout_s)
+        self._outbox = Outbox(on_end=self._deadlines.discard, clock=clock)
+        self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
+        self.num_finished = self._outbox.num_finished  # by finish_reason
+        self.explanations = self._outbox.explanations
+        self.num_steps = 0
+        self.num_missed_deadlines = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one sequence that is sure to finish."""
+        return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
+
+    @property
+    def wants_copies(self) -> bool:
+        """Whether pages should be copied to the host ahead of need."""
+        return self.forest.wants_copies
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
+        return not self._outbox and self.scheduler.is_blocked
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._outbox) or (self.wants_copies and self._runner.can_copy)
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Every request that was taken and has not ended, by id, with its output tokens so far."""
+        queued = dict.fromkeys(self.sessions.queued.request_ids, 0)
+        return queued | {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request; its events come from `step`.
+
+        Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; nothing is then left of it.
+        """
+        self.limits.check(request)
+        if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
+            raise InvalidRequest("request_id", request.request_id, "is already running")
+        check_request(request, self._runner.vocab_size, self.max_context, is_windowed=self._runner.is_windowed)
+        # Sessions and forest keep the salt: once per tenant.
+        request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
+        try:
+            prompt = self.sessions.begin(request)
+        except Overloaded as error:  # too many turns of its session
+            raise self.limits.refusal("session", str(error)) from error
+        if prompt is not None:
+            try:
+                self._start(request, prompt)
+            except Exception:
+                self._begin_next(self.sessions.end(request, None))
+                raise
+        self._deadlines.add(request.request_id, request.timeout_s)
+
+    def has_room_for(self, request: GenerationRequest) -> bool:
+        """Whether it may wait; else `submit` answers `Overloaded`."""
+        return self.limits.has_room(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
+        self._end(request_id, "abort")
+
+    def step(self) -> list[TokenEvent]:
+        """Run one batch; returns what happened to each request, in order."""
+        self._begin_step()
+        chunks = self.scheduler.schedule()
+        self._outbox.note_begun(chunks)
+        try:
+            logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
+        except TransferFailed:
+            return self._compute_again()
+        sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
+        return self._commit(chunks, sampled)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, for metrics and routing."""
+        return engine_stats(self, self._runner, self.limits)
+
+    def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
+        """What the first choice of the session's running turn has, if it runs."""
+        first = self._first_choice(key)
+        return None if first is None else (self._decoding.turn(first), first.request)
+
+    def fork(self, key: SessionKey, new_key: SessionKey) -> None:
+        """A new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
+        self.sessions.fork(key, new_key, self.turn_so_far(key))
+        first = self._first_choice(key)
+        share_pages(
+            self.forest, self.sessions.get(key), self.sessions.get(new_key), None if first is None else first.path
+        )
+
+    def _first_choice(self, key: SessionKey) -> Sequence | None:
+        """Of the session's running turn."""
+        log = self.sessions.get(key)
+        ids = [] if log is None or log.running is None else log.running.answering
+        sequences = [self._sequence_by_id[request_id] for request_id in ids if request_id in self._sequence_by_id]
+        return next((s for s in sequences if s.request.choice_index == 0), None)
+
+    def fail_all(self, message: str) -> list[TokenEvent]:
+        """After a step that raised: every request ends with "error", and no page is trusted any more."""
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
+        for sequence in list(self._sequence_by_id.values()):
+            self._finish(sequence, "error", message)
+        self.forest.forget_all()
+        self.pins.renew()
+        return self.take_events()
+
+    def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
+        owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
+        sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
+        if self.chunks is not None:
+            self.chunks.want(sequence, self.forest, is_alone=not self.scheduler.has_work)
+        self.scheduler.add(sequence)
+        self._sequence_by_id[request.request_id] = sequence
+
+    def _begin_step(self) -> None:
+        self.limits.note_step()
+        self._expire()
+
+    def _moves(self, chunks: list[Chunk]) -> Moves:
+        """What the step does with pages."""
+        moves = self.forest.drain_moves(can_copy=self._runner.can_copy)
+        return moves if self.chunks is None else self.chunks.add_saves(moves, chunks)
+
+    def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
+        self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        if self.chunks is not None:
+            self.chunks.settle(chunks, sampled, self._runner, self.scheduler)
+        for sequence, outcome in zip(sampling, sampled, strict=True):
+            if sequence.path is None:  # it computes this token again
+                continue
+            try:
+                self._append(sequence, outcome)
+            except Exception:  # one request may fail, the batch may not
+                log.exception("commit failed request_id=%s", sequence.request.request_id)
+                self._finish(sequence, "error", _FAILED)
+        return self.take_events()
+
+    def _compute_again(self) -> list[TokenEvent]:
+        """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
+        log.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
+        if self.chunks is not None:
+            self.chunks.abandon(self._runner)
+        for sequence in self.scheduler.retract_all():
+            self._finish(sequence, "error", _FAILED)
+        self.pins.renew()
+        return self.take_events()
+
+    def _append(self, sequence: Sequence, outcome: Sampled) -> None:
+        if outcome.token_id is None:
+            self._finish(sequence, "error", "the model's logits are not finite")
+            return
+        sequence.append(outcome.token_id)
+        sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
+        reason = self._decoding.finish_reason(sequence, outcome.token_id)
+        if reason is None:
+            self._outbox.report(sequence)
+        else:
+            self._finish(sequence, reason)
+
+    def _expire(self) -> None:
+        """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
+        for request_id in self._deadlines.take_due():
+            self.num_missed_deadlines += 1
+            self._end(request_id, "error", DeadlineExceeded())
+
+    def _end(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
+        sequence = self._sequence_by_id.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, reason, refusal)
+        elif self.sessions.queued.cancel(request_id) is not None:
+            self._outbox.report_unstarted(request_id, reason, refusal)
+
+    def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
+        """`error`: a message where the engine failed; an error of our own where the request itself is sound so far."""
+        request = sequence.request
+        is_sound = reason != "error" or isinstance(error, MnemeError)
+        kept = self._decoding.turn(sequence) if request.session_id is not None and is_sound else None
+        if self.chunks is not None:
+            self.chunks.end(sequence, self._runner, is_sound=is_sound)
+        self.scheduler.remove(sequence)
+        if request.is_warm_up:
+            self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
+        del self._sequence_by_id[request.request_id]
+        self._outbox.report(sequence, reason, error)
+        self.pins.finished(request.request_id, reason, error)
+        before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
+        following = self.sessions.end(request, kept)
+        abandon_roots(self.forest, before, sequence)
+        self._begin_next(following)
+
+    def _begin_next(self, turn: list[GenerationRequest]) -> None:
+        """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""
+        unstarted = deque(turn)
+        while unstarted:
+            request = unstarted.popleft()
+            try:
+                prompt = self.sessions.begin(request)
+                assert prompt is not None, "the turn is this request's"
+                self._start(request, prompt)
+            except Exception as error:
+                refusal = error if isinstance(error, MnemeError) else None
+                if refusal is None:
+                    log.exception("start failed request_id=%s", request.request_id)
+                self._outbox.report_unstarted(request.request_id, "error", refusal)
+                unstarted.extend(self.sessions.end(request, None))
+
+    def close(self) -> None:
+        """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
+        for part in (self._runner, self.chunks, self.durable):
+            if part is not None:
+                part.close()
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events since they were last taken; `step` returns them too."""
+        return self._outbox.take()

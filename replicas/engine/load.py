@@ -1,0 +1,301 @@
+"""From a model name to a running engine: files, device, dtype, pool size."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.sessions.logs import open_session_logs
+from mneme.errors import CheckpointError, ConfigError, InvalidRequest
+from mneme.kernels.native import library as native_library
+from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.workers import Workers
+from mneme.replicas.engine.cache_tier import OpenStore, open_cache_tier, process_store
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.engine.warm_prompts import PUBLIC, Tenant, warm_before_traffic
+from mneme.replicas.engine.warm_up import warm_up
+from mneme.replicas.model.config import DecoderConfig, load_model_config
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.graphs import decode_graphs_for
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.model.weights import Progress, load_weights
+from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
+from mneme.replicas.text.tokenizer import Tokenizer
+
+_CPU_POOL_BYTES = 1 << 30
+_CPU_POOL_SHARE = 0.1  # of the memory that is available now
+_HOST_SHARE = 0.25  # of the memory that is available now, for KV that left a GPU; of all engines of the machine
+_HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a GiB, before anything is served
+_HOST_POOLS = 4  # times the device pool: more is rarely of use
+_GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _silent(_what: str, _share: float) -> None:
+    pass
+
+
+def load_engine(
+    model: str,
+    config: EngineConfig,
+    *,
+    on_progress: Progress | None = None,
+    tokenizer: Tokenizer | None = None,
+    tenants: Sequence[Tenant] = (PUBLIC,),
+    device_share: float = 1.0,
+    machine_share: float = 1.0,
+    cache: CacheConfig | None = None,
+    open_store: OpenStore = process_store,
+    open_session_logs: OpenSessionLogs = open_session_logs,
+) -> Engine:
+    """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
+
+    device_share   what part of the GPU this engine has; others may have the rest
+    machine_share  likewise of the machine's memory
+
+    `cache`: of the tier under the engine, which `open_store` opens, with logs of sessions; None: there is none.
+    Raises `CheckpointError` or `ConfigError`.
+    """
+    report = on_progress or _silent
+    model_dir = model_directory(model)
+    model_config = load_model_config(model_dir)
+    tokenizer = tokenizer or Tokenizer.load(model_dir)
+    report("tokenizer", 1.0)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        compiled_kernels()  # the first time takes as long as a compiler does
+        report("CPU kernels", 1.0)
+    check_capability(device)
+    check_heads(model_config, device)
+    dtype = choose_dtype(config.dtype, device, model_config.dtype)
+    with _fitting("model: its weights do not", device):
+        weights = load_weights(model_dir, model_config, device, dtype, report)
+    num_pages = choose_num_pages(config, model_config, device, dtype, device_share)
+    # No sequence outgrows the pool, so a file that claims a huge context costs no huge rotary table.
+    max_context = min(config.max_context or model_config.max_context, num_pages * config.page_size)
+    decoder = Decoder(model_config, weights, share=config.share, max_context=max_context)
+    make_graphs = decode_graphs_for(decoder, config.max_running) if config.cuda_graphs else None
+    num_host_pages = choose_num_host_pages(config, model_config, device, dtype, num_pages, machine_share)
+    timeline = None if config.timeline is None else Timeline()
+    with _fitting("engine.num_pages, kv_cache_bytes: the pool does not", device):
+        runner = Runner(
+            decoder, num_pages, config.page_size, make_graphs, num_host_pages=num_host_pages, timeline=timeline
+        )
+    if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
+        weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
+    chunks, durable = None, None
+    if cache is not None and cache.enabled and config.prefix_sharing:
+        chunks = open_cache_tier(runner, config, cache, model_dir, model_config, dtype, open_store)
+        weights_name = chunks.fingerprint.weights
+        durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
+        report("cache tier", 1.0)
+    with _fitting("engine.max_batch_tokens: a step of so many does not", device):
+        warm_up(runner, tokenizer, config, report)
+    report("warm-up", 1.0)
+    eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
+    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)
+    check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
+    if config.warm_prompts:
+        warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)
+        report("prompts", 1.0)
+    return engine
+
+
+def check_default_truncation(config: EngineConfig, window: int, *, is_windowed: bool = False) -> None:
+    """Raise `ConfigError` if the configured truncation could not work in a window of so many tokens.
+
+    is_windowed  whether some layers do not see all of it
+    """
+    try:
+        config.truncation.check_window(window)
+        if is_windowed:
+            config.truncation.check_sliding_windows()
+    except InvalidRequest as error:
+        raise ConfigError(f"engine.{error}") from None
+
+
+def compiled_kernels() -> str | None:
+    """Path of the compiled CPU kernels, built now if they are not yet; None where torch has to do."""
+    found = native_library.library()
+    return None if found is None else found._name
+
+
+def load_engine_loop(model: str, config: EngineConfig, **options: Any) -> EngineLoop:
+    """`load_engine` on the thread that will step the engine; not yet started.
+
+    What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.
+    """
+    thread = Workers("engine", 1)
+    return EngineLoop(thread.call(lambda: load_engine(model, config, **options)), thread)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is a device, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device: must be auto, cpu or cuda[:index] (got {name!r})") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: must be auto, cpu or cuda[:index] (got {name!r})")
+    if device.type == "cuda" and (trouble := cuda_trouble()) is not None:
+        raise ConfigError(f"engine.device: {name!r} cannot be used: {trouble}; engine.device: cpu serves without a GPU")
+    return device
+
+
+def check_capability(device: torch.device) -> None:
+    """Raise `ConfigError` for a GPU that is too old for the kernels."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= MIN_CAPABILITY:
+        return
+    versions = (".".join(map(str, version)) for version in (found, MIN_CAPABILITY))
+    raise ConfigError(
+        "engine.device: {} has compute capability {}, the kernels are for {} and later (A100, L4, H100, H200); "
+        "engine.device: cpu serves without a GPU".format(torch.cuda.get_device_name(device), *versions)
+    )
+
+
+def cuda_trouble() -> str | None:
+    """Why torch has no GPU here, and what helps; None where it has one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; install one for CUDA (docs/serving.md, CPU or CUDA)"
+    shown = "`nvidia-smi` shows GPUs and their driver: update an old one"
+    return f"torch finds no GPU that its CUDA {torch.version.cuda} can use; {shown}"
+
+
+def check_heads(model: DecoderConfig, device: torch.device) -> None:
+    """Raise `CheckpointError` for heads that attention on CUDA would have to leave to torch, several times slower."""
+    if device.type == "cuda" and model.num_q_heads > MAX_GROUPS * model.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads: on CUDA at most {MAX_GROUPS} for each of num_key_value_heads "
+            f"(got {model.num_q_heads} for {model.num_kv_heads}); engine.device: cpu serves such a model"
+        )
+
+
+def choose_dtype(name: str, device: torch.device, checkpoint: str) -> torch.dtype:
+    """ "auto" is bfloat16 where the hardware multiplies it, else float32; on a CPU a float32 checkpoint stays as it is.
+
+    checkpoint  what config.json says the weights are
+    """
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    is_half = checkpoint in ("bfloat16", "float16")
+    return torch.bfloat16 if is_half and cpu_multiplies_bfloat16() else torch.float32
+
+
+def choose_num_pages(
+    config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, device_share: float = 1.0
+) -> int:
+    """Pages in the pool: as configured, or as many as a share of free memory holds, at most what is of use."""
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = _page_bytes(config, model, dtype)
+    budget = config.kv_cache_bytes or _free_bytes(device, device_share)
+    num_pages = max(0, int(budget // page_bytes))
+    if num_pages < 2 and not config.kv_cache_bytes and device.type == "cuda":
+        raise ConfigError(f"model: no room for KV is left beside its weights on {_described(device)}")
+    if num_pages < 2:
+        raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold {num_pages} pages of {page_bytes}; needs 2")
+    return num_pages if config.kv_cache_bytes else min(num_pages, _useful_pages(config, model))
+
+
+def choose_num_host_pages(
+    config: EngineConfig,
+    model: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_pages: int,
+    machine_share: float = 1.0,
+) -> int:
+    """Host pages: as configured; else none on a CPU, whose pool is in the same memory, and on a GPU as many as a share
+    of the machine's memory holds, at most some times the pool. None without sharing: nothing is cached then."""
+    if not config.prefix_sharing:
+        return 0
+    page_bytes = _page_bytes(config, model, dtype)
+    if config.host_cache_bytes is not None:
+        return int(config.host_cache_bytes // page_bytes)
+    if device.type == "cpu":
+        return 0
+    budget = min(available_bytes() * _HOST_SHARE * machine_share, _HOST_BYTES)
+    return min(int(budget // page_bytes), _HOST_POOLS * num_pages)
+
+
+def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    return 2 * model.num_layers * model.kv_size * config.page_size * dtype.itemsize
+
+
+def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
+    """Every running sequence with its whole context, and as much again for what is cached."""
+    context = min(model.max_context, config.max_context or model.max_context)
+    return 2 * config.max_running * (-(-context // config.page_size) + 1)
+
+
+def _free_bytes(device: torch.device, device_share: float) -> float:
+    """What KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, total * device_share - torch.cuda.memory_reserved(device)) * _GPU_POOL_SHARE
+    return min(available_bytes() * _CPU_POOL_SHARE, _CPU_POOL_BYTES)
+
+
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that the machine can still give, or a container under its limit; files in the page cache do not count.
+
+    cgroup   where control groups are mounted, of version 2 or 1
+    meminfo  what Linux says of its memory; where it says nothing, only memory that is free counts
+    """
+    try:
+        free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) << 10
+    except (OSError, IndexError, ValueError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit, usage in files:
+        try:
+            left = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
+            stat = (cgroup / limit).with_name("memory.stat").read_text().split()
+        except (OSError, ValueError):  # not mounted, or "max"
+            continue
+        cached = [int(stat[i + 1]) for i, word in enumerate(stat) if word in ("inactive_file", "total_inactive_file")]
+        free = min(free, max(0, left + max(cached, default=0)))
+    return free
+
+
+@contextmanager
+def _fitting(what: str, device: torch.device) -> Iterator[None]:
+    """Turns memory that a GPU does not have into a `ConfigError` that names what does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"{what} fit {_described(device)}") from None
+
+
+def _described(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    size = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"the GPU ({torch.cuda.get_device_name(device)}, {size}); it needs a larger one, or one of its own"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """False where Linux does not say that it does; products in float32 are then several times faster."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,284 @@
+"""One thread that drives one engine, and the thread-safe calls around it: submit_many, abort, query, subscribe, stats.
+
+Other threads never touch the engine. They leave commands in an inbox that the loop empties before each step;
+`submit_many` waits for its answers, which come within one step. Idle, the thread sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.connector.workers import Workers
+from mneme.replicas.engine.commands import EngineQuery, Query, answer, sessions_to_restore, was_there
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part, kv_tier_of
+from mneme.replicas.engine.stats import beside_steps
+from mneme.replicas.engine.token_stream import Deliver, Subscriber, WithheldEvents
+from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.sessions.journal import Recalled, take_over
+from mneme.replicas.sessions.sessions import SessionKey, session_key
+
+log = logging.getLogger(__name__)
+
+_ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
+_COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
+_END_S = 1.0  # what its thread has left to do then
+_IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Owns an engine from `start` to `stop`."""
+
+    def __init__(self, engine: Engine, thread: Workers | None = None) -> None:
+        """`thread` is the one that made the engine; None: another one steps it."""
+        self.engine = engine
+        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks, engine.durable)
+        self.epoch = uuid.uuid4().hex
+        self._condition = threading.Condition()
+        if engine.chunks is not None:
+            engine.chunks.tell(self._wake)
+        self._inbox: list[Callable[[], None]] = []
+        self._stopping = False
+        self._subscribers: dict[str, Subscriber] = {}
+        self._subscriber_by_request: dict[str, str] = {}
+        self._of_sessions: set[str] = set()  # requests
+        after = None if engine.durable is None else engine.durable.writer.after
+        self._withheld = WithheldEvents(self._send, after)
+        self._thread = thread or Workers("engine", 1)
+        self._is_running, self._has_ended = False, threading.Event()
+        self._step_s = 0.0  # duration of the last step
+        self._stats: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self._stats = self._gather_stats()
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a full collection in the middle of a step need not look at it
+        self._is_running = True
+        self._thread.run(self._run)
+
+    def stop(self) -> None:
+        """End every request as "abort", deliver that, and end the thread."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._is_running:
+            self._has_ended.wait()
+        self._thread.close(_END_S)
+
+    def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
+        """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
+        recalled = self._recall(session_key(request) for request in requests)
+        try:
+            return self._ask(lambda: self._submit_all(requests, recalled))
+        except ReplicaUnavailable as error:
+            return [error for _ in requests]
+
+    def check_health(self) -> None:
+        """Return once the engine's thread has answered; raises `ReplicaUnavailable` if it has ended."""
+        self._ask(lambda: None)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        self._post(lambda: self._abort(request_ids))
+
+    def query(self, query: Query) -> Any:
+        """What the engine says between two steps (`engine/commands.py`); an error it raises is returned.
+
+        What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
+        """
+        if not isinstance(query, KvQuery):
+            recalled = self._recall(sessions_to_restore(query))
+            found = self._ask(lambda: self._answered(query, lambda: self._answer(query, recalled)))
+            return self._answered(query, lambda: was_there(query, found, self.engine.durable))
+
+        def ask_engine(query: KvQuery) -> Any:
+            return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
+
+        return self._answered(query, lambda: answer_kv(query, ask_engine, self.kv_tier))
+
+    def subscribe(self, subscriber: str, deliver: Deliver) -> None:
+        """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
+        self._post(lambda: self._subscribers.update({subscriber: Subscriber(deliver)}))
+
+    def unsubscribe(self, subscriber: str) -> None:
+        """Forget the subscriber; its requests are aborted, as nobody would hear of them."""
+        self._post(lambda: self._drop_subscriber(subscriber))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges as of the end of the last step; of what goes on beside steps, as of now."""
+        return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""
+        future: Future[T] = Future()
+        posted = self._post(lambda: future.set_result(question()))
+        while posted and (future.done() or (self._is_running and not self._has_ended.is_set())):
+            try:
+                return future.result(timeout=_ALIVE_CHECK_S)
+            except TimeoutError:  # a long step, or a thread that has ended
+                continue
+        raise ReplicaUnavailable("this replica is stopping")
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        with self._condition:
+            if self._stopping:
+                return False
+            self._inbox.append(command)
+            self._condition.notify()
+        return True
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("the engine's thread ends; this replica must be replaced")
+        finally:
+            with self._condition:
+                self._stopping = True
+            self._has_ended.set()
+
+    def _serve(self) -> None:
+        while self._run_inbox():
+            if self._can_step:
+                self._deliver(self._step())
+            self._withheld.release()
+            self._stats = self._gather_stats()
+        self._abort(list(self._subscriber_by_request))
+        self._deliver(self.engine.take_events())
+        self.engine.close()  # all logs are written then
+        self._withheld.release(everything=True)
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self.engine.is_blocked
+
+    @property
+    def _pause_s(self) -> float:
+        if self.engine.is_blocked:
+            return BLOCKED_S
+        return _COPYING_S if self.engine.wants_copies or self._withheld else _IDLE_S
+
+    def _run_inbox(self) -> bool:
+        """Wait for something to do, run the commands; False when the loop is to end."""
+        with self._condition:
+            while not (self._inbox or self._stopping or self._can_step):
+                if not self._condition.wait(self._pause_s):
+                    self.engine.sessions.expire()
+                    self._withheld.release()
+            commands, self._inbox = self._inbox, []
+            stopping = self._stopping
+        self.engine.pins.expire()
+        for command in commands:
+            try:
+                command()
+            except Exception:  # the thread must outlive any command
+                log.exception("a command failed")
+        return not stopping
+
+    def _step(self) -> list[TokenEvent]:
+        started_s = time.perf_counter()
+        try:
+            return self.engine.step()
+        except Exception:  # the edge of the engine: no request may be left without an answer
+            log.exception("step failed requests=%s", list(self._subscriber_by_request))
+            return self.engine.fail_all("the engine failed; the request was not completed")
+        finally:
+            self._step_s = time.perf_counter() - started_s
+
+    def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
+        """What is written of these sessions and not known to the engine, which goes on with its steps meanwhile."""
+        durable, sessions = self.engine.durable, [key for key in keys if key is not None]
+        return [] if durable is None or not sessions else durable.recall(sessions, self.engine.sessions.version_of)
+
+    def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
+        unread = take_over(self.engine.sessions, recalled)
+        return [self._submit(request, is_unread=session_key(request) in unread) for request in requests]
+
+    def _submit(self, request: GenerationRequest, *, is_unread: bool) -> MnemeError | None:
+        if request.subscriber not in self._subscribers:
+            return ReplicaUnavailable("the token stream of this request is closed")
+        if request.append and is_unread:
+            return ReplicaUnavailable("the session's log cannot be read now")
+        try:
+            self.engine.submit(request)
+        except MnemeError as error:
+            return error
+        except Exception:  # a request may fail, the engine may not
+            log.exception("submit failed request_id=%s", request.request_id)
+            return MnemeError("the engine could not take the request")
+        self._subscriber_by_request[request.request_id] = request.subscriber
+        if request.session_id is not None:
+            self._of_sessions.add(request.request_id)
+        return None
+
+    def _answer(self, query: EngineQuery, recalled: list[Recalled]) -> Any:
+        if take_over(self.engine.sessions, recalled):
+            raise ReplicaUnavailable("the session's log cannot be read now")
+        return answer(self.engine, query)
+
+    def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
+        try:
+            return give()
+        except MnemeError as error:
+            return error
+        except Exception:  # a question may fail, the engine may not
+            log.exception("query failed query=%s", type(query).__name__)
+            return MnemeError("the engine could not answer")
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Send what happened; that a session's turn has ended, once its log has it."""
+        batches: dict[str, list[TokenEvent]] = defaultdict(list)
+        ends: dict[str, list[TokenEvent]] = defaultdict(list)
+        for event in events:
+            name = self._subscriber_by_request.get(event.request_id)
+            of_session = event.request_id in self._of_sessions
+            if event.finish_reason is not None:
+                self._subscriber_by_request.pop(event.request_id, None)
+                self._of_sessions.discard(event.request_id)
+            if name is not None:
+                (ends if event.finish_reason is not None and of_session else batches)[name].append(event)
+        self._send(batches)
+        if ends:
+            self._withheld.send(ends)
+
+    def _send(self, batches: Mapping[str, list[TokenEvent]]) -> None:
+        for name, batch in batches.items():
+            subscriber = self._subscribers.get(name)
+            if subscriber is not None:
+                subscriber.send(self.epoch, tuple(batch))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+    def _drop_subscriber(self, name: str) -> None:
+        self._subscribers.pop(name, None)
+        self._abort([r for r, owner in self._subscriber_by_request.items() if owner == name])
+
+    def _gather_stats(self) -> dict[str, Any]:
+        return {**self.engine.stats(), "epoch": self.epoch, "last_step_s": self._step_s}
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process; 0 where /proc is not there."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,208 @@
+"""Prompts that are computed before traffic and stay resident until they are let go (RelayAttention 3.3).
+
+A prompt is warmed by a request like any other, of one output token that nobody hears of; when it ends, in the same
+step, its pages are pinned. Pins belong to a tenant, have a life of their own, and are bounded: in number per tenant,
+and in pages, so that what was taken can end and half of the pool is left to requests. Pins that a failed step took
+with it are warmed again.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mneme.errors import InvalidRequest, MnemeError, PinRefused
+from mneme.replicas.forest.nodes import Pin
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.schedule.page_needs import num_needed_tokens, num_queued_tokens
+
+if TYPE_CHECKING:
+    from mneme.replicas.config import EngineConfig
+    from mneme.replicas.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
+_OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
+
+
+class PinKey(NamedTuple):
+    tenant: str
+    pin_id: str  # drawn by the caller, so that it is the same on every replica
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Entry:
+    key: PinKey
+    salt: str
+    ids: tuple[int, ...]
+    keeps: bool  # False: computed only, not pinned
+    is_configured: bool
+    expires_at_s: float | None = None
+    pin: Pin | None = None
+    is_warming: bool = True
+    error: MnemeError | None = None
+
+    @property
+    def request_id(self) -> str:
+        return f"warm-{self.key.tenant}-{self.key.pin_id}"
+
+    @property
+    def is_listed(self) -> bool:
+        return self.keeps and self.error is None
+
+
+class Pins:
+    """All pins of one engine; called on its thread."""
+
+    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+        self._engine = engine
+        self._max_pins = config.max_pins
+        self._num_kept_tokens = int(engine.forest.num_pages * (1 - config.max_pinned_share)) * engine.forest.page_size
+        self._entries: dict[PinKey, _Entry] = {}
+        self._entry_by_request: dict[str, _Entry] = {}  # those that are being computed
+
+    def warm(
+        self,
+        key: PinKey,
+        salt: str,
+        ids: tuple[int, ...],
+        *,
+        ttl_s: float | None = None,
+        keeps: bool = True,
+        is_configured: bool = False,
+    ) -> None:
+        """Begin to compute a prompt, to be pinned then (`keeps`); `describe` says how far it is.
+
+        Raises `InvalidRequest` (`PinRefused` and `ContextLengthExceeded` among them) or `Overloaded`.
+        """
+        self.expire()
+        if key in self._entries:
+            raise InvalidRequest("pin_id", key.pin_id, "a pin of this name exists")
+        if keeps and not is_configured:
+            self._check_quota(key.tenant)
+        if keeps:
+            self._check_room(salt, list(ids))
+        expires_at_s = None if ttl_s is None else self._engine.clock() + ttl_s
+        entry = _Entry(key=key, salt=salt, ids=ids, keeps=keeps, is_configured=is_configured, expires_at_s=expires_at_s)
+        self._compute(entry)
+        self._entries[key] = entry
+
+    def finished(self, request_id: str, reason: str, error: str | MnemeError | None) -> None:
+        """Told of every request that ends: a prompt that is computed is pinned before a page of it can go."""
+        entry = self._entry_by_request.pop(request_id, None)
+        if entry is None:
+            return
+        entry.is_warming = False
+        if reason in ("error", "abort"):
+            refusal = error if isinstance(error, MnemeError) else None
+            self._fail(entry, refusal or MnemeError("the engine failed; the prompt was not computed"))
+        elif entry.keeps:
+            try:
+                entry.pin = pin_prefix(self._engine, entry.salt, list(entry.ids), self._num_kept_tokens)
+            except PinRefused as refusal:
+                self._fail(entry, refusal)
+        else:
+            entry.expires_at_s = self._engine.clock() + _OUTCOME_S
+
+    def expire(self) -> None:
+        """Let go of what is over its time."""
+        now_s = self._engine.clock()
+        for entry in list(self._entries.values()):
+            if entry.expires_at_s is not None and entry.expires_at_s <= now_s:
+                self._remove(entry)
+
+    def renew(self) -> None:
+        """After a failed step: compute again what it took."""
+        for entry in list(self._entries.values()):
+            if entry.pin is not None and not entry.pin.is_held:
+                entry.pin, entry.is_warming = None, True
+                try:
+                    self._compute(entry)
+                except MnemeError as error:
+                    self._fail(entry, error)
+
+    def drop(self, key: PinKey) -> bool:
+        """Let go of a pin, or of a prompt that is being warmed; returns whether there was one."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        if entry.is_configured:
+            raise InvalidRequest("pin_id", key.pin_id, "is part of the configuration, and stays")
+        self._remove(entry)
+        return True
+
+    def describe(self, key: PinKey) -> dict[str, Any] | None:
+        """One entry, also one that failed: `error` is then a `MnemeError`."""
+        self.expire()
+        entry = self._entries.get(key)
+        return None if entry is None else {**self._described(entry), "error": entry.error}
+
+    def of_tenant(self, tenant: str) -> list[dict[str, Any]]:
+        """What the tenant has pinned, or is about to have."""
+        self.expire()
+        return [self._described(e) for e in self._entries.values() if e.key.tenant == tenant and e.is_listed]
+
+    def _described(self, entry: _Entry) -> dict[str, Any]:
+        left_s = None if entry.expires_at_s is None else entry.expires_at_s - self._engine.clock()
+        return {
+            "id": entry.key.pin_id,
+            "num_tokens": len(entry.ids),
+            "warming": entry.is_warming,
+            "pinned": entry.pin is not None,
+            "configured": entry.is_configured,
+            "expires_in_s": left_s if entry.keeps else None,
+        }
+
+    def _check_quota(self, tenant: str) -> None:
+        own = [e for e in self._entries.values() if e.key.tenant == tenant and e.is_listed and not e.is_configured]
+        if len(own) >= self._max_pins:
+            raise InvalidRequest("pin", len(own), f"an API key may have {self._max_pins} pins at once")
+
+    def _check_room(self, salt: str, ids: list[int]) -> None:
+        """Raise `PinRefused` before anything is computed in vain; what is pinned already costs nothing."""
+        forest = self._engine.forest
+        path = forest.open_path(salt)
+        forest.extend(path, ids, len(ids))
+        num_pinned = sum(node.pins > 0 for node in path.nodes)
+        forest.release(path)
+        num_new = max(-(-len(ids) // forest.page_size) - num_pinned, 0)
+        needed = max(forest.num_reserved, -(-_num_kept_tokens(self._engine, self._num_kept_tokens) // forest.page_size))
+        if forest.num_unpinned - num_new < needed:
+            raise PinRefused(num_new, max(forest.num_unpinned - num_new, 0), needed)
+
+    def _compute(self, entry: _Entry) -> None:
+        request = GenerationRequest(
+            request_id=entry.request_id, prompt_token_ids=entry.ids, sampling=_ONE_TOKEN, salt=entry.salt
+        )
+        self._engine.submit(request)
+        self._entry_by_request[entry.request_id] = entry
+
+    def _fail(self, entry: _Entry, error: MnemeError) -> None:
+        log.warning("pin_id=%s not pinned: %s", entry.key.pin_id, error)
+        entry.error, entry.is_warming = error, False
+        entry.expires_at_s = self._engine.clock() + _OUTCOME_S
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[entry.key]
+        if entry.pin is not None:
+            self._engine.scheduler.unpin(entry.pin)
+        elif self._entry_by_request.pop(entry.request_id, None) is not None:
+            self._engine.abort(entry.request_id)
+
+
+def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Pin:
+    """Keep what is resident of a prefix, leaving room for so many tokens at least.
+
+    Raises `PinRefused` if that is too much, or if a request that was taken might then never fit.
+    """
+    return engine.scheduler.pin(salt, ids, num_kept_tokens=_num_kept_tokens(engine, num_kept_tokens))
+
+
+def _num_kept_tokens(engine: Engine, num_tokens: int) -> int:
+    started = [*engine.scheduler.waiting, *engine.scheduler.running]
+    queued = num_queued_tokens(engine.sessions, started, engine.capacity)
+    return max([num_tokens, queued, *map(num_needed_tokens, started)])

@@ -1,0 +1,63 @@
+"""What an engine says of itself, for metrics and routing: counters since the start, and gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mneme.replicas.engine.pool import host_page_counts, page_counts
+
+if TYPE_CHECKING:
+    from mneme.replicas.engine.engine import Engine
+    from mneme.replicas.engine.limits import QueueLimits
+    from mneme.replicas.model.runner import Runner
+
+
+def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[str, Any]:
+    """Plain values."""
+    scheduler = engine.scheduler
+    stats = {
+        "pages": page_counts(engine.forest),
+        "host_pages": host_page_counts(engine.forest),
+        "moved_pages": engine.forest.num_moved,
+        "requests": {
+            "running": len(scheduler.running),
+            "waiting": limits.num_requests,
+            "suspended_total": scheduler.num_suspensions,
+        },
+        "waiting_tokens": limits.num_tokens,
+        "refused": dict(limits.num_refused),
+        "missed_deadlines": engine.num_missed_deadlines,
+        "tokens": dict(engine.num_tokens),
+        "finished": dict(engine.num_finished),
+        "in_flight": engine.in_flight,
+        "steps": engine.num_steps,
+        "sessions": len(engine.sessions),
+        "session_logs": None if engine.durable is None else engine.durable.stats(),
+        "shared_segments": runner.num_shared_segments,
+        "graphs": None if runner.graphs is None else runner.graphs.stats(),
+        "capacity_tokens": engine.capacity,
+        "kv_tokens": runner.num_pages * runner.page_size,
+        "device": runner.device,
+        "dtype": runner.dtype,
+    }
+    return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine, runner)}
+
+
+def cache_stats(engine: Engine, runner: Runner) -> dict[str, Any]:
+    """Of this engine's use of the cache tier."""
+    mover = runner.chunks
+    assert engine.chunks is not None
+    moved = {} if mover is None else {"loaded": mover.num_loaded, "lost": mover.num_lost, **asdict(mover.saver.counts)}
+    return {**engine.chunks.stats(), "chunks": moved, "retracted": engine.scheduler.num_retracted}
+
+
+def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `engine_stats` other threads change, as of now; an idle engine makes no step. From any thread."""
+    found: dict[str, Any] = {}
+    if engine.chunks is not None and "cache" in stats:
+        found["cache"] = {**stats["cache"], **engine.chunks.stats()}
+    if engine.durable is not None:
+        found["session_logs"] = engine.durable.stats()
+    return found

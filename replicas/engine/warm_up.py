@@ -1,0 +1,187 @@
+"""What a first request would build is built before it: requests run through engines that nobody keeps.
+
+They run on the runner that will serve, so whatever is made on first use (compiled kernels, plans, pages of weights that
+are read, imports) is there afterwards. The engines around it are thrown away: no token, session, metric, cached page or
+learned cost is left of them. On a device three things happen, in this order:
+
+- kernels: the launches of a few requests are recorded, then compiled by a pool of processes (`triton/precompile.py`).
+- one greedy and one drawn request run.
+- CUDA graphs: decode steps of every bucket are captured, largest first, each full and just above half full.
+
+Left to traffic: shapes that depend on more than the number of sequences. Attention that is cut into ranges, as few
+sequences with long contexts are, sequences that share a prefix, and fuller paddings are captured when they are met for
+the second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mneme.errors import ConfigError
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.kernels.sampling import draw_tokens
+from mneme.kernels.triton.modules import triton_module, triton_trouble
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.weights import Progress
+from mneme.replicas.request import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from mneme.kernels.triton.precompile import Variant
+    from mneme.replicas.model.decoder import StepInputs
+    from mneme.replicas.model.runner import Runner
+    from mneme.replicas.text.tokenizer import Tokenizer
+
+
+_NUM_ROWS, _NUM_OUTPUT = 64, 4
+_ALL_OPTIONS = SamplingParams(max_tokens=_NUM_OUTPUT, top_p=0.9, top_k=40, repetition_penalty=1.1, logprobs=2, seed=0)
+_GREEDY = SamplingParams(max_tokens=_NUM_OUTPUT, temperature=0, seed=0)
+_PREFILL_ROWS = 256  # enough for tiles of prefills with any number of heads
+_STEPS_PER_SHAPE = 2  # it is captured when it is met again
+_CAPTURE_S = 30.0  # a capture takes about 0.1 s; what is not reached is left to traffic
+# How what truncates and what does not are drawn: temperature and top-p of each launch that is recorded.
+_DRAWS = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
+
+
+def warm_up(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> None:
+    """Compile, run and capture what requests need. No page of the runner may be in use.
+
+    Raises ConfigError if a kernel cannot be compiled or launched.
+    """
+    config = replace(config, max_context=None, copy_out_below=0.0, max_waiting_tokens=None)
+    try:
+        _compile(runner, tokenizer, config, report)
+        _run_once(runner, tokenizer, config)
+        capture_graphs(runner, tokenizer, config, report)
+    except Exception as error:
+        if (trouble := triton_trouble(error)) is None:
+            raise
+        raise ConfigError(f"engine.device: {trouble}; engine.device: cpu needs no Triton") from None
+
+
+def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, report: Progress) -> None:
+    if runner.device.startswith("cuda") and (precompile := triton_module("precompile")) is not None:
+        precompile.compile_all(variants_of(runner, tokenizer, config), lambda share: report("kernels", share))
+
+
+def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    """A greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
+    runner.reserve(config.max_running, config.max_batch_tokens)
+    with no_trace(runner):
+        engine = Engine(runner, tokenizer, config)
+        for name, sampling in (("greedy", _GREEDY), ("drawn", _ALL_OPTIONS)):
+            _submit(runner, engine, name, _NUM_ROWS, sampling)
+        while engine.has_work:
+            engine.step()
+
+
+def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> list[Variant]:
+    """What the runner's launches need: of prefills, of decodes, alone and several, and of all kinds of draws."""
+    recorder = _Recorder(runner)
+    with no_trace(runner):
+        engine = Engine(recorder, tokenizer, config)  # type: ignore[arg-type]
+        # Three at first, which leaves a row of padding, at last one.
+        for name, num_output in (("long", 4), ("short", 2), ("twin", 2)):
+            _submit(runner, engine, name, _PREFILL_ROWS, replace(_GREEDY, max_tokens=num_output))
+        while engine.has_work:
+            engine.step()
+    return list(recorder.variants.values())
+
+
+class _Recorder:
+    """A runner whose launches are recorded and do not run. Every token is 0: nothing follows from what is undefined."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.variants: dict[str, Variant] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        if inputs is None:
+            return self._runner.forward(None)
+        from mneme.kernels.triton.precompile import recorded
+
+        with recorded() as found:
+            logits = self._runner.launch(inputs)
+            for temperature, top_p in _DRAWS:
+                same = [0.0] * len(logits)
+                draw_tokens(
+                    logits,
+                    temperature=[temperature] * len(logits),
+                    top_k=[0] * len(logits),
+                    top_p=[top_p] * len(logits),
+                    min_p=same,
+                    uniform=same,
+                )
+        self.variants |= {repr(variant[:]): variant for variant in found}
+        return torch.zeros(inputs.num_sampled, self._runner.vocab_size)
+
+
+def capture_graphs(
+    runner: Runner,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    report: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Capture decode steps of short contexts, by answers of one engine that end one after the other.
+
+    A capture that fails is left to traffic, as `DecodeGraphs` does.
+    """
+    if runner.graphs is None:
+        return
+    sizes = _batch_sizes(min(config.max_running, runner.graphs.max_rows, runner.num_pages // 2))
+    num_steps = _STEPS_PER_SHAPE * len(sizes)
+    if not sizes or num_steps >= runner.max_context:
+        return
+    ends_s = clock() + _CAPTURE_S
+    with no_trace(runner):
+        engine = Engine(runner, tokenizer, replace(config, max_waiting=max(config.max_waiting, sizes[0])))
+        for index in range(sizes[0]):
+            num_output = _STEPS_PER_SHAPE * sum(index < size for size in sizes)
+            sampling = replace(_GREEDY, max_tokens=num_output)
+            _submit(runner, engine, f"graph-{index}", 1, sampling, salt=f"{index}")  # nobody shares its page
+        while engine.has_work and clock() < ends_s:
+            engine.step()
+            report("CUDA graphs", min(engine.num_steps / num_steps, 1.0))
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """Of sequences that decode together, falling: each bucket full, and with the least that need it."""
+    sizes = {most} if most > 0 else set()
+    for exponent in range(most.bit_length()):
+        sizes |= {1 << exponent, (1 << exponent) + 1}
+    return sorted((size for size in sizes if size <= most), reverse=True)
+
+
+def _submit(
+    runner: Runner, engine: Engine, name: str, num_rows: int, sampling: SamplingParams, *, salt: str = ""
+) -> None:
+    """A prompt of so many rows, or of those that there is room for."""
+    num_rows = min(num_rows, runner.num_pages * runner.page_size // 4, runner.max_context - _NUM_OUTPUT)
+    if num_rows > 0:
+        ids = tuple(index % runner.vocab_size for index in range(num_rows))
+        name = f"warm-up-{name}"
+        engine.submit(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=sampling, salt=salt))
+
+
+@contextmanager
+def no_trace(runner: Runner) -> Iterator[None]:
+    """Whatever runs in here, no slot is visible afterwards and no counter of the runner has moved."""
+    num_shared, graphs = runner.num_shared_segments, runner.graphs
+    num_replays = 0 if graphs is None else graphs.num_replays
+    try:
+        yield
+    finally:
+        runner.pool.slot_position.fill_(FREE_SLOT_POSITION)
+        runner.num_shared_segments = num_shared
+        if graphs is not None:
+            graphs.num_replays = num_replays

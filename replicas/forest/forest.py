@@ -1,0 +1,304 @@
+"""The prefix forest and the page pool under it (ChunkAttention 3.1): who holds which page, found at run time.
+
+A node is one page instance: the tokens at positions [start, end) of one lineage, all inside one block of
+`page_size` positions; token t sits at offset t mod page_size. A child continues at `child.start`, which may lie
+inside its parent's block: then both have a page for that block and the sequence masks the parent's higher slots.
+
+    root --- [0..32) --- [32..45) ...              prompt A
+                    `--- [32..64) --- ...          (a sibling that differs at token 32)
+                    [32..45) forked at 40 --- [40..64)
+
+Every token that a running sequence has computed, or computes in the step being scheduled, is in the forest, so
+sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
+own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
+
+A node's KV may be on the device, on the host, on both, or on neither: a hole (`forest/pages.py`, `forest/gaps.py`).
+States of a device page: free (on the free list), in use (of a node that a sequence or a pin holds), cached (of a node
+that nobody holds, still matching; `forest/cached.py` says which goes when). `free + cached + in_use == num_pages` is
+checked by `check()`. The pool never grows or gives memory back.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from mneme.cachetier.policy.eviction import EvictionPolicy
+from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.errors import PinRefused
+from mneme.replicas.forest import deletion as forest_deletion
+from mneme.replicas.forest.gaps import Spans, is_lost, note_gaps, visible_gaps
+from mneme.replicas.forest.kept import has_tokens, kept_by, kept_resident, mask_of
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
+from mneme.replicas.forest.owners import Owners
+from mneme.replicas.forest.pages import TieredPages
+from mneme.replicas.forest.paths import Paths
+from mneme.replicas.forest.tier import Tier
+
+_RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
+
+
+class PrefixForest(Paths):
+    """Pages, their owners, and token-exact matching over everything that is resident."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        sharing: bool = True,
+        first_page: int = 0,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        num_host_pages: int = 0,
+        host_policy: EvictionPolicy | None = None,
+        copy_out_below: float = 0.5,
+        window: int | None = None,
+    ) -> None:
+        """Policies are LRU unless given. `window`: tokens that a row sees on every layer; None if a layer sees all."""
+        self.num_pages = num_pages
+        self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
+        self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
+        self._kept_roots: set[Root] = set()  # of truncated sessions
+        self._last_truncated: tuple[Owner | None, Root] = (None, Root(""))
+        self._num_pinned = 0
+        self._pins: set[Pin] = set()
+        self._clock = clock
+        self._releases = itertools.count(1)
+        self.owners = Owners()
+        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
+        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
+        pages = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
+        super().__init__(pages, page_size, sharing=sharing, window=window)
+
+    @property
+    def num_free(self) -> int:
+        return len(self.device.free)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.device.num_in_use
+
+    @property
+    def num_cached(self) -> int:
+        return self.device.num_cached
+
+    @property
+    def num_unpinned(self) -> int:
+        """Pages that one sequence could have if it were alone, beside the pinned ones that it shares."""
+        return self.num_pages - self._num_pinned
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Cached pages whose KV the host has too."""
+        return self._pages.num_reclaimable
+
+    @property
+    def num_moved(self) -> dict[str, int]:
+        """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
+        return dict(self._pages.num_moved)
+
+    @property
+    def wants_copies(self) -> bool:
+        """Whether a step without rows would still have pages to copy to the host."""
+        return self._pages.wants_copies
+
+    def resident(self, salt: str, ids: Sequence[int]) -> Resident:
+        """What the tiers have of a sequence; leaves their order of eviction as it is."""
+        root = self._roots.get(salt)
+        return Resident(0, 0) if root is None else resident(root, ids)
+
+    def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
+        """The same for what a truncated session sees; `ids` begin with what it kept."""
+        kept, own = [kept_resident(each) for each in root.kept], resident(root, ids)
+        return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
+
+    def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
+        """Where eviction reads which sessions wait, in order; None: without a session."""
+        self.device.cached.look_ahead(queue)
+        self.host.cached.look_ahead(queue)
+
+    def open_path(self, salt: str) -> Path:
+        """An empty path under the tenant's root; paths under different salts never meet."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Root(salt)
+        root.refs += 1
+        return Path(root)
+
+    def open_kept(self, root: Root, ids: Sequence[int] | None = None) -> Path | None:
+        """A path that sees what the truncation of a session kept; None if some of that is gone from every tier.
+
+        `ids` begin with what was kept; None: nothing can have changed since.
+        """
+        if root.is_lost or (ids is not None and not has_tokens(root, ids)):
+            return None
+        root.refs += 1
+        self._kept_roots.add(root)
+        path = Path(root)
+        for kept in root.kept:
+            self._hold(path, kept.node, mask_of(kept, self.page_size))
+        note_gaps(path, 0)
+        if not is_lost(path):
+            return path
+        self.release(path)
+        return None
+
+    def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:
+        """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
+
+        No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
+        happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
+        """
+        kept = kept_by(path, ranges)
+        known, known_root = self._last_truncated
+        is_known = owner is not None and known is owner and known_root.kept == kept
+        root = known_root if is_known else Root(path.root.salt, kept)
+        truncated = self.open_kept(root) if self._sharing else None
+        if truncated is not None:
+            self._last_truncated = owner, root
+            self.release(path)
+        return truncated
+
+    def release(self, path: Path, owner: Owner | None = None) -> None:
+        """The sequence is gone: its pages stay cached. They are the owner's, if it is given, and no others any more."""
+        number, now_s, nodes, root = next(self._releases), self._clock(), path.nodes, path.root
+        for node in nodes:
+            node.released, node.last_used_s = number, now_s
+            if node.writer is path:
+                node.writer = None
+        root.refs -= 1
+        if nodes and self._sharing:
+            self._pages.release(nodes)
+            self._claim(nodes, owner)
+        elif nodes:
+            self._pages.free(nodes)
+        self._drop_root(root)
+        path.nodes, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
+
+    def claim(self, owner: Owner, node: Node) -> None:
+        """The path up to this node is the owner's too."""
+        self._offer_through(self.owners.claim(owner, node))
+
+    def disown(self, owner: Owner) -> None:
+        """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
+        self._offer_through(self.owners.drop(owner))
+
+    def drop_owned(self, owner: Owner) -> None:
+        """The session is deleted: from the end of its last path up, what nothing else is on is gone from every tier."""
+        tail = self.owners.tail_of(owner)
+        self.disown(owner)
+        if tail is not None:
+            self._pages.drop_up(tail)
+
+    def drop_kept(self, root: Root) -> None:
+        """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
+        forest_deletion.drop_kept(self._pages, root)
+
+    def abandon(self, root: Root, heir: Root | None = None) -> None:
+        """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
+
+        What the `heir` kept of it stays, and so do the roots from which the heir kept something.
+        """
+        forest_deletion.abandon(self._pages, root, heir)
+
+    def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
+        """A prompt is deleted: what begins with it, and of itself what nothing else is on."""
+        root = self._roots.get(salt)
+        if root is not None:
+            forest_deletion.drop_prefix(self._pages, root, ids)
+
+    def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
+        """All that is cached under the chosen salts, of truncated sessions too.
+
+        `is_counted`: in `num_moved`.
+        """
+        num_moved = self.num_moved
+        for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
+            forest_deletion.drop_below(self._pages, root)
+        if not is_counted:
+            self._pages.num_moved = num_moved
+
+    def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
+        """Keep the path's pages until `unpin`, whatever becomes of the path.
+
+        Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
+        lacks what a row behind them sees.
+        """
+        lacks = visible_gaps(path, path.num_tokens + 1, self._window) if path.gaps else []
+        num_new = sum(not node.pins for node in path.nodes)
+        left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
+        if left < needed or not path.nodes or lacks or not self._sharing:
+            raise PinRefused(num_new, max(left, 0), needed)
+        pin = Pin(path.copy())
+        for node in path.nodes:
+            self._pages.hold(node)
+            node.pins += 1
+        path.root.refs += 1
+        self._num_pinned += num_new
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The pages are as any others again; a pin that is gone already is ignored."""
+        if pin not in self._pins:
+            return
+        self._pins.remove(pin)
+        for node in pin.path.nodes:
+            node.pins -= 1
+            self._num_pinned -= not node.pins
+        self.release(pin.path)
+
+    def clear(self) -> None:
+        """Forget every cached page of both tiers; pages in use or pinned stay."""
+        self._pages.clear(DEVICE)
+        self._pages.clear(HOST)
+
+    def forget_all(self) -> None:
+        """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
+        for pin in list(self._pins):
+            self.unpin(pin)
+        self.clear()
+        self._pages.forget_moves()
+
+    def drain_moves(self, *, can_copy: bool = True) -> Moves:
+        """What is to happen to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
+        return self._pages.drain(can_copy=can_copy)
+
+    def check(self) -> None:
+        """Assert every invariant; walks the whole forest."""
+        nodes = [node for root in (*self._roots.values(), *self._kept_roots) for node in root.below_it()]
+        if self._sharing:
+            self._pages.check(nodes)
+            self.owners.check(nodes)
+        assert self._num_pinned == sum(node.pins > 0 for node in nodes)
+        for node in nodes:
+            assert node.refs >= node.pins >= 0
+            assert 0 < len(node.tokens) <= self.page_size - node.start % self.page_size
+            assert node.parent is not None
+            assert node.start <= node.parent.end
+            assert node.parent.children[(node.start, node.tokens[0])] is node
+        assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
+
+    def _claim(self, nodes: list[Node], owner: Owner | None) -> None:
+        tail = next((node for node in reversed(nodes) if node.parent is not None), None)
+        if owner is not None and tail is not None:
+            self.claim(owner, tail)
+
+    def _offer_through(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            for tier in (self.device, self.host):
+                tier.cached.offer_through(node)
+
+    def _drop_root(self, root: Root) -> None:
+        """Forget a root that nothing hangs on."""
+        if root.refs or root.children:
+            return
+        if root.is_own:
+            self._kept_roots.discard(root)
+        else:
+            self._roots.pop(root.salt, None)

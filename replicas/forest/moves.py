@@ -1,0 +1,112 @@
+"""What a step is to do with pages before its forward pass, in this order: save, hide, load. Policy only: no tensors.
+
+A *graft* brings the KV of pages that nobody had from the cache tier's chunks; unlike other loads it may fail, and what
+is then lost is taken back after the step (`Scheduler.retract`).
+
+A save counts as done when it is listed, because whatever reads or reuses its pages later is ordered behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from mneme.replicas.forest.nodes import Node
+
+if TYPE_CHECKING:
+    from mneme.replicas.connector.saves import SaveJob
+
+
+class LoadedPage(NamedTuple):
+    """A page that comes back from the host: the keys of its first `num_tokens` tokens are rotated from `start` on."""
+
+    host_page: int
+    device_page: int
+    start: int
+    num_tokens: int
+
+
+class Chunks(Protocol):
+    """Chunks of one sequence that were found in the cache tier; what else is to be known of them, the mover knows."""
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """The positions whose KV each has, in order, without a gap."""
+
+
+class GraftPiece(NamedTuple):
+    """What one chunk gives to a path: KV for pages of their own."""
+
+    chunk: int  # its index
+    start: int  # positions [start, end)
+    end: int
+    runs: list[tuple[int, int, int]]  # (page id, first offset, number of tokens), in order
+    nodes: tuple[Node, ...]  # one for each run
+
+
+class Graft(NamedTuple):
+    chunks: Chunks
+    pieces: list[GraftPiece]
+    is_last: bool = True  # else more of these chunks comes with later steps
+
+
+class Moves(NamedTuple):
+    """No page stands twice in one column."""
+
+    saves: list[tuple[int, int]]  # (device page, host page), as the device page was before this step
+    fresh: list[int]  # device pages with a new owner: nothing of what they held may be seen
+    loads: list[LoadedPage]
+    grafts: list[Graft]
+    completed: Sequence[SaveJob] = ()  # chunks that the step completes, to be saved
+
+
+class PendingMoves:
+    """Gathers a step's moves while it is scheduled."""
+
+    def __init__(self) -> None:
+        self._device_by_host_page: dict[int, int] = {}
+        self._load_by_device_page: dict[int, LoadedPage] = {}
+        self._fresh: dict[int, None] = {}
+        self._grafts: list[Graft] = []
+
+    @property
+    def has_loads(self) -> bool:
+        return bool(self._load_by_device_page or self._grafts)
+
+    def is_fresh(self, device_page: int | None) -> bool:
+        """Whether what it is to hold will be there only when the step has run."""
+        return device_page in self._fresh
+
+    def save(self, device_page: int, host_page: int) -> None:
+        self._device_by_host_page[host_page] = device_page
+
+    def forget_save(self, host_page: int) -> None:
+        """The host page is nobody's any more."""
+        self._device_by_host_page.pop(host_page, None)
+
+    def take(self, device_page: int) -> None:
+        """The device page has a new owner."""
+        self._fresh[device_page] = None
+
+    def load(self, load: LoadedPage) -> None:
+        self._load_by_device_page[load.device_page] = load
+
+    def graft(self, graft: Graft) -> None:
+        self._grafts.append(graft)
+
+    def cancel_load(self, device_page: int | None) -> bool:
+        """Whether there was one: what the device page is said to hold is not there then."""
+        return device_page is not None and self._load_by_device_page.pop(device_page, None) is not None
+
+    def forget(self) -> None:
+        """Pages taken are still to be hidden; nothing else of them counts."""
+        self._device_by_host_page.clear()
+        self._load_by_device_page.clear()
+        self._grafts = []
+
+    def drain(self) -> Moves:
+        saves = [(device, host) for host, device in self._device_by_host_page.items()]
+        moves = Moves(saves, list(self._fresh), list(self._load_by_device_page.values()), self._grafts)
+        self.forget()
+        self._fresh.clear()
+        return moves

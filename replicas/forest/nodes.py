@@ -1,0 +1,199 @@
+"""What the prefix forest is made of: nodes with their tokens, roots, paths of sequences, claims of sessions, pins."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ALL_SLOTS = -1  # a mask with every bit set
+DEVICE, HOST = 0, 1  # tiers, as indices of what a node keeps for each
+
+
+class Node:
+    """The tokens at [start, end) of one lineage, all in one block, and where their KV is.
+
+    In each tier the first `filled` tokens have KV, on page `pages`. What no tier has is a hole; a node is all hole only
+    while something behind it has KV, or a sequence is about to compute it.
+    """
+
+    __slots__ = (
+        "below",
+        "children",
+        "claim",
+        "filled",
+        "is_reclaimable",
+        "keepers",
+        "last_used_s",
+        "num_uses",
+        "pages",
+        "parent",
+        "pins",
+        "refs",
+        "released",
+        "start",
+        "tokens",
+        "writer",
+    )
+
+    def __init__(self, parent: Node | None, start: int) -> None:
+        self.parent = parent
+        self.start = start  # position of tokens[0], at which its key is rotated
+        self.tokens = array("i")
+        self.children: dict[tuple[int, int], Node] = {}  # (position, token id) -> the child that begins with it
+        self.pages: list[int | None] = [None, None]  # by tier
+        self.filled = [0, 0]  # by tier; 0 without a page
+        self.below = [0, 0]  # by tier: children with a page there that nobody holds
+        self.keepers: list[Root] | None = None  # roots that keep some of its tokens
+        self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
+        self.refs = 0  # paths that hold it; a pin is one
+        self.pins = 0
+        self.writer: Path | None = None  # the one path that may append
+        self.claim: Claim | None = None  # of the sessions whose last path ends here
+        self.released = 0  # number of the last release, which gave it back together with others
+        self.last_used_s = 0.0  # when that was
+        self.num_uses = 0  # paths that have held it
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def below_it(self) -> Iterator[Node]:
+        """All nodes under this one, parents first."""
+        stack: list[Node] = [self]
+        while stack:
+            children = stack.pop().children.values()
+            yield from children
+            stack.extend(children)
+
+
+class Kept(NamedTuple):
+    """Tokens of another lineage that a truncated session goes on seeing: those rotated at positions [start, end)."""
+
+    node: Node
+    start: int
+    end: int
+    delta: int  # from there to where the session has them
+    root: Root  # under which the node hangs
+
+
+class Root(Node):
+    """Where lineages begin; holds no page and no tokens.
+
+    A tenant has one, found by its salt. After a truncation a session has its own: it begins behind the tokens that were
+    kept, and nobody else finds it.
+    """
+
+    __slots__ = ("is_lost", "is_own", "kept", "salt")
+
+    def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
+        super().__init__(None, sum(each.end - each.start for each in kept))
+        self.salt = salt
+        self.kept = kept
+        for node in {each.node for each in kept}:
+            node.keepers = [*(node.keepers or ()), self]
+        self.is_own = bool(kept)  # a session's
+        self.is_lost = False  # some of what it kept is gone: nobody can go on here
+
+    def lose(self) -> None:
+        """Some of what it kept is gone from every tier."""
+        self.kept, self.is_lost = (), True
+
+
+class Resident(NamedTuple):
+    """Tokens of one sequence with KV."""
+
+    device: int
+    host: int  # and not on the device
+
+
+class Claim:
+    """That the last paths of some owners end at `node`; see `forest/owners.py`."""
+
+    __slots__ = ("into", "node", "num_owners")
+
+    def __init__(self, node: Node) -> None:
+        self.node: Node | None = node  # None: nothing is left of the paths
+        self.num_owners = 0
+        self.into: Claim | None = None  # the claim that this one became part of
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Who a path can belong to after its sequence is gone: a session."""
+
+    claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
+
+
+class Path:
+    """What one sequence sees, in order: its page table. The root's kept tokens come first.
+
+    `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
+    `num_changes` counts they are only appended to.
+    """
+
+    __slots__ = ("gaps", "masks", "nodes", "num_changes", "num_tokens", "page_ids", "root")
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.nodes: list[Node] = []
+        self.page_ids: list[int | None] = []
+        self.masks: list[int] = []
+        self.gaps: list[int] = []  # in order, the nodes of which the device may lack something that the path has
+        self.num_tokens = root.start  # tokens on this path
+        self.num_changes = 0
+
+    @property
+    def tail(self) -> Node:
+        return self.nodes[-1] if len(self.nodes) > len(self.root.kept) else self.root
+
+    def copy(self) -> Path:
+        """Another path over the same nodes; whoever makes it counts the references."""
+        other = Path(self.root)
+        other.nodes, other.page_ids, other.masks = list(self.nodes), list(self.page_ids), list(self.masks)
+        other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
+        return other
+
+
+class Pin:
+    """Pages that stay until `PrefixForest.unpin`; holds them as a path does."""
+
+    __slots__ = ("num_tokens", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_tokens = path.num_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was let go, also by a failed step."""
+        return bool(self.path.nodes)
+
+
+def resident(root: Root, ids: Sequence[int]) -> Resident:
+    """What the tiers have of `ids` under a root, holes left out; changes nothing."""
+    num_device = num_host = 0
+    node: Node = root
+    position = root.start
+    while True:
+        end = position + common_prefix(node.tokens, position - node.start, ids, position, len(ids))
+        device, host = (min(node.start + filled, end) for filled in node.filled)
+        num_device += max(device - position, 0)
+        num_host += max(host - max(device, position), 0)
+        child = node.children.get((end, ids[end])) if end < len(ids) else None
+        if child is None:
+            return Resident(num_device, num_host)
+        node, position = child, end
+
+
+def common_prefix(tokens: array[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
+    """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
+    ours = tokens[offset:].tolist()
+    theirs = list(ids[position : min(limit, position + len(ours))])
+    if ours == theirs:
+        return len(ours)
+    for count, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return count
+    return min(len(ours), len(theirs))

@@ -1,0 +1,207 @@
+"""How paths grow in the prefix forest: they follow what is known, bring back what the device lacks, and write the rest.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mneme.replicas.forest.gaps import Runs, Spans, fill, loaded_span, note_gaps, num_missing, visible_gaps
+from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
+from mneme.replicas.forest.nodes import ALL_SLOTS, DEVICE, Node, Path, common_prefix
+from mneme.replicas.forest.pages import OutOfPages, TieredPages
+
+
+class Rows(NamedTuple):
+    """What a path computes next."""
+
+    spans: Spans  # positions of the rows, in order
+    runs: Runs  # where their KV goes, in the same order
+    num_refilled: int  # how many of them, at the front, fill holes
+    loaded: Spans  # positions whose KV comes back from the host before
+
+
+class Paths:
+    """Over the pages of one forest."""
+
+    def __init__(self, pages: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
+        self.page_size = page_size
+        self._pages = pages
+        self._device = pages.device
+        self._sharing = sharing
+        self._window = window
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `write` can still take: free ones, then cached ones."""
+        return self._device.num_pages - self._device.num_in_use
+
+    def is_settled(self, path: Path) -> bool:
+        """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
+        return not path.gaps and not any(map(self._pages.is_fresh, path.page_ids))
+
+    def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
+        """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
+
+        The device may lack the KV of some: `take_rows` brings it back.
+        """
+        if not self._sharing:
+            return 0
+        before = position = path.num_tokens
+        num_nodes = len(path.nodes)
+        while position < limit:
+            node = path.tail
+            if position < node.end:
+                position += common_prefix(node.tokens, position - node.start, ids, position, limit)
+            child = node.children.get((position, ids[position])) if position < limit else None
+            if child is None:
+                break
+            self._leave(path, position)
+            self._hold(path, child)
+        if position > before:
+            path.num_tokens = position
+            note_gaps(path, max(num_nodes - 1, len(path.root.kept)))
+        return position - before
+
+    def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
+        """At most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
+
+        Where nothing of that is left, one row: the last, whose KV is there, for its logits. Takes the pages that they
+        need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
+        """
+        gaps = visible_gaps(path, len(ids), self._window) if path.gaps else []
+        num_holes = sum(num_missing(path, index) for index in gaps) if gaps else 0
+        start = path.num_tokens
+        end = min(len(ids), start + max(budget - num_holes, 0))
+        if gaps and self.num_new_pages(path, ids, end) > self.num_available:  # without gaps it is `write` that asks
+            raise OutOfPages
+        loaded = self._restore(path, gaps)
+        spans, runs = fill(path, gaps, self.page_size, budget)
+        if start < end:
+            runs += self.write(path, ids, end)
+            spans.append((start, end))
+        elif num_holes < budget and start == len(ids) and (not spans or spans[-1][1] < start):
+            spans.append((start - 1, start))
+        return Rows(spans, runs, min(num_holes, budget), loaded)
+
+    def num_pending(self, path: Path, ids: Sequence[int]) -> int:
+        """Rows that stand before the path's next sampled token but for the last token's own."""
+        num_new = len(ids) - path.num_tokens
+        if not path.gaps:
+            return num_new
+        return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self._window))
+
+    def graft(self, path: Path, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
+        """Pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
+
+        They are nobody else's and begin with what comes, so that they can be taken back (`retract`). At most `limit`
+        chunks: the rest is for later steps.
+        """
+        pieces: list[GraftPiece] = []
+        is_last = True
+        with contextlib.suppress(OutOfPages):
+            for index, (start, end) in enumerate(chunks.spans):
+                position = path.num_tokens
+                if not start <= position < end:
+                    continue
+                if len(pieces) == limit:
+                    is_last = False
+                    break
+                num_nodes = len(path.nodes)
+                runs = self.write(path, ids, end, is_apart=True)
+                pieces.append(GraftPiece(index, position, end, runs, tuple(path.nodes[num_nodes:])))
+        if not pieces:
+            return None
+        graft = Graft(chunks, pieces, is_last)
+        self._pages.graft(graft)
+        return graft
+
+    def retract(self, nodes: Iterable[Node]) -> None:
+        """Grafted nodes whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
+        if self._sharing:  # else nothing stays of a path that was given back
+            self._pages.retract(nodes)
+
+    def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
+        """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
+
+        Returns runs (page id, first offset, number of tokens), in order, of pages begun for them if they are to be
+        apart. Raises `OutOfPages`, having taken nothing.
+        """
+        runs = []
+        position, can_append = path.num_tokens, not is_apart and self._can_append(path, ids)
+        if self._num_pages_to(end, position, can_append) > self.num_available:
+            raise OutOfPages
+        while position < end:
+            node = path.tail if can_append else self._begin_page(path, ids)
+            node.writer, can_append = path, False
+            count = min(end, (position // self.page_size + 1) * self.page_size) - position
+            node.tokens.extend(ids[position : position + count])
+            node.filled[DEVICE] += count
+            page_id = node.pages[DEVICE]
+            assert page_id is not None
+            runs.append((page_id, position % self.page_size, count))
+            path.num_tokens = position = position + count
+        return runs
+
+    def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
+        """How many pages `take_rows` would take up to `end`, for what is to come back too."""
+        num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
+        if path.gaps:
+            gaps = visible_gaps(path, len(ids), self._window)
+            num_pages += sum(not self._device.has(path.nodes[index]) for index in gaps)
+        return num_pages
+
+    def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
+        """Pages to begin for [position, end); `can_append`: the first of them go into the page that is there."""
+        begun = position // self.page_size + can_append
+        return max(0, -(-end // self.page_size) - begun)
+
+    def _hold(self, path: Path, node: Node, mask: int = ALL_SLOTS) -> None:
+        self._pages.hold(node)
+        path.nodes.append(node)
+        path.page_ids.append(node.pages[DEVICE])
+        path.masks.append(mask)
+
+    def _leave(self, path: Path, position: int) -> None:
+        """From `position` on the path uses other pages: in the block it leaves, higher slots are not its own."""
+        offset = position % self.page_size
+        if path.tail is not path.root and offset and path.masks[-1] == ALL_SLOTS:
+            path.masks[-1] = (1 << offset) - 1
+            path.num_changes += 1
+
+    def _restore(self, path: Path, gaps: list[int]) -> Spans:
+        """Pages on the device for what is behind these gaps; returns what comes back from the host."""
+        loaded = []
+        for index in gaps:
+            node = path.nodes[index]
+            if not self._device.has(node):
+                self._pages.add(node)
+                loaded += [loaded_span(path, index)] if node.filled[DEVICE] else []
+            path.page_ids[index] = node.pages[DEVICE]
+            path.num_changes += 1
+        return loaded
+
+    def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
+        """Whether the path's next token may go into its last page."""
+        node, position = path.tail, path.num_tokens
+        if position % self.page_size == 0 or node is path.root or node.end != position:
+            return False
+        if node.writer is None and position < len(ids):
+            return (position, ids[position]) not in node.children
+        return node.writer is path
+
+    def _begin_page(self, path: Path, ids: Sequence[int]) -> Node:
+        position, parent = path.num_tokens, path.tail
+        self._leave(path, position)
+        node = Node(parent, position)
+        if self._sharing:
+            parent.children[(position, ids[position])] = node
+        node.refs = node.num_uses = 1
+        self._pages.add(node)
+        path.nodes.append(node)
+        path.page_ids.append(node.pages[DEVICE])
+        path.masks.append(ALL_SLOTS)
+        return node

@@ -1,0 +1,140 @@
+"""The decoder's forward pass over query rows of many sequences: one algorithm, described by `DecoderConfig`.
+
+Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mneme.cachetier.pages.tier import Load
+from mneme.kernels.attention import Plan, RopeTable, attend
+from mneme.kernels.kv_write import write_kv
+from mneme.kernels.ops import add_rms_norm, gated, rms_norm
+from mneme.kernels.work import Share
+from mneme.replicas.connector.saver import StepSaves
+from mneme.replicas.model.config import DecoderConfig
+from mneme.replicas.model.laps import Laps, laps_of
+from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.model.weights import DecoderWeights, LayerWeights
+
+
+@dataclass(slots=True, kw_only=True)
+class KvPool:
+    """The device pool of KV pages, shared by all sequences of an engine."""
+
+    k_pages: torch.Tensor  # dtype [layers, Hkv, num_pages, page_size, D], keys rotated at slot_position
+    v_pages: torch.Tensor  # like k_pages
+    slot_position: torch.Tensor  # int32 [num_pages * page_size]; FREE where nothing is stored
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """One step's query rows, the same for all layers."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int32 [T]
+    slots: torch.Tensor  # int64 [T] where each row's KV is written
+    sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
+    num_sampled: int  # at most S; logits behind these are of padding
+    plan: Plan
+    load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
+    saves: StepSaves | None = None  # chunks that the step completes; told of each layer as it is computed, not replayed
+    # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
+    # [T, Hq]; such a step is not captured either.
+    observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+
+
+class Decoder:
+    """Weights and rotary table of one model on one device."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        share: Share = "auto",
+        max_context: int | None = None,
+    ) -> None:
+        """`max_context`: tokens of the longest sequence that will be run, if fewer than the model's."""
+        self.config = config
+        self.max_context = min(config.max_context, max_context or config.max_context)
+        self.share = share
+        self._weights = weights
+        self._scale = config.head_dim**-0.5
+        self.rope = RopeTable.from_inv_freq(
+            torch.tensor(config.rope.inv_freq, dtype=torch.float64),
+            self.max_context,
+            attention_factor=config.rope.attention_factor,
+        ).to(weights.norm.device)
+        self._laps: Laps | None = None
+
+    def record(self, timeline: Timeline) -> None:
+        """From now on add what each layer takes to a timeline, but for steps that are replayed as CUDA graphs."""
+        self._laps = laps_of(timeline, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.norm.dtype
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
+        """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
+        weights, eps = self._weights, self.config.norm_eps
+        laps = None if self._laps is None else self._laps.begin()
+        hidden = weights.embed(inputs.token_ids)
+        normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
+        next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            attended = self._attend(layer, index, normed, inputs, pool, laps)
+            if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
+                hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
+            hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
+            mlp = layer.down(gated(layer.gate_up(normed), "silu"))
+            hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
+            if laps is not None:
+                laps.end("mlp", index)
+        return weights.head(normed, torch.float32)
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        index: int,
+        hidden: torch.Tensor,
+        inputs: StepInputs,
+        pool: KvPool,
+        laps: Laps | None,
+    ) -> torch.Tensor:
+        """hidden [T, H] -> [T, Hq * D]."""
+        config = self.config
+        num_rows, kv_end = hidden.shape[0], config.num_q_heads + config.num_kv_heads
+        heads = layer.qkv(hidden).view(num_rows, -1, config.head_dim)
+        q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+        if laps is not None:
+            laps.end("project", index)
+        if inputs.load is not None:  # before writing too: a row may fill a page whose first slots are being loaded
+            inputs.load.wait_layer(index)
+            if laps is not None:
+                laps.end("wait", index)
+        k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
+        write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
+        if inputs.saves is not None:
+            inputs.saves.layer_done(index)
+        out, lse = attend(
+            q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
+            softmax_scale=self._scale, window=config.windows[index],
+        )  # fmt: skip
+        if laps is not None:
+            laps.end("attend", index)
+        if inputs.observe is not None:
+            inputs.observe(index, q, lse)
+        return out.reshape(num_rows, -1)

@@ -1,0 +1,281 @@
+"""Decode steps as CUDA graphs: hundreds of launches become one.
+
+A step in which every sequence has one row is padded to a bucket of rows: 1, 2, 4, 8, ... Its inputs lie in buffers
+that never move, and the plan's data in the attention backend's own. When a shape of launches is met for the second time
+it is captured, from then on replayed. A shape is the bucket and what the attention backend says its launches depend on;
+where that changes, as when a buffer had to grow, the step has another shape, so no graph outlives what it points to.
+
+Padding rows write to the spare slot and belong to sequences without pages: they see nothing, and nobody reads them.
+Whatever cannot be captured runs as it is: prefill, more rows than the largest bucket, a backend that cannot tell, a
+step that waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
+
+A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
+begin when it has run (`StepSaves.finish`). What is captured never tells them of a layer.
+
+A capture that fails costs that step its graph and no more: it is counted, runs as it is, and captures wait for some
+steps. After several failures in a row nothing is captured any more; the graphs that there are go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from mneme.kernels.attention import Plan
+from mneme.kernels.page_table import IntArray
+from mneme.kernels.triton.modules import triton_trouble
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+
+log = logging.getLogger(__name__)
+
+MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
+_MAX_GRAPHS = 48  # each keeps a few MB of the driver's memory; the least recently used goes
+_MAX_MET = 1024  # shapes met once that are remembered
+_MAX_FAILURES = 3  # captures in a row
+_RETRY_STEPS = 100  # that could have been captured and are not, after a failure; ten times as many after the next
+_NUM_INPUTS = 4  # token ids, positions, slots, sampled rows
+
+Run = Callable[[StepInputs], torch.Tensor]  # logits float32 [rows that sample, vocab]
+Stage = Callable[[Plan], Hashable | None]
+
+
+MakeGraphs = Callable[[Run, KvPool], "DecodeGraphs"]
+
+
+class Graph(Protocol):
+    """Launches that were recorded."""
+
+    def replay(self) -> None: ...
+
+
+class Shape(NamedTuple):
+    """What a captured step's launches depend on."""
+
+    num_rows: int
+    attention: Hashable
+
+
+class DecodeGraphs:
+    """The captured decode steps of one runner."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        capture: Callable[[Callable[[], None]], Graph],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        max_graphs: int = _MAX_GRAPHS,
+    ) -> None:
+        """
+        run      the forward pass; launches the same work for inputs of one shape, and waits for nothing
+        stage    brings a plan's data to where launches find it and says what they depend on; None: cannot be captured
+        capture  records what a function launches
+        """
+        self._run, self.stage, self._capture = run, stage, capture
+        self.max_rows = min(bucket_of(max_rows), MAX_BUCKET)
+        self._vocab_size = vocab_size
+        self._max_graphs = max_graphs
+        self._host = torch.zeros(_NUM_INPUTS * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self._logits: torch.Tensor | None = None
+        self._met: OrderedDict[Shape, None] = OrderedDict()
+        self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
+        self._inputs: StepInputs | None = None  # what the buffers hold
+        self._num_failures = 0  # since the last capture that succeeded
+        self._put_off = 0  # steps without a capture
+        self.num_replays = self.num_failed = 0
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are still captured."""
+        return self._num_failures < _MAX_FAILURES
+
+    def stats(self) -> dict[str, int]:
+        """For metrics."""
+        return {"replays": self.num_replays, "failed": self.num_failed, "off": int(not self.is_on)}
+
+    def bucket(self, num_rows: int) -> int | None:
+        """The rows that a decode step of so many is padded to; None if it is not to be."""
+        has_graphs = self.is_on or bool(self._graphs)
+        return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self.max_rows else None
+
+    def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
+        """A padded step's inputs in the buffers of its bucket, which the next step overwrites.
+
+        arrays  token ids, positions, slots, sampled rows; each has as many entries as the bucket has rows
+        """
+        num_rows = len(arrays[0])
+        host = self._host[: _NUM_INPUTS * num_rows]
+        np.concatenate(arrays, out=host.numpy())
+        device = self._device[: len(host)]
+        device.copy_(host, non_blocking=True)
+        token_ids, positions, slots, sampled_rows = device.view(_NUM_INPUTS, num_rows)
+        self._inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            sampled_rows=sampled_rows,
+            plan=plan,
+            num_sampled=num_sampled,
+        )
+        return self._inputs
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of a step, with those of padding rows; the next step may overwrite them."""
+        # A replay waits for no load, and nobody sees what it computes on the way.
+        can_replay = inputs is self._inputs and inputs.load is None and inputs.observe is None
+        attention = self.stage(inputs.plan) if can_replay else None
+        if attention is None:
+            return self._run(inputs)
+        shape = Shape(len(inputs.token_ids), attention)
+        if shape not in self._graphs and not self._try_capture(shape):
+            return self._run(inputs)
+        self._graphs.move_to_end(shape)
+        self._graphs[shape].replay()
+        self.num_replays += 1
+        return self._logits_of(shape.num_rows)
+
+    def _try_capture(self, shape: Shape) -> bool:
+        """Whether the shape has a graph now; one that is met for the first time is only noted."""
+        if shape not in self._met:
+            self._met[shape] = None
+            if len(self._met) > _MAX_MET:
+                self._met.popitem(last=False)
+            return False
+        if not self.is_on or self._put_off:
+            self._put_off = max(self._put_off - 1, 0)
+            return False
+        self._logits_of(shape.num_rows)  # outside the graph's memory, which the next graph uses too
+        if len(self._graphs) >= self._max_graphs:
+            evicted, _ = self._graphs.popitem(last=False)
+            self._met.pop(evicted, None)
+        try:
+            self._graphs[shape] = self._capture(self._step)
+        except Exception as error:  # Triton's are no RuntimeErrors; the step runs as it is, and may fail there for good
+            self.num_failed += 1
+            self._put_off = _RETRY_STEPS * 10**self._num_failures
+            self._num_failures += 1
+            what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
+            reason = triton_trouble(error) or error
+            log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
+            return False
+        self._num_failures = 0
+        log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
+        return True
+
+    def _step(self) -> None:
+        """What is captured: the forward pass, its logits copied to where every graph leaves them."""
+        assert self._inputs is not None
+        logits = self._run(replace(self._inputs, saves=None))  # a capture runs it twice, and computes nothing
+        self._logits_of(len(logits)).copy_(logits)
+
+    def _logits_of(self, num_rows: int) -> torch.Tensor:
+        """float32 [num_rows, vocab], the same memory for all graphs."""
+        if self._logits is None:
+            self._logits = torch.zeros(self.max_rows, self._vocab_size, device=self._device.device)
+        return self._logits[:num_rows]
+
+
+class CudaCapture:
+    """Captures on a side stream into one pool of memory for all graphs.
+
+    One pool is right because a graph's results are copied out before another graph runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], None]) -> Graph:
+        """Runs once before, so that kernels are compiled and libraries have their workspaces.
+
+        Raises what `run` raises, and RuntimeError if it cannot be captured; the next capture may succeed.
+        """
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()
+            finally:  # what it launched before it failed, too
+                current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may use CUDA meanwhile.
+                with (
+                    _no_collection(),
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
+                    run()
+            except BaseException:
+                self._recover(current)
+                raise
+        return graph
+
+    def _recover(self, current: torch.cuda.Stream) -> None:
+        """After a capture that failed, put right what torch leaves as it was in the midst of it.
+
+        The side stream stays current if the capture cannot even be ended. torch before 2.13 then also takes the pool
+        for one that is being captured into, for good: it neither empties its cache nor captures into this pool again.
+        Graphs captured before keep the old pool.
+        """
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):  # it was ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is not collected: a kernel among it would unload its module, which ends a capture."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:
+    """Graphs of a decoder's steps of up to so many rows; None where there are none to be had."""
+    if decoder.device.type != "cuda":
+        return None
+    try:
+        from mneme.kernels.triton.backend import stage
+    except ImportError:  # said by whoever needs it to attend
+        return None
+
+    def make(run: Run, pool: KvPool) -> DecodeGraphs:
+        return DecodeGraphs(
+            run,
+            lambda plan: stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions),
+            CudaCapture(decoder.device),
+            max_rows=max_rows,
+            vocab_size=decoder.config.vocab_size,
+            device=decoder.device,
+        )
+
+    return make
+
+
+def bucket_of(num_rows: int) -> int:
+    """The least power of two that is not below a positive number."""
+    return 1 << (num_rows - 1).bit_length()

@@ -1,0 +1,297 @@
+"""The mechanism under the engine: owns the tensors, turns scheduled chunks into one forward pass.
+
+The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
+pages that were begun (`with_rows`, `append_page`); any other change builds a new plan, with the sequences ordered
+depth-first through the forest, so that a shared prefix's query rows are one slice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mneme.cachetier.pages.tiers import make_tier
+from mneme.kernels.attention import (
+    PageTable,
+    Plan,
+    QueryRows,
+    build_plan,
+    mark_written,
+    new_slot_position,
+    share_cost_of,
+)
+from mneme.kernels.page_table import IntArray
+from mneme.kernels.segments import ranges
+from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.nodes import Path
+from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.graphs import MakeGraphs
+from mneme.replicas.model.page_mover import PageMover
+from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.sequence import Chunk
+
+# Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
+_SPARE_PAGES = 1
+_SPARE_SLOT = 0
+_SPARE_RUN = (0, 0, 1)
+_NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
+
+
+class _Seen(NamedTuple):
+    """How a path looked when the kept plan was made."""
+
+    path: Path
+    num_pages: int
+    num_changes: int
+
+
+class Runner:
+    """One decoder and its pool."""
+
+    first_page = _SPARE_PAGES
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_pages: int,
+        page_size: int,
+        make_graphs: MakeGraphs | None = None,
+        *,
+        num_host_pages: int = 0,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`make_graphs` gets the forward pass that decode graphs are to capture, and the pool."""
+        config = decoder.config
+        self._decoder = decoder
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_context = decoder.max_context
+        self.device, self.dtype = str(decoder.device), str(decoder.dtype).removeprefix("torch.")
+        self.vocab_size = config.vocab_size
+        self.num_shared_segments = 0  # read once for several sequences, over all steps
+        self._share_cost = share_cost_of(decoder.device, decoder.dtype)
+        total = num_pages + _SPARE_PAGES
+        shape = (config.num_layers, config.num_kv_heads, total, page_size, config.head_dim)
+        self.pool = KvPool(
+            k_pages=_zeros(shape, decoder.dtype, decoder.device),
+            v_pages=_zeros(shape, decoder.dtype, decoder.device),
+            slot_position=new_slot_position(total * page_size, decoder.device),
+        )
+        self.window, self.is_windowed = config.window, config.is_windowed
+        self.num_host_pages = num_host_pages
+        self._tier = make_tier(self.pool, num_host_pages, timeline)
+        self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
+        if timeline is not None:
+            decoder.record(timeline)
+        self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
+        self._plan: Plan | None = None
+        self._seen: list[_Seen] = []
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether the tier has time for copies ahead of need."""
+        return self._tier.is_idle
+
+    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
+        """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
+        if self.chunks is not None:
+            self.chunks.abandon()  # of a step that failed
+        load = self._mover.move(moves)
+        if not chunks:
+            if load is not None:  # parts of long histories alone
+                for layer in range(self._decoder.config.num_layers):
+                    load.wait_layer(layer)
+            return None
+        ordered = self._in_plan_order(chunks)
+        starts, ends = np.array([span for chunk in ordered for span in chunk.spans]).T
+        positions = ranges(starts, ends - starts)
+        slots = self._slots(ordered)
+        token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.context[start:end]]
+        arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
+        bucket = None if load is not None else self._bucket(ordered)
+        inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
+        inputs.load = load
+        if moves.completed and self.chunks is not None:
+            inputs.saves = self.chunks.save(moves.completed)
+        written = slots != _SPARE_SLOT
+        if written.all():
+            mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
+        else:
+            mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
+        self.num_shared_segments += inputs.plan.work.num_shared
+        return inputs
+
+    @property
+    def chunks(self) -> ChunkMover | None:
+        """What loads chunks and saves them, where there is a cache tier."""
+        return self._mover.chunks
+
+    def use_chunks(self, mover: ChunkMover) -> None:
+        """From now on steps may load chunks and save them."""
+        self._mover.chunks = mover
+
+    def close(self) -> None:
+        """Give the host tier's memory and thread back; nothing can be computed any more."""
+        self._tier.close()
+        if self._mover.chunks is not None:
+            self._mover.chunks.close()
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        """Logits float32 [rows that sample, vocab], in the order of the chunks."""
+        if inputs is None:
+            return torch.empty(0, self.vocab_size)
+        logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
+        return logits[: inputs.num_sampled]
+
+    def reserve(self, num_sequences: int, num_rows: int) -> None:
+        """Let the buffers of graphs grow to a step of so many sequences and rows over all pages; nothing is computed.
+
+        Graphs point to these buffers: what is captured later is not lost when traffic fills the pool.
+        """
+        if self.graphs is None:
+            return
+        pages = np.array_split(np.arange(_SPARE_PAGES, self.num_pages + _SPARE_PAGES), num_sequences)
+        longest = self.max_context // self.page_size
+        tables = [PageTable.own(own[:longest].tolist()) for own in pages]
+        sequence = np.sort(np.arange(num_rows) % num_sequences)
+        positions = np.array([max(len(own[:longest]) * self.page_size - 1, 0) for own in pages])[sequence]
+        self.graphs.stage(self._plan_of(tables, QueryRows(sequence, positions)))
+
+    def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
+        """Of each of the path's tokens, from the last of them (`attention_mass.py`); nothing of the pass stays.
+
+        None if some of the path is yet to be computed or loaded, which is not looked for in fresh pages.
+        """
+        end = path.num_tokens
+        observer = MassObserver.over(path, self.pool, self._decoder) if end else None
+        if observer is None:
+            return None
+        positions = np.arange(max(end - NUM_OBSERVED, 0), end)
+        plan = self._new_plan([path], QueryRows(np.zeros_like(positions), positions), num_padding=0)
+        slots = np.full_like(positions, _SPARE_SLOT)
+        token_ids = np.array(context[positions[0] : end], np.int64)
+        inputs = self._inputs((token_ids, positions, slots, np.array([len(positions) - 1])), plan, None)
+        inputs.observe = observer
+        self.launch(inputs)
+        return observer.masses()
+
+    def launch(self, inputs: StepInputs) -> torch.Tensor:
+        """`forward` without graphs, with the logits of padding rows."""
+        return self._decoder.forward(inputs, self.pool)
+
+    def _bucket(self, ordered: list[Chunk]) -> int | None:
+        """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
+        if self.graphs is None or not all(chunk.num_rows == 1 and chunk.samples for chunk in ordered):
+            return None
+        return self.graphs.bucket(len(ordered))
+
+    def _inputs(self, arrays: tuple[IntArray, ...], plan: Plan, bucket: int | None) -> StepInputs:
+        token_ids, positions, slots, sampled_rows = arrays
+        if bucket is not None and self.graphs is not None:
+            padded = [np.pad(array, (0, bucket - len(array))) for array in arrays]
+            return self.graphs.inputs(padded, plan, len(sampled_rows))
+        return StepInputs(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            sampled_rows=self._tensor(sampled_rows),
+            num_sampled=len(sampled_rows),
+            plan=plan,
+        )
+
+    def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The kept plan's order if it holds the same sequences, else depth-first through the forest."""
+        chunk_by_path = {id(_path(chunk)): chunk for chunk in chunks}
+        kept = [chunk_by_path.get(id(seen.path)) for seen in self._seen]
+        if len(kept) == len(chunks) and all(kept):
+            return [chunk for chunk in kept if chunk is not None]
+        return sorted(chunks, key=lambda chunk: [page_id or 0 for page_id in _path(chunk).page_ids])
+
+    def _step_plan(self, ordered: list[Chunk], positions: IntArray, bucket: int | None) -> Plan:
+        """Rows up to the bucket, if there is one, are at position 0 of sequences that have no pages."""
+        counts = [chunk.num_rows for chunk in ordered]
+        num_padding = 0 if bucket is None else bucket - len(ordered)
+        sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
+        rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
+        paths = [_path(chunk) for chunk in ordered]
+        plan = self._appended(paths, len(ordered) + num_padding)
+        self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
+        self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
+        return self._plan
+
+    def _appended(self, paths: list[Path], num_sequences: int) -> Plan | None:
+        """The kept plan with the pages begun since; None where that is not all that changed."""
+        if self._plan is None or [id(path) for path in paths] != [id(seen.path) for seen in self._seen]:
+            return None
+        if self._plan.num_sequences != num_sequences:
+            return None
+        grown: list[tuple[int, int]] = []
+        for index, (path, seen) in enumerate(zip(paths, self._seen, strict=True)):
+            if path.num_changes != seen.num_changes:
+                return None
+            grown.extend((index, page_id) for page_id in path.page_ids[seen.num_pages :] if page_id is not None)
+        if not grown:
+            return self._plan
+        sequences, page_ids = np.array(grown, np.int64).T
+        return self._plan.append_page(sequences, page_ids)
+
+    def _new_plan(self, paths: list[Path], rows: QueryRows, num_padding: int) -> Plan:
+        return self._plan_of([*map(_page_table, paths), *[_NO_PAGES] * num_padding], rows)
+
+    def _plan_of(self, tables: list[PageTable], rows: QueryRows) -> Plan:
+        config = self._decoder.config
+        return build_plan(
+            tables,
+            rows,
+            page_size=self.page_size,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            share=self._decoder.share,
+            cost=self._share_cost,
+        )
+
+    def _slots(self, ordered: list[Chunk]) -> IntArray:
+        """Where each row's KV is written; that of a last row without a run, nowhere."""
+        runs = [run for chunk in ordered for run in [*chunk.runs, *[_SPARE_RUN] * (chunk.num_rows - chunk.num_written)]]
+        page_ids, offsets, counts = np.array(runs, np.int64).T
+        return ranges(page_ids * self.page_size + offsets, counts)
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._decoder.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU from calloc, so that pages of the pool that were never used take no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _path(chunk: Chunk) -> Path:
+    assert chunk.sequence.path is not None
+    return chunk.sequence.path
+
+
+def _page_table(path: Path) -> PageTable:
+    """What the device has of the path, root first."""
+    deltas = np.zeros(len(path.page_ids), np.int32)
+    deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
+    masks = np.array(path.masks, np.int64)
+    if not path.gaps:
+        return PageTable(np.array(path.page_ids, np.int32), deltas, masks)
+    present = [index for index, page_id in enumerate(path.page_ids) if page_id is not None]
+    page_ids = np.array([path.page_ids[index] for index in present], np.int32)
+    return PageTable(page_ids, deltas[present], masks[present])
+
+
+def _sampled_rows(chunks: list[Chunk], ordered: list[Chunk]) -> IntArray:
+    """The last row of each chunk that samples, in the order of `chunks`."""
+    ends = np.cumsum([chunk.num_rows for chunk in ordered])
+    last_row_by_chunk = {id(chunk): int(end) - 1 for chunk, end in zip(ordered, ends, strict=True)}
+    return np.array([last_row_by_chunk[id(chunk)] for chunk in chunks if chunk.samples], np.int64)

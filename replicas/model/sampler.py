@@ -1,0 +1,187 @@
+"""From logits to tokens: penalties, biases, truncation and the draw, each row on its own.
+
+Order as in vLLM: log-probabilities are read first, from what the model said; then `logit_bias` and tokens barred by
+`min_tokens`; repetition, presence and frequency penalties; temperature; min-p; top-k; top-p of what is left; a draw.
+
+The draw inverts the cumulative distribution at a number that is a function of (seed, choice, output position)
+computed on the host, so it neither depends on the batch nor on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mneme.kernels.ops import best_tokens, draw_whole
+from mneme.kernels.sampling import draw_tokens
+from mneme.kernels.torch.ops import invert
+from mneme.replicas.model.penalties import edit_logits
+from mneme.replicas.request import Logprobs, SamplingParams
+from mneme.replicas.token_counts import TokenCounts
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+_MASK_64 = (1 << 64) - 1
+_NUM_CANDIDATES = 256
+
+
+class SampleRow(NamedTuple):
+    """What the sampler needs to know of one sequence."""
+
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    position: int  # of the token to draw: 0 is the first output token
+    barred_ids: Sequence[int] = ()  # may not be drawn now
+    seen: TokenCounts | None = None  # prompt and output; needed where there is a repetition penalty
+    drawn: TokenCounts | None = None  # output; needed where there is a presence or frequency penalty
+
+
+class Sampled(NamedTuple):
+    token_id: int | None  # None: the model's logits are not finite, nothing can be drawn
+    logprobs: Logprobs | None
+
+
+def uniform(seed: int, choice_index: int, position: int) -> float:
+    """A number in [0, 1), uniform over its three counters."""
+    counters = struct.pack("<QQQ", seed & _MASK_64, choice_index, position)
+    digest = hashlib.blake2b(counters, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    """Draw one token per row.
+
+    logits  float32 [num_rows, vocab_size]; changed in place
+    """
+    told = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    raw = logits[told] if told else logits[:0]
+    edit_logits(logits, rows)
+    token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
+    if token_ids is None:
+        token_ids = _draw(logits, rows)
+    sampled = [Sampled(token_id, None) for token_id in token_ids]
+    if told:
+        all_logprobs = _logprobs(raw, [token_ids[index] for index in told], [rows[index].params for index in told])
+        for index, logprobs in zip(told, all_logprobs, strict=True):
+            sampled[index] = Sampled(token_ids[index], logprobs)
+    return sampled
+
+
+def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:
+    """The same as `_draw`, up to rounding; None if the logits' device has no kernel for it."""
+    params = [row.params for row in rows]
+    return draw_tokens(
+        logits,
+        temperature=[p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        uniform=[uniform(row.seed, row.choice_index, row.position) for row in rows],
+    )
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+    """A token of each row; None where the best logit is not finite."""
+    best_ids, best = best_tokens(logits)
+    # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
+    token_ids = [token_id if math.isfinite(logit) else None for token_id, logit in zip(best_ids, best, strict=True)]
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW and token_ids[i] is not None]
+    cut = [index for index in drawn if _is_truncated(rows[index].params)]
+    whole = [index for index in drawn if not _is_truncated(rows[index].params)]
+    for indices, draw in ((cut, _draw_truncated), (whole, _draw_whole)):  # by its own parameters, not the others'
+        if indices:
+            for index, token_id in zip(indices, draw(logits[indices], [rows[i] for i in indices]), strict=True):
+                token_ids[index] = token_id
+    return token_ids
+
+
+def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """From the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
+    return draw_whole(logits, [row.params.temperature for row in rows], _numbers(rows))
+
+
+def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """From the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size].
+
+    Few tokens are left as a rule, so the best `_NUM_CANDIDATES` are looked at first; rows where that may not be all of
+    them take the whole vocabulary, which has to be sorted.
+    """
+    scaled = _scaled(logits, rows)
+    token_ids, is_exact = _draw_among(scaled, rows, min(_NUM_CANDIDATES, scaled.shape[-1]))
+    rest = [index for index, exact in enumerate(is_exact) if not exact]
+    if rest:
+        redrawn, _ = _draw_among(scaled[rest], [rows[index] for index in rest], scaled.shape[-1])
+        for index, token_id in zip(rest, redrawn, strict=True):
+            token_ids[index] = token_id
+    return token_ids
+
+
+def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> tuple[list[int], list[bool]]:
+    """A draw from each row's `count` best tokens, and whether no others could have been drawn."""
+    values, order = _best_first(scaled, count)
+    probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp_()
+    top_k = _column([row.params.top_k if row.params.top_k > 0 else scaled.shape[-1] for row in rows], scaled)
+    min_p = _column([row.params.min_p for row in rows], scaled)
+    kept = (torch.arange(count, device=scaled.device) < top_k) & (probs >= min_p * probs[:, :1])
+    kept_probs = probs * kept
+    is_whole = _column([row.params.top_k <= 0 and row.params.min_p == 0.0 for row in rows], scaled) > 0
+    weights = kept_probs / kept_probs.sum(dim=-1, keepdim=True).where(~is_whole, 1.0)
+    weights *= weights.cumsum(dim=-1) - weights < _column([row.params.top_p for row in rows], scaled)
+    token_ids: list[int] = order.gather(-1, invert(weights, _numbers(rows))[:, None])[:, 0].tolist()
+    if count == scaled.shape[-1]:
+        return token_ids, [True] * len(rows)
+    # All that is left must stand before the candidates' end, and not be as likely as the last of them: among equals
+    # the order of the vocabulary decides, and candidates are some of them.
+    last = values.where(weights > 0, torch.inf).amin(dim=-1)
+    is_exact = (weights[:, -1] == 0) & (is_whole[:, 0] | ~kept[:, -1]) & (last > values[:, -1])
+    return token_ids, is_exact.tolist()
+
+
+def _best_first(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest logits of each row and their tokens, equal ones in the order of the vocabulary."""
+    if count == scaled.shape[-1]:
+        return scaled.sort(dim=-1, descending=True, stable=True)
+    order = scaled.topk(count, sorted=False).indices.sort(dim=-1).values
+    values, rank = scaled.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, order.gather(-1, rank)
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    return logits / _column([row.params.temperature for row in rows], logits)
+
+
+def _numbers(rows: Sequence[SampleRow]) -> list[float]:
+    return [uniform(row.seed, row.choice_index, row.position) for row in rows]
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _logprobs(
+    raw: torch.Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
+) -> list[Logprobs | None]:
+    """Of rows that drew a token, what the model said before anything was edited.
+
+    raw  float32 [rows, vocab_size]
+    """
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = torch.tensor([[token_id or 0] for token_id in token_ids], device=raw.device)
+    most = max(p.logprobs or 0 for p in params)
+    values, ids = logprobs.topk(most)
+    rows = zip(logprobs.gather(-1, chosen)[:, 0].tolist(), ids.tolist(), values.tolist(), strict=True)
+    told = zip(token_ids, params, rows, strict=True)
+    return [
+        None if token_id is None else Logprobs(token_id, own, tuple(zip(top[: p.logprobs], best, strict=False)))
+        for token_id, p, (own, top, best) in told
+    ]

@@ -1,0 +1,331 @@
+"""Which rows run in the next step: decodes and prefill chunks in one batch under a token budget (Pensieve 4.2).
+
+Running sequences go in order of arrival, one row per decode set aside for each before prefill chunks share what is
+left (`step_budget.py`); then waiting ones are admitted, fairly (`schedule/queue.py`). When pages run out the latest
+arrival that has no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and
+finds them again.
+A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
+only as long as each request that was taken fits beside the pinned ones (`page_needs.py`). A tenth of the pages is left
+to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
+
+Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
+the later one follows the pages as they come.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.nodes import Node, Pin
+from mneme.replicas.forest.pages import OutOfPages
+from mneme.replicas.schedule.grafting import Grafting
+from mneme.replicas.schedule.page_needs import limit_output
+from mneme.replicas.schedule.path_room import PathRoom
+from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
+from mneme.replicas.schedule.step_budget import StepBudget
+from mneme.replicas.schedule.truncating import AttentionMass, PathOpener
+from mneme.replicas.sequence import Chunk, Sequence
+
+# Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
+_REMATCH_STEPS = 64
+_NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
+_MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
+
+
+class Scheduler:
+    """Owns the queue and the running set; the forest owns the pages."""
+
+    def __init__(
+        self,
+        forest: PrefixForest,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        attention_mass: AttentionMass | None = None,
+    ) -> None:
+        self._forest = forest
+        self._opener, self._grafting = PathOpener(forest, attention_mass), Grafting(forest)
+        self._room = PathRoom(forest, self._opener)
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.num_suspensions = 0
+        self.num_retracted = 0  # sequences that went back because their chunks did not come
+        # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
+        # can make it fit: a page that another sequence takes, one that the head would share too, leaves as much room.
+        self._refused: Sequence | None = None
+        self._rematch_in = 0
+        self._budget = StepBudget(0, forest.page_size)  # of the step that is being scheduled
+        forest.look_ahead(lambda: (sequence.owner for sequence in self.waiting))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended: forget it and let its pages become cached, its session's if it has one."""
+        if sequence.path is None:
+            self._refused = None
+            self.waiting.remove(sequence)
+        else:
+            self._give_back(sequence)
+            self.waiting.end(sequence)
+
+    def pin(self, salt: str, ids: list[int], *, num_kept_tokens: int) -> Pin:
+        """Keep what is resident of a prefix until `unpin`.
+
+        `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
+        nothing is resident, and if then that, or the reserve, would not be left.
+        """
+        path = self._forest.open_path(salt)
+        self._forest.extend(path, ids, len(ids))
+        try:
+            pin = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
+        finally:
+            self._forest.release(path)
+        limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The pages are as any others again; a pin that is gone already is ignored."""
+        self._refused = None
+        self._forest.unpin(pin)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether all there is to do is to wait for what the cache tier has of the next prompt."""
+        return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
+
+    def retract(self, nodes: Collection[Node]) -> None:
+        """The KV of grafted nodes did not come: who is on them, or on what was computed behind them, goes back to the
+        queue, to compute what they had."""
+        lost = {each for node in nodes for each in (node, *node.below_it())}
+        self._put_back([s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.nodes)])
+        self._forest.retract(nodes)
+
+    def retract_all(self) -> list[Sequence]:
+        """The step was not computed, and no page can be trusted: who ran goes back to the queue.
+
+        Returns those for whom that was once too often.
+        """
+        sequences = list(self.running)
+        self._put_back(sequences)
+        self._forest.forget_all()
+        for sequence in sequences:
+            sequence.num_retries += 1
+        return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; every page they write to is taken."""
+        chunks: list[Chunk] = []
+        loading = self._loading()
+        with_rows = [s for s in self.running if s not in loading]
+        num_decodes = sum(self._num_pending(s) <= 1 for s in with_rows)
+        num_prefills = len(with_rows) - num_decodes
+        budget = self._budget = StepBudget(self._max_batch_tokens - num_decodes, self._forest.page_size)
+        for sequence in list(self.running):
+            if sequence.path is None:  # suspended for an earlier one, in this very step
+                continue
+            if sequence in loading:
+                budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
+                continue
+            if sequence.is_over:
+                sequence.path = self._opener.shorten(sequence, sequence.path, sequence.path.num_tokens)
+            is_decode = self._num_pending(sequence) <= 1
+            num_prefills -= not is_decode
+            limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
+            chunk = self._chunk_or_suspend(sequence, limit, chunks)
+            if chunk is not None:
+                chunks.append(chunk)
+                if not is_decode:
+                    budget.take(chunk, self._num_missing_pages)
+        for sequence in [s for s in loading if s.path is not None]:
+            self._graft_more(sequence, chunks)
+        self._admit(chunks, budget)
+        self._widen(chunks, budget)
+        for sequence in [chunk.sequence for chunk in chunks if chunk.samples]:
+            self.waiting.charge(sequence, OUTPUT_WEIGHT)
+        return chunks
+
+    def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        self._grafting.pause(self.waiting.chosen)
+        while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting.head
+            if not self._is_ready(sequence):
+                self._admit_behind(sequence, chunks)
+                return
+            if sequence is self._refused and self._rematch_in > 0:
+                self._rematch_in -= 1
+                return
+            if not self._room.open(sequence, len(self.running), budget):
+                self._refused, self._rematch_in = sequence, _REMATCH_STEPS
+                return
+            self.waiting.pop(self._start(sequence))
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
+
+    def _admit_behind(self, head: Sequence, chunks: list[Chunk]) -> None:
+        """While the head waits for its chunks, those of the next few that do not hold it up: their whole prompts are
+        computed in this step, and they leave the head its pages and its place among the running."""
+        num_kept = self._room.num_pages(head)
+        for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
+            is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
+            is_ready = self._grafting.comes_whole(sequence, self._budget, has_others=self._has_streams)
+            can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
+            if can_run and self._room.open(sequence, len(self.running), self._budget, num_kept=num_kept):
+                self.waiting.overtake(sequence, self._start(sequence))
+                self._begin(sequence, chunks, has_others=False)
+
+    def _start(self, sequence: Sequence) -> int:
+        """It has a path, and runs; returns how many tokens it has to compute."""
+        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
+        _insert_by_arrival(self.running, sequence)
+        return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
+
+    def _loading(self) -> list[Sequence]:
+        """Who runs and has no rows before more of its chunks is loaded."""
+        answered = [s for s in self.running if s.found is not None and not s.found.is_looking]
+        for sequence in answered:
+            if not self._grafting.num_to_come(sequence):  # it computed, or follows, as much meanwhile
+                self._grafting.forget(sequence)
+        return [s for s in answered if s.found is not None]
+
+    def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
+        """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
+
+        Those that were found after its first rows may be on their way: it is waited for them only beside others.
+        """
+        assert sequence.path is not None
+        if sequence.found is not None and not sequence.found.is_ready(is_alone=not chunks):
+            return
+        self._forest.extend(sequence.path, sequence.context, len(sequence.context))
+        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
+        with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
+            self._begin(sequence, chunks, has_others=bool(self.waiting))
+
+    def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
+        """Its first rows, if all that is loaded of it comes with this step."""
+        budget = self._budget
+        if sequence.found is not None and not sequence.found.is_looking:
+            assert sequence.path is not None
+            budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
+        elif budget.num_left > 0:
+            chunk = self._take_chunk(sequence, budget.limit(has_others=has_others))
+            if chunk is not None:
+                chunks.append(chunk)
+                budget.take(chunk, self._num_missing_pages)
+
+    def _widen(self, chunks: list[Chunk], budget: StepBudget) -> None:
+        """Give the rows that are left to prompts that were cut, the oldest first."""
+        for index, chunk in enumerate(chunks):
+            path, ids = chunk.sequence.path, chunk.sequence.context
+            assert path is not None
+            if budget.num_left == 0 or chunk.samples or chunk.sequence.found is not None:
+                continue
+            if self._forest.extend(path, ids, len(ids)):
+                continue
+            with contextlib.suppress(OutOfPages):  # it has its share
+                rows = self._forest.take_rows(path, ids, budget.num_left)
+                chunk.sequence.note_rows(rows)
+                chunks[index] = wider = chunk.with_rows(rows)
+                budget.num_left -= wider.num_rows - chunk.num_rows
+
+    def _num_missing_pages(self, sequence: Sequence) -> int:
+        assert sequence.path is not None
+        return self._forest.num_new_pages(sequence.path, sequence.context, len(sequence.context))
+
+    @property
+    def _has_streams(self) -> bool:
+        """Whether somebody's next token would wait for what a step loads."""
+        return any(sequence.num_output for sequence in self.running)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come.
+
+        Not before others whose chunks come too: they are read at the same time, so its step would wait longer.
+        """
+        if sequence.found is None:
+            return True
+        others = islice(self.waiting, 1, 1 + _NUM_OVERTAKING)
+        return sequence.found.is_ready(is_alone=not self.running and all(each.found is None for each in others))
+
+    def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
+        """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
+        if budget <= 0:
+            return None
+        while True:
+            try:
+                return self._take_chunk(sequence, budget)
+            except OutOfPages:
+                scheduled = {id(chunk.sequence) for chunk in chunks}
+                victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
+                self._suspend(victim)
+                if victim is sequence:
+                    return None
+
+    def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """At most so many rows; None if another prompt, which goes the same way, has them in this step."""
+        path, ids = sequence.path, sequence.context
+        assert path is not None
+        self._forest.extend(path, ids, len(ids))
+        if path.num_tokens + 1 < len(ids) and self._budget.follows(path, ids):
+            return None
+        found = sequence.found
+        if found is not None:  # more of it may be said to be in a tier before these are computed
+            budget = min(budget, found.num_rows_before(path.num_tokens))
+        rows = self._forest.take_rows(path, ids, budget)
+        sequence.note_rows(rows)
+        chunk = Chunk(sequence, rows.spans, rows.runs)
+        if found is not None:
+            found.num_resident = path.num_tokens
+            if chunk.samples:  # it has all its rows: too late
+                found.give_up("lookup")
+                self._grafting.forget(sequence)
+        return chunk
+
+    def _put_back(self, sequences: Collection[Sequence]) -> None:
+        for sequence in sequences:
+            assert sequence.path is not None
+            self.running.remove(sequence)
+            self._forest.release(sequence.path)
+            sequence.path = None
+            self._grafting.forget(sequence)
+            if sequence.chain is not None:
+                sequence.chain.num_saved = 0
+            self.waiting.put_back(sequence)
+        self.num_retracted += len(sequences)
+        self._refused = None
+
+    def _num_pending(self, sequence: Sequence) -> int:
+        """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
+        assert sequence.path is not None
+        return self._forest.num_pending(sequence.path, sequence.context)
+
+    def _suspend(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        self._grafting.forget(sequence)
+        self.num_suspensions += 1
+        self.waiting.put_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The first choice of a turn is what its session goes on from: its path is the session's."""
+        assert sequence.path is not None
+        self._refused = None
+        self.running.remove(sequence)
+        self._forest.release(sequence.path, sequence.owner if sequence.request.choice_index == 0 else None)
+        sequence.path = None
+
+
+def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:
+    index = len(running)
+    while index and running[index - 1].arrival > sequence.arrival:
+        index -= 1
+    running.insert(index, sequence)

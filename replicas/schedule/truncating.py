@@ -1,0 +1,93 @@
+"""Gives sequences their paths, and makes room where one outgrows its window (AttentionStore 3.4).
+
+`reuse_kv` keeps the KV of what stays: references are dropped, deltas lowered, nothing is computed or moved. What is
+computed from then on is approximate: it hangs under a root of the session's own. Where some of what was kept is gone
+from every tier, and with `recompute` always, what the sequence sees is computed anew, exactly.
+
+Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.gaps import Spans
+from mneme.replicas.forest.nodes import Path
+from mneme.replicas.sequence import Sequence
+from mneme.replicas.truncation import Truncation, plan_truncation
+
+# Of each of a path's tokens, which are the first of these ids; None if some of them are not computed yet.
+log = logging.getLogger(__name__)
+
+AttentionMass = Callable[[Path, list[int]], list[float] | None]
+
+
+class PathOpener:
+    """Called by the scheduler."""
+
+    def __init__(self, forest: PrefixForest, attention_mass: AttentionMass | None = None) -> None:
+        self._forest = forest
+        self._attention_mass = attention_mass
+
+    def open(self, sequence: Sequence) -> Path:
+        """A path with what is known of the sequence, which is shortened first if it is too long."""
+        path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
+        if path is None:
+            path, sequence.root = self._forest.open_path(sequence.request.salt), None
+        self._forest.extend(path, sequence.context, len(sequence.context))
+        return self.shorten(sequence, path, sequence.num_history) if sequence.is_over else path
+
+    def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
+        """The path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
+        truncation, context = sequence.request.truncation, sequence.context
+        assert truncation is not None
+        assert sequence.window is not None
+        num_new = len(context) - num_history + 1
+        if num_new > sequence.window or num_history == 0:
+            num_history, num_new = len(context), 1
+        masses = self._masses(truncation, path, context, num_history)
+        num_system = sequence.request.num_system
+        ranges = plan_truncation(num_history, sequence.window, num_new, truncation, num_system, masses)
+        ranges = _joined(ranges, num_history, len(context))
+        sequence.see([token_id for start, end in ranges for token_id in context[start:end]])
+        kept = _up_to(ranges, path.num_tokens) if truncation.strategy == "reuse_kv" else []
+        shorter = self._forest.truncate(path, kept, sequence.owner) if kept else None
+        if shorter is None:
+            self._forest.release(path)
+            shorter = self._forest.open_path(sequence.request.salt)
+        heir = shorter.root if shorter.root.is_own else None
+        if sequence.root is not None and sequence.root is not heir:
+            self._forest.abandon(sequence.root, heir)
+        sequence.root = heir
+        self._forest.extend(shorter, sequence.context, len(sequence.context))
+        return shorter
+
+    def _masses(self, truncation: Truncation, path: Path, context: list[int], num_history: int) -> list[float] | None:
+        """Nothing is known of KV that is not on the device before this step: the oldest go then.
+
+        The last token of a turn has none yet, and no mass.
+        """
+        is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path)
+        if truncation.keep != "important" or self._attention_mass is None or not is_known:
+            return None
+        try:
+            masses = self._attention_mass(path, context)
+        except RuntimeError:  # it is an advice: no memory for it must not fail the batch
+            log.exception("attention mass failed tokens=%s", num_history)
+            return None
+        return None if masses is None else [*masses, 0.0][:num_history]
+
+
+def _joined(ranges: Spans, start: int, end: int) -> Spans:
+    """With what is new, [start, end), behind them."""
+    if start == end:
+        return ranges
+    if ranges and ranges[-1][1] == start:
+        return [*ranges[:-1], (ranges[-1][0], end)]
+    return [*ranges, (start, end)]
+
+
+def _up_to(ranges: Spans, limit: int) -> Spans:
+    return [(start, min(end, limit)) for start, end in ranges if start < limit]

@@ -1,0 +1,308 @@
+"""The token logs of an engine's conversations, and one turn at a time (Pensieve 4.3).
+
+A client sends its history as text, or only what is new (`append`). Text is matched mark by mark (`token_log.py`): the
+stored ids are used up to the last mark that the text agrees with, so that generated ids are never tokenized again and
+a next turn finds its KV to the token. Behind that, or where nothing agrees, the request's own ids stand, and the prefix
+forest finds the longest common prefix.
+
+A session that is answering keeps its next turns in order of arrival. Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from mneme.cachetier.sessions.record import SessionState
+from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
+from mneme.replicas.request import GenerationRequest
+from mneme.replicas.sessions.deadlines import Deadlines
+from mneme.replicas.sessions.prompts import SessionPrompts
+from mneme.replicas.sessions.queue import TurnQueue
+from mneme.replicas.sessions.token_log import (
+    FinishedTurn,
+    RunningTurn,
+    Seen,
+    TokenLog,
+    TurnPrompt,
+    root_turn,
+    turn_name,
+)
+
+SessionKey = tuple[str, str]  # (tenant salt, session id)
+Ids = list[int]
+
+
+class SessionJournal(Protocol):
+    """Hears of all that happens to conversations, in order, but not of what is forgotten for want of room or time.
+
+    It sets `TokenLog.version`, and must neither block nor raise.
+    """
+
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
+        """The request's turn runs these ids; the list may grow from now on."""
+
+    def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
+        """The turn is part of the log, which was `before` until now."""
+
+    def deleted(self, key: SessionKey, log: TokenLog) -> None:
+        """Nothing of it may be kept anywhere."""
+
+    def forked(self, key: SessionKey, log: TokenLog) -> None:
+        """It is there at once, with a past."""
+
+
+class Sessions:
+    """All token logs of one engine, bounded in number, tokens and age; busy sessions never expire."""
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        clock: Callable[[], float],
+        *,
+        ttl_s: float,
+        max_sessions: int,
+        max_tokens: int,
+        end_token_ids: Collection[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
+        on_drop: Callable[[TokenLog], None] = lambda log: None,
+        on_delete: Callable[[TokenLog], None] = lambda log: None,
+        journal: SessionJournal | None = None,
+    ) -> None:
+        self._prompts = SessionPrompts(encode, end_token_ids, decode)
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
+        self._on_drop = on_drop  # told of every session that is forgotten
+        self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
+        self._journal = journal
+        self._num_tokens = 0  # in all logs
+        self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
+        self.queued = TurnQueue()
+        self._deadlines = Deadlines[SessionKey]()  # of logs with a time of their own
+
+    def __len__(self) -> int:
+        return len(self._log_by_key)
+
+    def get(self, key: SessionKey) -> TokenLog | None:
+        """The session as it is known to its owner."""
+        self.expire()
+        log = self._log_by_key.get(key)
+        return log if log is not None and log.is_known else None
+
+    def owner_of(self, request: GenerationRequest) -> TokenLog | None:
+        """The session that a request which began is part of."""
+        key = session_key(request)
+        return None if key is None else self._log_by_key.get(key)
+
+    def begin(self, request: GenerationRequest) -> TurnPrompt | None:
+        """What to run, or None: an earlier turn is answering and this one is queued behind it.
+
+        Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
+        """
+        key = session_key(request)
+        if key is None or self._max_sessions == 0:
+            return _without_session(request)
+        self.expire()
+        log = self._log_by_key.get(key) or TokenLog()
+        running, turn = log.running, turn_name(request)
+        if running is not None and running.answering and running.name != turn:
+            self.queued.put(log, running, request)
+            return None
+        is_again = root_turn(request) == log.last_turn  # its replica's stream broke, and it was sent again
+        if request.append and (not log.ids or (request.output_offset and not is_again)):
+            raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
+        num_base = log.num_base if is_again else len(log.ids)
+        ids, num_marks = self._prompts.ids(log, request, num_base)
+        if running is None:
+            running = log.running = RunningTurn(turn, num_base, num_marks)
+        running.name, running.num_base, running.num_marks = turn, num_base, num_marks
+        running.answering.add(request.request_id)
+        self._log_by_key[key] = log
+        self._touch(key, log, request.session_ttl_s)
+        if self._journal is not None and request.choice_index == 0:
+            self._journal.began(key, log, running, request, ids)
+        return log.prompt(ids)
+
+    def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
+        """The request is over; `turn` is None if nothing of it is to be kept.
+
+        Returns the next turn's requests, if this ended its turn: each must `begin` now, and `end` if it cannot run.
+        """
+        key = session_key(request)
+        log = self._log_by_key.get(key) if key is not None else None
+        running = log.running if log is not None else None
+        if key is None or log is None or running is None or request.request_id not in running.answering:
+            return []
+        if turn is not None and request.choice_index == 0 and not running.is_deleted:
+            before = log.state()
+            self._num_tokens += len(turn.ids) - len(log.ids)
+            log.keep(turn, request, running.num_marks)
+            log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
+            log.num_base, log.last_turn = running.num_base, root_turn(request)
+            if self._journal is not None:
+                self._journal.ended(key, log, before, turn)
+        running.answering.discard(request.request_id)
+        self._touch(key, log)
+        return [] if running.answering else self._next_turn(key, log, running)
+
+    def delete(self, key: SessionKey, *, is_elsewhere: bool = False) -> bool:
+        """Forget a session; returns whether there was one.
+
+        A turn that is answering goes on, and is not kept; turns that wait behind it find no history.
+
+        is_elsewhere  it goes on on another replica: only what is here is forgotten
+        """
+        log = self.get(key)
+        if log is None:
+            return False
+        if self._journal is not None and not is_elsewhere:
+            self._journal.deleted(key, log)
+        self._on_delete(log)
+        self._forget_ids(log)
+        if log.running is None:
+            self._drop(key, log)
+        else:
+            log.running.is_deleted = True  # dropped when its turn ends
+        return True
+
+    def delete_salts(self, is_meant: Callable[[str], bool]) -> None:
+        for key in [key for key in self._log_by_key if is_meant(key[0])]:
+            self.delete(key)
+
+    def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
+        """A new session with the past of another and, where that is answering, what its turn has so far.
+
+        Raises `SessionNotFound`, `InvalidRequest` if the new one exists, or `ReplicaUnavailable` if nothing is known of
+        its first turn yet.
+        """
+        log = self.get(key)
+        if log is None:
+            raise _not_found(key)
+        existing = self._log_by_key.get(new_key) or TokenLog()
+        if existing.ids or existing.running is not None:
+            raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
+        forked = log.forked()
+        forked.version = existing.version
+        if so_far is not None and log.running is not None:
+            turn, asked = so_far
+            seen = None if turn.seen is None else Seen(turn.seen.ids, None)
+            forked.keep(turn._replace(seen=seen), asked, log.running.num_marks)
+        if not forked.ids:
+            raise ReplicaUnavailable("nothing was said in the session yet")
+        self._add(new_key, forked)
+        if self._journal is not None:
+            self._journal.forked(new_key, forked)
+        self.expire()
+
+    def version_of(self, key: SessionKey) -> int:
+        """Of a session's durable log, as far as it is known here; 0: not at all. Any thread may ask."""
+        return 0 if (log := self._log_by_key.get(key)) is None else log.version
+
+    def restore(self, key: SessionKey, state: SessionState, version: int) -> None:
+        """A session as its durable log has it, unless this one is newer or busy; it goes on as `version`.
+
+        One that was deleted is restored as nothing, so that what is written of the next of its name is newer.
+        """
+        log = self._log_by_key.get(key)
+        if self._max_sessions == 0 or (log is not None and (log.running is not None or log.version >= state.version)):
+            return
+        if log is not None:
+            self._drop(key, log)
+        self._add(key, TokenLog.restored(state._replace(version=version)))
+
+    def expire(self) -> None:
+        """Drop idle sessions that are too old, and the least recently used while there is too much of them."""
+        now = self._clock()
+        self._expire_own(now)
+        for _ in range(len(self._log_by_key)):
+            key, log = next(iter(self._log_by_key.items()))
+            too_many = len(self._log_by_key) > self._max_sessions or self._num_tokens > self._max_tokens
+            if not too_many and log.last_used_s >= now - self._ttl_s:
+                return
+            if log.running is not None:
+                self._log_by_key.move_to_end(key)
+            else:
+                self._drop(key, log)
+
+    def expires_in_s(self, log: TokenLog) -> float:
+        """Seconds that the session will be kept if nobody uses it and there is room."""
+        ttl_s = self._ttl_s if log.ttl_s is None else min(log.ttl_s, self._ttl_s)
+        return max(log.last_used_s + ttl_s - self._clock(), 0.0)
+
+    def idle_s(self, log: TokenLog) -> float:
+        """Seconds since the session was used; 0 while it answers."""
+        return 0.0 if log.running is not None else self._clock() - log.last_used_s
+
+    def _expire_own(self, now: float) -> None:
+        for key in self._deadlines.take_due(now):
+            log = self._log_by_key.get(key)
+            if log is None or log.ttl_s is None:
+                continue
+            if log.running is None and log.last_used_s + log.ttl_s < now:
+                self._drop(key, log)
+            else:
+                self._deadlines.add((now if log.running else log.last_used_s) + log.ttl_s, key)
+
+    def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
+        log.running = None
+        if ended.is_deleted:
+            self._on_delete(log)
+        if not ended.queue:
+            if not log.ids:
+                self._drop(key, log)
+            return []
+        log.running = RunningTurn(ended.name, 0, 0, queue=ended.queue)
+        return self.queued.take_turn(log.running)
+
+    def _add(self, key: SessionKey, log: TokenLog) -> None:
+        """A session that has a past."""
+        self._log_by_key[key] = log
+        self._num_tokens += len(log.ids)
+        ttl_s, log.ttl_s = log.ttl_s, None
+        self._touch(key, log, ttl_s)
+
+    def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
+        log.last_used_s = self._clock()
+        self._log_by_key.move_to_end(key)
+        if ttl_s is None:
+            return
+        if log.ttl_s is None or ttl_s < log.ttl_s:
+            self._deadlines.add(log.last_used_s + ttl_s, key)
+        log.ttl_s = ttl_s
+        if self._deadlines.is_stale(len(self)):
+            logs = self._log_by_key.items()
+            self._deadlines.replace((log.last_used_s + log.ttl_s, key) for key, log in logs if log.ttl_s is not None)
+
+    def _drop(self, key: SessionKey, log: TokenLog) -> None:
+        del self._log_by_key[key]
+        self._num_tokens -= len(log.ids)
+        self._on_drop(log)
+
+    def _forget_ids(self, log: TokenLog) -> None:
+        self._num_tokens -= len(log.ids)
+        log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
+        log.num_turns, log.num_base, log.last_turn = 0, 0, None
+
+
+def session_key(request: GenerationRequest) -> SessionKey | None:
+    return None if request.session_id is None else (request.salt, request.session_id)
+
+
+def _name(key: SessionKey) -> str:
+    """As its owner calls it: without the tenant."""
+    return key[1].partition(":")[2]
+
+
+def _not_found(key: SessionKey) -> SessionNotFound:
+    return SessionNotFound("session_id", _name(key))
+
+
+def _without_session(request: GenerationRequest) -> TurnPrompt:
+    if request.append:
+        raise SessionNotFound("session_id", None)
+    ids = list(request.prompt_token_ids)
+    return TurnPrompt(ids, ids, None, 0)

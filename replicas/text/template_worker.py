@@ -1,0 +1,122 @@
+"""The process that renders one model's chat template: a script that `text/templates.py` runs, never imports.
+
+A template comes with a checkpoint and is code of unknown origin. Jinja's sandbox keeps it from reaching
+Python, but not from looping for ever or building a terabyte; only a process of its own can be ended at any
+moment. This one bounds its own memory and CPU time, and ends when its parent does (end of input).
+
+Protocol, on one socket at file descriptors 0 and 1: frames of a big-endian uint32 length and UTF-8 JSON. The
+first frame is `{"template": str}`, answered when this process is ready; each later one is the template's
+variables, answered by `{"text": str}` or `{"error": str}`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import sys
+from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MEMORY_BYTES = 1 << 30
+MAX_CPU_S = 4  # per render; the parent's deadline comes first, unless the parent is gone
+MAX_RENDERED_CHARS = 1 << 24
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compile with the settings, filters and globals that `transformers` gives to chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Render piece by piece, so that endless output ends at its cap."""
+    pieces: list[str] = []
+    num_chars = 0
+    for piece in template.generate(variables):
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise ValueError(f"the rendered prompt has more than {MAX_RENDERED_CHARS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
+    """The next frame, or None at the end of input."""
+    header = stream.read(4)
+    if len(header) < 4:
+        return None
+    frame: dict[str, Any] = json.loads(stream.read(struct.unpack(">I", header)[0]))
+    return frame
+
+
+def write_frame(stream: BinaryIO, frame: dict[str, str]) -> None:
+    payload = json.dumps(frame).encode()
+    stream.write(struct.pack(">I", len(payload)) + payload)
+    stream.flush()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    first = read_frame(source)
+    write_frame(sink, {"text": "ready"})  # the parent's deadline starts after the start of this process
+    template: jinja2.Template | None = None
+    while first is not None and (variables := read_frame(source)) is not None:
+        _allow_cpu_time()
+        try:
+            template = template or compile_template(first["template"])
+            answer = {"text": render(template, variables)}
+        except MemoryError:
+            write_frame(sink, {"error": "it needs too much memory"})
+            return
+        except Exception as error:  # the edge of a process that runs foreign code
+            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        write_frame(sink, answer)
+
+
+def _allow_cpu_time() -> None:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + MAX_CPU_S, hard))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; prompts must not be."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Nodes that announce to directory shards over links that lose and delay, against a dictionary of what they hold."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mneme.cachetier.distributed import announcer as announcer_module
+from mneme.cachetier.distributed.announcer import BATCH_CHANGES, SEND_TIMEOUT_S, SIGN_OF_LIFE_S, Announcer
+from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Reply, shard_of
+from mneme.cachetier.distributed.place_table import Place
+from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.store import TierName
+
+NUM_SHARDS = 2
+KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
+NODES = ("a", "b", "c")
+TIERS: tuple[TierName, ...] = ("host", "disk")
+
+keys_drawn = st.sampled_from(KEYS)
+nodes_drawn = st.sampled_from(NODES)
+tiers_drawn = st.sampled_from(TIERS)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Link:
+    """Between nodes and shards: an announcement arrives, is lost, or arrives some time later; so is a reply lost."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.shards = [Directory(clock) for _ in range(NUM_SHARDS)]
+        self.delayed: list[tuple[int, Announcement]] = []
+        self.heard: dict[tuple[int, str], int] = {}  # the highest epoch that a shard has heard of a node
+        self.fate: Callable[[], str] = lambda: "arrives"
+
+    def send(self, shard: int, said: Announcement) -> Reply | None:
+        fate = self.fate()
+        if fate == "lost":
+            return None
+        if fate == "delayed":
+            self.delayed.append((shard, said))
+            return None
+        reply = self.deliver(shard, said)
+        return None if fate == "reply lost" else reply
+
+    def deliver(self, shard: int, said: Announcement) -> Reply:
+        self.heard[shard, said.node] = max(said.epoch, self.heard.get((shard, said.node), 0))
+        return self.shards[shard].announce(said)
+
+
+class NodeModel:
+    """What a node holds; the bytes of a chunk say in which life it was put there."""
+
+    def __init__(self, name: str, life: int, link: Link, clock: Clock) -> None:
+        self.life = life
+        self.held: dict[tuple[bytes, TierName], int] = {}
+        self.announcer = Announcer(name, NUM_SHARDS, self.snapshot, link.send, epoch=life, clock=clock)
+
+    def snapshot(self) -> list[Change]:
+        return [Change(key, tier, num_bytes, True) for (key, tier), num_bytes in self.held.items()]
+
+    def add(self, key: bytes, tier: TierName) -> None:
+        self.held[key, tier] = self.life
+        self.announcer.changed([Change(key, tier, self.life, True)])
+
+    def remove(self, key: bytes, tier: TierName) -> None:
+        if self.held.pop((key, tier), None) is not None:
+            self.announcer.changed([Change(key, tier, 0, False)])
+
+
+class AnnouncingMachine(RuleBasedStateMachine):
+    """Any order of changes, deaths, restarts, losses; in the end each shard knows what each living node holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.link = Link(self.clock)
+        self.life = 1
+        self.nodes: dict[str, NodeModel] = {name: self.born(name) for name in NODES}
+
+    def born(self, name: str) -> NodeModel:
+        self.life += 1
+        return NodeModel(name, self.life, self.link, self.clock)
+
+    @rule(name=nodes_drawn, key=keys_drawn, tier=tiers_drawn)
+    def add(self, name: str, key: bytes, tier: TierName) -> None:
+        if name in self.nodes:
+            self.nodes[name].add(key, tier)
+
+    @rule(name=nodes_drawn, key=keys_drawn, tier=tiers_drawn)
+    def remove(self, name: str, key: bytes, tier: TierName) -> None:
+        if name in self.nodes:
+            self.nodes[name].remove(key, tier)
+
+    @rule(name=nodes_drawn, seed=st.integers(0, 1000), share_lost=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    def announce(self, name: str, seed: int, share_lost: float) -> None:
+        generator = random.Random(seed)
+        fates = ("lost", "delayed", "reply lost")
+        self.link.fate = lambda: generator.choice(fates) if generator.random() < share_lost else "arrives"
+        if name in self.nodes:
+            self.nodes[name].announcer.step()
+
+    @rule(position=st.integers(0, 100))
+    def deliver_late(self, position: int) -> None:
+        if self.link.delayed:
+            self.link.deliver(*self.link.delayed.pop(position % len(self.link.delayed)))
+
+    @rule(name=nodes_drawn)
+    def die(self, name: str) -> None:
+        self.nodes.pop(name, None)
+
+    @rule(name=nodes_drawn)
+    def restart(self, name: str) -> None:
+        self.nodes[name] = self.born(name)
+
+    @rule(shard=st.integers(0, NUM_SHARDS - 1))
+    def directory_dies(self, shard: int) -> None:
+        self.link.shards[shard] = Directory(self.clock)
+        for name in NODES:
+            self.link.heard.pop((shard, name), None)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, SILENT_S, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @invariant()
+    def nothing_of_a_life_is_offered_after_its_successor_was_heard_of(self) -> None:
+        for shard, directory in enumerate(self.link.shards):
+            for places in directory.lookup(KEYS):
+                for place in places:
+                    assert place.num_bytes >= self.link.heard[shard, place.node]
+
+    def teardown(self) -> None:
+        self.link.fate = lambda: "arrives"
+        while self.link.delayed:
+            self.link.deliver(*self.link.delayed.pop())
+        for _ in range(int(SILENT_S / SIGN_OF_LIFE_S) + 4):
+            self.clock.now_s += SIGN_OF_LIFE_S
+            for node in self.nodes.values():
+                node.announcer.step()
+        for key in KEYS:
+            found = self.link.shards[shard_of(key, NUM_SHARDS)].lookup([key])[0]
+            assert set(found) == self.truth(key)
+            assert len(found) == len(set(found))
+
+    def truth(self, key: bytes) -> set[Place]:
+        places = set()
+        for name, node in self.nodes.items():
+            tier = next((tier for tier in TIERS if (key, tier) in node.held), None)
+            if tier is not None:
+                places.add(Place(name, tier, node.life))
+        return places
+
+
+TestAnnouncing = AnnouncingMachine.TestCase
+TestAnnouncing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def linked_node(num_keys: int) -> tuple[Link, Clock, NodeModel]:
+    clock = Clock()
+    link = Link(clock)
+    node = NodeModel("a", 7, link, clock)
+    for number in range(num_keys):
+        node.add(number.to_bytes(2, "little") + bytes(14), "disk")
+    return link, clock, node
+
+
+def num_known(link: Link) -> int:
+    return sum(int(shard.stats()["num_keys"]) for shard in link.shards)
+
+
+def test_a_whole_account_goes_in_parts_and_one_lost_part_begins_it_anew() -> None:
+    link, clock, node = linked_node(5 * BATCH_CHANGES)
+    fates = iter(["arrives", "lost"])
+    link.fate = lambda: next(fates, "arrives")
+    node.announcer.step()
+    assert num_known(link) < 5 * BATCH_CHANGES
+    clock.now_s += SIGN_OF_LIFE_S
+    node.announcer.step()
+    assert num_known(link) == 5 * BATCH_CHANGES
+
+
+def test_a_node_under_a_lower_epoch_takes_a_higher_one() -> None:
+    """Its clock was set back, say."""
+    link, clock, node = linked_node(10)
+    for shard in range(NUM_SHARDS):
+        link.deliver(shard, Announcement(node="a", epoch=1000, seq=5, is_first=True, is_last=True))
+    for _ in range(3):
+        clock.now_s += SIGN_OF_LIFE_S
+        node.announcer.step()
+    assert num_known(link) == 10
+
+
+def test_too_many_changes_are_told_as_a_whole() -> None:
+    link, clock, node = linked_node(10)
+    node.announcer.step()
+    link.fate = lambda: "lost"
+    clock.now_s += SIGN_OF_LIFE_S
+    node.announcer.step()
+    for _ in range(announcer_module._MAX_PENDING + 1):
+        node.announcer.changed([Change(KEYS[0], "host", 7, True)])
+    node.held[KEYS[0], "host"] = 7
+    link.fate = lambda: "arrives"
+    before = link.shards[0].stats()["counters"]["announcements"]
+    clock.now_s += SIGN_OF_LIFE_S
+    node.announcer.step()
+    assert link.shards[0].stats()["counters"]["announcements"] - before < 10
+    assert link.shards[0].lookup([KEYS[0]])[0]
+
+
+def test_shards_that_hang_do_not_silence_a_node_at_others() -> None:
+    clock, heard = Clock(), {0: 1000.0}
+    directory, longest_s = Directory(clock), 0.0
+
+    def send(shard: int, said: Announcement) -> Reply | None:
+        nonlocal longest_s
+        if shard:
+            asked.add(shard)
+            clock.now_s += SEND_TIMEOUT_S
+            return None
+        longest_s = max(longest_s, clock.now_s - heard[0])
+        heard[0] = clock.now_s
+        return directory.announce(said)
+
+    asked: set[int] = set()
+    announcer = Announcer("a", 4, list, send, epoch=1, clock=clock)
+    for _ in range(1000):
+        announcer.step()
+        clock.now_s += 0.05
+    assert asked == {1, 2, 3}
+    assert longest_s < SILENT_S
+
+
+def test_a_shard_that_is_silent_costs_one_account_until_it_answers() -> None:
+    link, clock, node = linked_node(10)
+    num_accounts, whole = 0, node.snapshot
+
+    def snapshot() -> list[Change]:
+        nonlocal num_accounts
+        num_accounts += 1
+        return whole()
+
+    node.announcer._snapshot = snapshot
+    link.fate = lambda: "lost"
+    for _ in range(200):
+        clock.now_s += node.announcer.step()
+    assert clock.now_s > 1040
+    assert num_accounts <= NUM_SHARDS
+    link.fate = lambda: "arrives"
+    for _ in range(4):
+        clock.now_s += node.announcer.step()
+    assert num_known(link) == 10
+
+
+def test_changes_do_not_pile_up_for_a_shard_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer_module, "_MAX_PENDING", 100)
+    link, clock, node = linked_node(10)
+    node.announcer.step()
+    link.fate = lambda: "lost"
+    for _ in range(50):
+        node.announcer.changed([Change(KEYS[0], "host", 7, True)] * 30)
+        clock.now_s += node.announcer.step()
+    assert sum(len(shard.pending) for shard in node.announcer._shards) <= 130
+
+
+def test_nothing_is_done_while_nothing_is_due() -> None:
+    link, clock, node = linked_node(10)
+    start_s, num_steps = clock.now_s, 0
+    while clock.now_s < start_s + 60 * SIGN_OF_LIFE_S:
+        clock.now_s += node.announcer.step()
+        num_steps += 1
+    assert num_steps <= 62
+    assert all(len(shard.stats()["live_nodes"]) == 1 for shard in link.shards)
+
+
+def test_changes_wake_the_thread() -> None:
+    began, told = threading.Event(), threading.Event()
+
+    def send(_shard: int, said: Announcement) -> Reply:
+        if [change.key for change in said.changes] == [KEYS[0]]:
+            told.set()
+        if said.is_last:
+            began.set()
+        return Reply(False, said.epoch)
+
+    announcer = Announcer("a", 1, list, send, epoch=1, clock=Clock())  # of which no sign of life is due
+    announcer.start()
+    assert began.wait(60)
+    announcer.changed([Change(KEYS[0], "host", 1, True)])
+    assert told.wait(60)
+    announcer.stop()
+
+
+def test_the_thread_announces_and_outlives_an_error() -> None:
+    link, _, node = linked_node(10)
+    failures = [RuntimeError("once")]
+    whole = node.snapshot
+
+    def snapshot() -> list[Change]:
+        if failures:
+            raise failures.pop()
+        return whole()
+
+    node.announcer._snapshot = snapshot
+    told = threading.Event()
+    send = node.announcer._send
+
+    def telling(shard: int, said: Announcement) -> Reply | None:
+        reply = send(shard, said)
+        if num_known(link) == 10:
+            told.set()
+        return reply
+
+    node.announcer._send = telling
+    node.announcer.start()
+    assert told.wait(60)
+    node.announcer.stop()

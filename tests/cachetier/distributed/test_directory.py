@@ -1,0 +1,174 @@
+"""A directory shard: what it believes, what it asks for anew, what it forgets, and how little memory it takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tracemalloc
+
+import pytest
+
+from mneme.cachetier.distributed.announcer import BATCH_CHANGES
+from mneme.cachetier.distributed.directory import FORGOTTEN_S, SILENT_S, Announcement, Directory, Reply
+from mneme.cachetier.distributed.place_table import MAX_HOLDERS, Place, with_tier
+from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.store import TierName
+
+KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def directory(clock: FakeClock) -> Directory:
+    return Directory(clock)
+
+
+def added(key: bytes, tier: TierName = "host", num_bytes: int = 100) -> Change:
+    return Change(key, tier, num_bytes, True)
+
+
+def removed(key: bytes, tier: TierName = "host") -> Change:
+    return Change(key, tier, 0, False)
+
+
+def tell(
+    directory: Directory,
+    seq: int,
+    *changes: Change,
+    node: str = "a",
+    epoch: int = 1,
+    first: bool = False,
+    last: bool = False,
+) -> Reply:
+    said = Announcement(node=node, epoch=epoch, seq=seq, changes=changes, is_first=first, is_last=last)
+    return directory.announce(said)
+
+
+def tell_all(directory: Directory, seq: int, *changes: Change, node: str = "a", epoch: int = 1) -> Reply:
+    return tell(directory, seq, *changes, node=node, epoch=epoch, first=True, last=True)
+
+
+def test_what_was_announced_is_found_but_not_by_the_node_itself(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]), added(KEYS[1], "disk", 7))
+    tell_all(directory, 0, added(KEYS[0], "disk", 200), node="b")
+    assert directory.lookup(KEYS[:3]) == [
+        (Place("a", "host", 100), Place("b", "disk", 200)),
+        (Place("a", "disk", 7),),
+        (),
+    ]
+    assert directory.lookup(KEYS[:2], "a") == [(Place("b", "disk", 200),), ()]
+
+
+def test_a_chunk_is_there_until_it_has_left_both_tiers(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0], "disk", 120), added(KEYS[0]))
+    assert directory.lookup(KEYS[:1]) == [(Place("a", "host", 100),)]
+    tell(directory, 1, removed(KEYS[0]))
+    assert [place.tier for place in directory.lookup(KEYS[:1])[0]] == ["disk"]
+    tell(directory, 2, removed(KEYS[0], "disk"))
+    assert directory.lookup(KEYS[:1]) == [()]
+    assert directory.stats()["num_keys"] == 0
+
+
+def test_a_new_epoch_voids_the_old_and_an_old_one_is_told_so(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    assert tell(directory, 0, epoch=2).wants_all
+    assert directory.lookup(KEYS[:1]) == [()]
+    assert tell_all(directory, 1, added(KEYS[1])) == Reply(False, 2)
+    assert directory.lookup(KEYS[:2]) == [(), ()]
+
+
+def test_a_gap_asks_for_everything_and_what_was_said_before_goes_with_the_last_part(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]), added(KEYS[1]))
+    assert tell(directory, 2, added(KEYS[2])).wants_all
+    assert tell(directory, 3).wants_all
+    assert not tell(directory, 4, added(KEYS[1]), first=True).wants_all
+    assert [bool(places) for places in directory.lookup(KEYS[:3])] == [True, True, False]
+    tell(directory, 5, added(KEYS[3]), last=True)
+    assert [bool(places) for places in directory.lookup(KEYS[:4])] == [False, True, False, True]
+
+
+def test_a_delayed_or_repeated_announcement_changes_nothing(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    tell(directory, 1, removed(KEYS[0]))
+    assert tell_all(directory, 0, added(KEYS[0])) == Reply(False, 1)
+    assert directory.lookup(KEYS[:1]) == [()]
+
+
+def test_a_silent_node_is_not_offered_then_forgotten(directory: Directory, clock: FakeClock) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    clock.now_s += SILENT_S + 0.1
+    assert directory.lookup(KEYS[:1]) == [()]
+    assert not tell(directory, 1).wants_all
+    assert directory.lookup(KEYS[:1]) != [()]
+    clock.now_s += FORGOTTEN_S + 0.1
+    for seq in range(200):
+        tell_all(directory, seq, node="b")
+    assert directory.stats()["num_keys"] == 0
+    assert tell(directory, 2).wants_all
+
+
+def test_a_node_found_dead_is_offered_again_when_it_speaks(directory: Directory) -> None:
+    tell_all(directory, 0, added(KEYS[0]))
+    directory.not_reached("a")
+    assert directory.lookup(KEYS[:1]) == [()]
+    tell(directory, 1)
+    assert directory.lookup(KEYS[:1]) != [()]
+
+
+def test_nodes_that_are_gone_for_good_are_not_gone_through(directory: Directory, clock: FakeClock) -> None:
+    """A node that joins again has another name."""
+    for number in range(100):
+        tell_all(directory, 0, added(KEYS[0]), node=str(number))
+        clock.now_s += FORGOTTEN_S
+    assert len(directory._nodes) < 20
+    assert tell(directory, 1, added(KEYS[1]), node="0").wants_all  # one that comes back after all
+    assert not tell_all(directory, 2, added(KEYS[1]), node="0").wants_all
+    assert directory.lookup(KEYS[:2])[1] == (Place("0", "host", 100),)
+
+
+def test_restarts_without_end_use_up_nothing(directory: Directory) -> None:
+    for epoch in range(3000):
+        tell_all(directory, 0, *map(added, KEYS), epoch=epoch)
+    assert directory.stats()["num_keys"] == len(KEYS)
+    assert directory._num_holders < 200
+
+
+def test_a_place_is_packed_without_loss_at_its_bounds() -> None:
+    table = Directory()._table
+    word = with_tier(None, MAX_HOLDERS - 1, "disk", 2**38 - 1)
+    table.put(KEYS[0], (word,))
+    assert table.get(KEYS[0]) == (word,)
+    assert word < 2**60
+    assert with_tier(None, 1, "host", 2**50) >> 40 == 1
+
+
+@pytest.mark.parametrize("num_holders", [1, 2])
+def test_a_chunk_takes_at_most_200_bytes(num_holders: int) -> None:
+    num_keys = 110_000
+    tracemalloc.start()
+    try:
+        directory = Directory()
+        keys = [os.urandom(16) for _ in range(num_keys)]
+        for holder in range(num_holders):
+            for seq, start in enumerate(range(0, num_keys, BATCH_CHANGES)):
+                changes = [added(key, "host", 2**25 + seq % 3) for key in keys[start : start + BATCH_CHANGES]]
+                assert not tell(directory, seq, *changes, node=str(holder), first=seq == 0).wants_all
+        del changes
+        gc.collect()
+        used = tracemalloc.get_traced_memory()[0] - keys.__sizeof__()
+    finally:
+        tracemalloc.stop()
+    assert directory.stats()["num_keys"] == num_keys
+    assert used / num_keys <= 200

@@ -1,0 +1,252 @@
+"""What an engine's process believes of its node, and how it learns better; without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from mneme.cachetier.chunk.file import write_chunk
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.distributed import peers as ray_peers
+from mneme.cachetier.distributed import store as ray_store
+from mneme.cachetier.distributed.actor import Found
+from mneme.cachetier.distributed.chain_spans import Span
+from mneme.cachetier.distributed.puts import PutAnswer
+from mneme.cachetier.distributed.sources import LoadNotices
+from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.node.promoting import LOADS_AGAIN_S
+from mneme.cachetier.node.saving import HostPut
+from mneme.cachetier.node.search import Located
+from mneme.cachetier.store import ChainQuery
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
+from tests.cachetier.nodes import Clock
+
+IDS = list(range(1, 4 * CHUNK_TOKENS + 1))
+CHAIN = chain_of(IDS)
+KEYS = [chunk.header.key for chunk in CHAIN]
+
+Done = Callable[[ChunkHeader, PutAnswer | None], None]
+
+
+class FakeNode:
+    """A node's actor: it refuses what follows a chunk that is not here, as one does that has evicted it."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.keys: set[bytes] = set()
+        self.epoch = epoch
+        self.is_full = self.is_lost = False
+        self.forgotten: list[str] = []
+        self.num_loads = 0
+        self.loads = SimpleNamespace(remote=self.note_load)
+        self.forget = SimpleNamespace(remote=self.forgotten.extend)
+        self.locate = SimpleNamespace(remote=lambda query, timeout_s: Found([], (), {}, self.epoch))
+
+    def note_load(self) -> None:
+        self.num_loads += 1
+
+    def put(self, header: ChunkHeader) -> PutAnswer | None:
+        has_parent = header.parent in self.keys or header.parent == LINEAGE.root
+        if self.is_lost:
+            return None
+        if self.is_full or not has_parent:
+            return PutAnswer(HostPut.REFUSED, has_parent, self.epoch)
+        outcome = HostPut.KEPT if header.key in self.keys else HostPut.TAKEN
+        self.keys.add(header.key)
+        return PutAnswer(outcome, has_parent, self.epoch)
+
+
+class PromptPuts:
+    """`PutsUnderWay` of which each put is answered before `put` returns."""
+
+    def __init__(self, max_bytes: int, wait_s: float, done: Done) -> None:
+        self._done = done
+
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
+        self._done(chunk.header, node.put(chunk.header))
+        return True
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+class BusyPuts(PromptPuts):
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
+        return False
+
+
+class BrokenPuts(PromptPuts):
+    def put(self, node: FakeNode, chunk: Chunk, lineage: Lineage) -> bool:
+        raise RuntimeError("a bug")
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+@pytest.fixture
+def store(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> RayChunkStore:
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
+    return make_store(node, monkeypatch, PromptPuts)
+
+
+def make_store(node: FakeNode, monkeypatch: pytest.MonkeyPatch, puts: type) -> RayChunkStore:
+    monkeypatch.setattr(ray_store, "PutsUnderWay", puts)
+    admin: Any = None  # not asked here
+    return RayChunkStore("n", lambda: node, put_bytes=1, admin=admin)
+
+
+def save_turn(store: RayChunkStore, num_chunks: int) -> int:
+    """As an engine does it that has all of the chain; how many were put."""
+    known = store.known(KEYS[:num_chunks])
+    unknown = [chunk for chunk in CHAIN[:num_chunks] if chunk.header.key not in known]
+    for chunk in unknown:
+        store.put(chunk, LINEAGE)
+    return len(unknown)
+
+
+def test_a_chain_whose_beginning_was_evicted_is_there_again_after_the_next_turn(
+    store: RayChunkStore, node: FakeNode
+) -> None:
+    assert save_turn(store, 3) == 3
+    node.keys.clear()
+    assert save_turn(store, 4) == 1  # refused: what it follows is not there
+    assert not store.known(KEYS)
+    assert save_turn(store, 4) == 4
+    assert node.keys == set(KEYS) == store.known(KEYS)
+    assert save_turn(store, 4) == 0
+
+
+def test_a_chunk_that_there_is_no_room_for_does_not_have_others_put_again(store: RayChunkStore, node: FakeNode) -> None:
+    save_turn(store, 2)
+    node.is_full = True
+    assert save_turn(store, 3) == 1
+    assert save_turn(store, 4) == 2  # nor does one behind it
+    assert store.known(KEYS) == set(KEYS[:2])
+
+
+def test_what_is_refused_or_not_answered_at_once_is_not_known(store: RayChunkStore, node: FakeNode) -> None:
+    node.is_full = True
+    assert store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+    node.is_lost = True
+    assert store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+
+
+def test_what_is_not_put_is_not_known(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(node, monkeypatch, BusyPuts)
+    assert not store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+    store = make_store(node, monkeypatch, BrokenPuts)
+    with pytest.raises(RuntimeError):
+        store.put(CHAIN[0], LINEAGE)
+    assert not store.known(KEYS)
+
+
+def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_question(
+    store: RayChunkStore, node: FakeNode
+) -> None:
+    locate(store, KEYS[3:])
+    save_turn(store, 3)
+    locate(store, KEYS[3:])
+    assert store.known(KEYS) == set(KEYS[:3])
+    node.epoch += 1
+    locate(store, KEYS[3:])
+    assert not store.known(KEYS)
+    assert store.stats()["node_restarted"] == 1
+
+
+def test_an_actor_that_was_made_again_is_noticed_by_its_answer_to_a_put(store: RayChunkStore, node: FakeNode) -> None:
+    save_turn(store, 3)
+    node.epoch += 1
+    save_turn(store, 4)
+    assert not store.known(KEYS[:3])
+
+
+def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(answer: object, timeout: float) -> object:
+        raise GetTimeoutError
+
+    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
+    assert store.locate(query, 1.0) == []
+    store.forget(["r", "another"])
+    assert node.forgotten == ["r"]
+
+
+def test_what_lies_behind_a_chunk_that_is_usable_in_part_is_not_used(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer of the first span lost its second chunk, and has another that begins alike."""
+    start = CHUNK_TOKENS
+    sibling = chunk_of([*IDS[start : start + 3], 99], KEYS[0])
+    gone: list[bytes] = []
+    peers = {name: SimpleNamespace(not_here=SimpleNamespace(remote=gone.extend)) for name in ("a", "b")}
+    has = {"a": [CHAIN[0], sibling], "b": CHAIN[2:]}
+    for name, peer in peers.items():
+        located = [Located(chunk.header, CHUNK_TOKENS, "host", None, None) for chunk in has[name]]
+        peer.locate_here = SimpleNamespace(remote=lambda query, timeout_s, located=located: located)
+    found = Found([], (Span("a", 0, 2), Span("b", 2, 2)), peers, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    sources = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 1.0)
+    assert [source.num_usable for source in sources] == [CHUNK_TOKENS, 3]
+    assert gone == [KEYS[1]]
+    assert store.stats()["directory_ghosts"] == 1
+
+
+def test_a_peer_is_not_asked_when_no_time_is_left(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not look for would be taken for a fault of the directory."""
+    asked: list[ChainQuery] = []
+    peer = SimpleNamespace(locate_here=SimpleNamespace(remote=lambda query, timeout_s: asked.append(query)))
+    found = Found([], (Span("a", 0, 2),), {"a": peer}, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS)
+    assert store.locate(query, 0.0) == []
+    assert (asked, store.stats()["peer_locate_too_late"]) == ([], 1)
+    store.locate(query, 10.0)
+    assert len(asked) == 1
+
+
+def test_a_node_hears_that_its_files_are_read(
+    store: RayChunkStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "chunk.kv"
+    write_chunk(FileOperations(), str(tmp_path / "temporary"), str(path), CHAIN[0])
+    here = [Located(CHAIN[0].header, CHUNK_TOKENS, "disk", None, str(path))]
+    found = Found(here, (), {}, node.epoch)
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda query, timeout_s: found))
+    (source,) = store.locate(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS), 10.0)
+    assert node.num_loads == 0
+    assert not isinstance(source.read(0), Miss)
+    assert node.num_loads == 1
+    source.close()
+
+
+def test_loads_are_told_again_while_they_last_and_no_more_often() -> None:
+    clock, told = Clock(), list[float]()
+    notices = LoadNotices(lambda: told.append(clock.now_s), clock)
+    for _ in range(100):
+        with notices():
+            clock.now_s += 0.01
+    assert 10 <= len(told) <= 20
+    assert max(after - before for before, after in pairwise(told)) < LOADS_AGAIN_S
+
+
+def locate(store: RayChunkStore, keys: list[bytes]) -> None:
+    """Its last chunks, none of which the fake finds."""
+    query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, first=len(KEYS) - len(keys))
+    assert store.locate(query, 1.0) == []

@@ -1,0 +1,367 @@
+"""A node's cache as its owners manage it: lookups, pins and deletion over real tiers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.admin import (
+    MAX_PINS,
+    Amount,
+    FoundChunk,
+    PinName,
+    PinnedPrefix,
+    leading,
+    merged_pins,
+    num_leading_tokens,
+)
+from mneme.cachetier.chunk.keys import Lineage, owner_of, prefix_lineage
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node import named_pins, node_admin
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.node_admin import NodeAdmin
+from mneme.cachetier.node.process_store import make_disk_tier
+from mneme.cachetier.store import ChainQuery
+from mneme.errors import CachePinRefused, ReplicaUnavailable
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
+
+pytestmark = pytest.mark.usefixtures("few_folders")
+
+OTHER = prefix_lineage(FINGERPRINT, "other")
+SALTED = prefix_lineage(FINGERPRINT, "tenant:salted")
+OWNER = owner_of("tenant")
+PIN = PinName(OWNER, "p")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Node:
+    """A cache without threads, and its administrator."""
+
+    def __init__(self, folder: Path | None = None, host_bytes: int = 1 << 20) -> None:
+        self.clock = Clock()
+        disk = None if folder is None else DiskTierConfig(folder=str(folder), capacity_bytes=1 << 20)
+        config = CacheConfig(chunk_tokens=64, disk=disk, eviction="lru", free_share=0)
+        tier = make_disk_tier(config, clock=self.clock)
+        self.cache = NodeCache(config, ProcessMemory(), host_bytes, tier, clock=self.clock, has_threads=False)
+        self.admin = NodeAdmin(self.cache, "here", self.clock)
+
+    def put(self, ids: list[int], lineage: Lineage = LINEAGE) -> None:
+        for chunk in chain_of(ids, lineage):
+            self.cache.put(chunk.header, chunk.layers)
+
+    def write(self) -> None:
+        """All that waits to be, to the disk."""
+        assert self.cache.writer is not None
+        self.clock.now_s += 60
+        while self.cache.writer.step() == 0.0:
+            pass
+
+    def found(self, ids: list[int], lineage: Lineage = LINEAGE) -> int:
+        return num_leading_tokens(leading(self.admin.lookup(query(ids, lineage)), CHUNK_TOKENS))
+
+    def delete(self, ids: list[int], lineage: Lineage = LINEAGE, *, spares_longer: bool = False) -> int:
+        return self.admin.delete(query(ids, lineage), spares_longer=spares_longer).num_chunks
+
+
+def query(ids: list[int], lineage: Lineage = LINEAGE) -> ChainQuery:
+    return ChainQuery.of(lineage, FINGERPRINT.digest, ids, CHUNK_TOKENS)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.cache.close()
+
+
+@pytest.fixture
+def disk_node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.cache.close()
+
+
+def test_a_lookup_names_every_place(disk_node: Node) -> None:
+    disk_node.put(list(range(20)))
+    found = disk_node.admin.lookup(query(list(range(30))))
+    assert [(each.place, each.num_tokens, each.tier, each.node) for each in found] == [
+        (0, 8, "host", "here"),
+        (1, 8, "host", "here"),
+        (2, 4, "host", "here"),
+    ]
+    disk_node.write()
+    found = disk_node.admin.lookup(query([*range(18), 99]))
+    assert [(each.place, each.num_tokens, each.tier) for each in found] == [
+        (place, num_tokens, tier) for place, num_tokens in ((0, 8), (1, 8), (2, 2)) for tier in ("host", "disk")
+    ]
+    assert disk_node.found([*range(18), 99]) == 18
+    assert disk_node.found(list(range(20)), OTHER) == 0
+
+
+def test_looking_is_no_use_and_nobody_waits(node: Node) -> None:
+    node.put([1] * 8)
+    node.put([2] * 8)
+    order = [entry.key for entry in node.cache._tiers.host.index]
+    before = node.cache.stats()
+    assert node.found([1] * 8) == 8
+    assert [entry.key for entry in node.cache._tiers.host.index] == order
+    assert node.cache.stats() == before
+    assert before["waiting"] == 0
+
+
+def test_what_lies_behind_a_gap_is_found_and_does_not_lead(node: Node) -> None:
+    node.put(list(range(32)))
+    node.cache.delete([query(list(range(32))).keys[1]])
+    found = node.admin.lookup(query(list(range(32))))
+    assert [each.place for each in found] == [0, 2, 3]
+    assert node.found(list(range(32))) == 8
+
+
+def test_leading_chunks_of_several_nodes_make_one_run() -> None:
+    def found(place: int, num_tokens: int, node: str) -> FoundChunk:
+        return FoundChunk(place, bytes([place]) * 16, num_tokens, 100, "host", node)
+
+    run = leading([found(2, 3, "b"), found(0, 8, "a"), found(1, 8, "b"), found(1, 8, "a"), found(2, 5, "a")], 8)
+    assert [(each.place, each.num_tokens, each.node) for each in run] == [
+        (0, 8, "a"),
+        (1, 8, "b"),
+        (1, 8, "a"),
+        (2, 5, "a"),
+    ]
+    assert num_leading_tokens(run) == 21
+    assert leading([found(1, 8, "a")], 8) == []
+    assert num_leading_tokens(leading([found(0, 8, "a"), found(1, 2, "a"), found(2, 8, "a")], 8)) == 10
+
+
+def test_pins_of_several_nodes_are_one() -> None:
+    pins = [PinnedPrefix("p", 8, Amount(1, 10), 5.0), PinnedPrefix("q", 1, Amount(), None)]
+    pins += [PinnedPrefix("p", 16, Amount(2, 20), None)]
+    assert merged_pins(pins) == [PinnedPrefix("p", 16, Amount(3, 30), 5.0), PinnedPrefix("q", 1, Amount(), None)]
+
+
+def test_a_pinned_sequence_outlives_everything_else() -> None:
+    node = Node(host_bytes=8 * 4096)
+    node.put([1] * 8)
+    pinned = node.admin.pin(PIN, query([1] * 8), 60)
+    assert pinned is not None
+    assert (pinned.num_tokens, pinned.amount.num_chunks, pinned.expires_in_s) == (8, 1, 60)
+    for number in range(10, 40):
+        node.put([number] * 8)
+    assert node.found([1] * 8) == 8
+    assert [pin.pin_id for pin in node.admin.pins(OWNER)] == ["p"]
+    assert node.admin.pins(owner_of("other")) == []
+    assert not node.admin.unpin(PinName(owner_of("other"), "p"))
+    assert node.admin.unpin(PIN)
+    assert not node.admin.unpin(PIN)
+    for number in range(50, 80):
+        node.put([number] * 8)
+    assert node.found([1] * 8) == 0
+    node.cache.close()
+
+
+def test_a_pin_ends_with_its_time(node: Node) -> None:
+    node.put([1] * 8)
+    node.admin.pin(PIN, query([1] * 8), 60)
+    node.clock.now_s += 61
+    assert node.admin.pins(OWNER) == []
+    node.cache.expire()
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_two_pins_may_share_chunks(node: Node) -> None:
+    node.put([*range(16)])
+    node.admin.pin(PinName(OWNER, "short"), query([*range(8)]), 10)
+    node.admin.pin(PinName(OWNER, "long"), query([*range(16)]), 100)
+    node.admin.pin(PinName(OWNER, "again"), query([*range(16)]), 50)
+    assert node.cache.stats()["pins"]["keys"] == 2
+    node.admin.unpin(PinName(OWNER, "long"))
+    assert node.cache.stats()["pins"]["keys"] == 2
+    node.clock.now_s += 60  # were it longer for the longest of all, it would be pinned still
+    node.cache.expire()
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_a_pin_is_replaced_by_one_of_its_name(node: Node) -> None:
+    node.put([1] * 16)
+    node.put([2] * 8)
+    node.admin.pin(PIN, query([1] * 16), math.inf)
+    node.admin.pin(PIN, query([2] * 8), 5)
+    assert node.cache.stats()["pins"]["keys"] == 1
+    assert [pin.expires_in_s for pin in node.admin.pins(OWNER)] == [5]
+
+
+def test_a_pinned_tail_that_has_grown_is_let_go(node: Node) -> None:
+    node.put([1] * 5)
+    node.admin.pin(PIN, query([1] * 5), None)
+    node.put([1] * 7)
+    assert node.cache.stats()["pins"]["keys"] == 1
+    assert node.admin.unpin(PIN)
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_too_much_is_not_pinned_and_what_was_stays() -> None:
+    node, big = Node(host_bytes=8 * 16384), make_fingerprint(head_dim=64)  # a chunk takes four blocks
+    lineage, ids = prefix_lineage(big, "tenant"), [*range(100, 148)]
+    node.put([1] * 8)
+    for part in lineage.chain(ids, CHUNK_TOKENS):
+        chunk = chunk_of(ids[part.start : part.end], part.parent, big, lineage)
+        node.cache.put(chunk.header, chunk.layers)
+    node.admin.pin(PIN, query([1] * 8), 60)
+    with pytest.raises(CachePinRefused):
+        node.admin.pin(PIN, ChainQuery.of(lineage, big.digest, ids, CHUNK_TOKENS), 60)
+    assert [(pin.pin_id, pin.num_tokens) for pin in node.admin.pins(OWNER)] == [("p", 8)]
+    assert node.cache.stats()["pins"]["keys"] == 1
+    node.cache.close()
+
+
+def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
+    node.put([1] * 16)
+    node.put([2] * 8)
+    assert not node.admin.take_back_pin(PIN)
+    for ids, num_keys in (([1] * 8, 1), ([1] * 16, 2)):
+        node.admin.pin(PIN, query(ids), 60)
+        assert node.cache.stats()["pins"]["keys"] == num_keys
+    node.admin.pin(PIN, query([2] * 8), None)
+    assert node.admin.take_back_pin(PIN)
+    assert [(pin.num_tokens, pin.expires_in_s) for pin in node.admin.pins(OWNER)] == [(16, 60)]
+    assert node.cache.stats()["pins"]["keys"] == 2
+    assert node.admin.take_back_pin(PIN)  # one before is remembered, no more
+    assert node.admin.pins(OWNER) == []
+    assert node.cache.stats()["pins"]["keys"] == 0
+
+
+def test_pins_of_all_owners_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_pins, "_MAX_ALL_PINS", 2)
+    node.put([1] * 8)
+    for owner in ("a", "b"):
+        node.admin.pin(PinName(owner_of(owner), "p"), query([1] * 8), 60)
+    with pytest.raises(CachePinRefused, match="2 pins of all API keys"):
+        node.admin.pin(PIN, query([1] * 8), 60)
+    node.admin.pin(PinName(owner_of("a"), "p"), query([1] * 8), 90)
+    assert [pin.expires_in_s for pin in node.admin.pins(owner_of("a"))] == [90]
+
+
+def test_pins_are_so_many(node: Node) -> None:
+    node.put([1] * 8)
+    for number in range(MAX_PINS):
+        node.admin.pin(PinName(OWNER, str(number)), query([1] * 8), 60)
+    with pytest.raises(CachePinRefused, match="64 pins at once"):
+        node.admin.pin(PIN, query([1] * 8), 60)
+    node.admin.pin(PinName(OWNER, "0"), query([1] * 8), 60)
+    node.admin.pin(PinName(owner_of("other"), "0"), query([1] * 8), 60)
+    assert node.admin.pin(PIN, query([9] * 8), 60) is None
+
+
+def test_what_begins_with_a_prefix_goes_from_all_tiers(disk_node: Node) -> None:
+    disk_node.put([*range(8), *[5] * 10])
+    disk_node.write()
+    disk_node.put([*range(8), *[6] * 10])
+    assert disk_node.delete([*range(8), *[5] * 10]) == 4  # two chunks, each in memory and on the disk
+    assert disk_node.found([*range(8), *[5] * 10]) == 8
+    assert disk_node.found([*range(8), *[6] * 10]) == 18
+    assert disk_node.delete([*range(8)]) == 4
+    assert disk_node.found([*range(8)]) == 0
+    stats = disk_node.cache.stats()
+    assert (stats["host"]["chunks"], stats["disk"]["chunks"]) == (0, 0)
+
+
+def test_what_was_to_be_written_is_not(disk_node: Node) -> None:
+    disk_node.put([*range(20)])
+    disk_node.delete([*range(20)])
+    disk_node.write()
+    assert disk_node.cache.stats()["disk"]["chunks"] == 0
+    assert disk_node.found([*range(20)]) == 0
+
+
+def test_a_session_goes_and_its_forks_stay(node: Node) -> None:
+    session, fork = [*range(20)], [*range(20), *[7] * 10]
+    node.put(fork)
+    node.put([*range(8), *[6] * 4])
+    assert node.delete(session, spares_longer=True) == 0
+    assert node.found(fork) == 30
+    assert node.delete(fork, spares_longer=True) == 3
+    assert node.found(fork) == 8
+    assert node.found([*range(8), *[6] * 4]) == 12
+
+
+def test_a_short_prompt_takes_what_begins_with_it(node: Node) -> None:
+    node.put([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    node.put([1, 2, 9])
+    node.put([1, 2])
+    node.put([1, 5])
+    node.delete([1, 2, 3])
+    assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [2, 3, 2]
+    node.delete([1, 2])
+    assert [node.found(ids) for ids in ([1, 2, 3, 4], [1, 2, 9], [1, 5])] == [1, 1, 2]
+
+
+def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [[7, *[number] * 3] for number in range(60)] + [[number] * 11 for number in range(100, 160)]
+    for ids in sessions:
+        node.put(ids)
+
+    def header(key: bytes) -> None:
+        raise AssertionError("no header needs to be read")
+
+    monkeypatch.setattr(node.cache.contents, "header", header)
+    for ids in sessions:
+        assert node.delete(ids, spares_longer=True)
+    assert node.cache.stats()["host"]["chunks"] == 0
+
+
+def test_what_begins_with_a_prompt_is_deleted_whole_or_the_deletion_fails(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        node.put([1, 2, number])
+    monkeypatch.setattr(node_admin, "_SCAN_S", -1.0)
+    with pytest.raises(ReplicaUnavailable, match="begins alike"):
+        node.delete([1, 2])
+    monkeypatch.undo()
+    assert node.delete([1, 2]) == 100
+
+
+def test_a_tenant_goes_with_all_salts_and_pins_and_no_other(disk_node: Node) -> None:
+    for lineage in (LINEAGE, SALTED, OTHER):
+        disk_node.put([*range(20)], lineage)
+    disk_node.write()
+    disk_node.admin.pin(PIN, query([*range(20)]), None)
+    assert disk_node.admin.delete_owned(OWNER).num_chunks == 12
+    assert [disk_node.found([*range(20)], each) for each in (LINEAGE, SALTED, OTHER)] == [0, 0, 20]
+    assert disk_node.cache.stats()["pins"]["keys"] == 0
+    assert disk_node.admin.pins(OWNER) == []
+
+
+ids_of = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+
+
+@given(st.lists(ids_of, min_size=1, max_size=6), ids_of, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_deletion_spares_what_differs(kept: list[list[int]], gone: list[int], spares_longer: bool) -> None:
+    node = Node()
+    for ids in [*kept, gone]:
+        node.put(ids)
+    before = {tuple(ids): node.found(ids) for ids in kept}
+    deleted = node.admin.delete(query(gone), spares_longer=spares_longer)
+    for ids in kept:
+        differs = gone[: len(ids)] != ids and ids[: len(gone)] != gone
+        is_longer = ids[: len(gone)] == gone != ids
+        if differs or (spares_longer and is_longer):
+            assert node.found(ids) == before[tuple(ids)]
+    if not spares_longer and all(ids[: len(gone)] == gone for ids in kept):
+        assert node.cache.stats()["host"]["chunks"] == 0
+        assert deleted.num_chunks > 0
+    node.cache.close()

@@ -1,0 +1,184 @@
+"""The queue of writes, the thread under it, pins and the log of changes, each alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mneme.cachetier.node.background import Background
+from mneme.cachetier.node.change_log import Change, ChangeLog
+from mneme.cachetier.node.pins import NodePins, TierPins
+from mneme.cachetier.node.write_behind import Pending, WriteBehind
+from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
+from tests.cachetier.nodes import BLOCK, Clock
+
+TIMEOUT_S = 20.0
+
+
+class Queue(WriteBehind):
+    """Remembers what was written and what is done; `fails` says of which key the write raises."""
+
+    def __init__(self, clock: Clock, num_blocks: int = 100) -> None:
+        self.written: list[bytes] = []
+        self.ended: list[bytes] = []
+        self.fails: set[bytes] = set()
+        self.is_loading = False
+        super().__init__(
+            self.note,
+            lambda pending: self.ended.append(pending.header.key),
+            max_bytes=num_blocks * BLOCK,
+            clock=clock,
+            is_loading=lambda: self.is_loading,
+            tail_delay_s=2.0,
+        )
+
+    def note(self, pending: Pending) -> None:
+        self.written.append(pending.header.key)
+        if pending.header.key in self.fails:
+            raise RuntimeError("of a test")
+
+    def give(self, token_ids: list[int]) -> tuple[bytes, bool]:
+        chunk = chunk_of(token_ids)
+        return chunk.header.key, self.submit(chunk.header, chunk.layers)
+
+
+def whole(number: int) -> list[int]:
+    return [number, *range(CHUNK_TOKENS - 1)]
+
+
+def test_whole_chunks_go_at_once_and_tails_in_their_turn() -> None:
+    clock = Clock()
+    queue = Queue(clock)
+    tail, _ = queue.give([1])
+    first, _ = queue.give(whole(1))
+    assert (queue.step(), queue.step()) == (0.0, 2.0)
+    assert queue.written == [first]
+    clock.now_s += 2
+    late, _ = queue.give(whole(2))
+    assert (queue.step(), queue.step(), queue.step()) == (0.0, 0.0, None)
+    assert queue.written == queue.ended
+    assert {*queue.written[1:]} == {tail, late}
+    assert queue.stats()["bytes"] == 0
+
+
+def test_loads_go_before_saves_but_not_for_ever() -> None:
+    queue = Queue(Clock())
+    key, _ = queue.give(whole(1))
+    queue.is_loading = True
+    waits = [queue.step() for _ in range(60)]
+    assert queue.written == [key]
+    assert 0 < waits.index(0.0) <= 50
+    assert all(wait is None or 0 <= wait < 0.1 for wait in waits)
+
+
+def test_a_full_queue_takes_no_more_and_no_key_stands_in_it_twice() -> None:
+    queue = Queue(Clock(), num_blocks=2)
+    assert [queue.give(whole(number))[1] for number in (1, 1, 2, 3)] == [True, False, True, False]
+    assert queue.stats()["dropped"] == 1
+    assert queue.cancel([chunk_of(whole(1)).header.key, bytes(16)]) == 1
+    assert queue.give(whole(3))[1]
+    assert queue.stats()["bytes"] == 2 * BLOCK
+
+
+def test_a_queue_smaller_than_a_chunk_takes_two_and_warns_once_of_more(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue(Clock(), num_blocks=0)
+    assert [queue.give(whole(number))[1] for number in range(4)] == [True, True, False, False]
+    assert queue.stats()["dropped"] == len(caplog.records) + 1 == 2
+    assert queue.step() == 0.0
+    assert queue.give(whole(4))[1]
+
+
+def test_a_queue_that_is_closed_ends_what_waits() -> None:
+    queue = Queue(Clock())
+    keys = {queue.give(ids)[0] for ids in (whole(1), whole(2), [3])}
+    queue.close(TIMEOUT_S)
+    assert ({*queue.ended}, queue.written, queue.stats()["bytes"]) == (keys, [], 0)
+
+
+def test_a_write_that_raises_is_over_and_the_next_is_written() -> None:
+    queue = Queue(Clock())
+    bad, good = queue.give(whole(1))[0], queue.give(whole(2))[0]
+    queue.fails.add(bad)
+    with pytest.raises(RuntimeError):
+        queue.step()
+    assert queue.step() == 0.0
+    assert queue.ended == [bad, good]
+    assert queue.stats()["bytes"] == 0
+
+
+def test_a_flush_writes_tails_too_and_ends_in_time() -> None:
+    queue = Queue(Clock())
+    key, _ = queue.give([1])
+    assert not queue.flush(0.0)  # nobody writes yet
+    queue.start()
+    assert queue.flush(TIMEOUT_S)
+    assert queue.written == [key]
+    assert queue.close(TIMEOUT_S)
+
+
+def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:
+    steps, errors = threading.Semaphore(0), []
+
+    def step() -> float | None:
+        steps.release()
+        if not errors:
+            raise RuntimeError("of a test")
+        return None
+
+    thread = Background("test", step, lambda: errors.append(1))
+    thread.start()
+    assert steps.acquire(timeout=TIMEOUT_S)
+    thread.wake()
+    assert steps.acquire(timeout=TIMEOUT_S)
+    thread.wake()
+    assert steps.acquire(timeout=TIMEOUT_S)
+    assert errors == [1]
+    assert thread.close(TIMEOUT_S)
+    assert Background("never started", step, lambda: None).close(0.0)
+
+
+def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
+    """Of many threads, and of one that comes while its own batch is told."""
+    told: list[Change] = []
+    telling = threading.Lock()
+
+    def tell(batch: list[Change]) -> None:
+        assert telling.acquire(blocking=False)
+        told.extend(batch)
+        log.announce()
+        telling.release()
+
+    log = ChangeLog(tell)
+
+    def work(number: int) -> None:
+        for count in range(200):
+            log.note(Change(bytes([number]), "host", count, True))
+            log.announce()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[c.num_bytes for c in told if c.key == bytes([n])] for n in range(4)] == [[*range(200)]] * 4
+
+
+def test_pins_hold_what_they_count() -> None:
+    clock, held = Clock(), list[bytes]()
+    tier = TierPins(10, held.append, held.remove)
+    pins = NodePins([tier], clock)
+    for key, until_s in ((b"a", 5.0), (b"b", 9.0)):
+        pins.keep(key, until_s)
+        assert tier.pin(key, 4)
+    assert not tier.pin(b"c", 4)
+    assert tier.pin(b"a", 4)
+    assert (held, tier.num_bytes) == ([b"a", b"b"], 8)
+    pins.inherit([b"a"], b"longer")
+    assert tier.pin(b"longer", 6)
+    assert held == [b"b", b"longer"]
+    clock.now_s += 6
+    assert pins.expire() == 1
+    clock.now_s += 6
+    assert pins.expire() == 1
+    assert (held, tier.num_bytes, len(pins)) == ([], 0, 0)

@@ -1,0 +1,225 @@
+"""The tier of CUDA engines: on a played device that runs its streams in any order events allow, and on a real one."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.pages.host_memory_cuda import PinnedHostMemory, runs
+from mneme.cachetier.pages.streams import CudaStreams
+from mneme.cachetier.pages.tiers import make_tier
+from mneme.errors import ConfigError, TransferFailed
+from mneme.replicas.model.timeline import Timeline
+from tests.cachetier.model_tier import Operation, operations, run_operations
+from tests.cachetier.played_streams import PlayedStreams
+from tests.cachetier.pools import NUM_LAYERS, make_pool, wait_all
+
+LAYER_BYTES = 2 * 2 * 4 * 6 * 4  # of a page of `make_pool`
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(operations(num_device=8, num_host=6), max_size=25),
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(0, 30),
+)
+def test_any_order_of_streams_is_a_dictionary_of_pages(
+    steps: list[Operation], seed: int, staged_pages: int, saved_pages: int, pace: int
+) -> None:
+    chooser = random.Random(seed)
+    streams, pool = PlayedStreams(chooser.randrange), make_pool(8)
+    tier = PinnedHostMemory(
+        pool, 6, streams, staging_bytes=staged_pages * LAYER_BYTES, save_bytes=saved_pages * LAYER_BYTES
+    )
+
+    def between() -> None:
+        with streams.lock:
+            for _ in range(chooser.randrange(pace + 1)):
+                streams.go_on()
+
+    run_operations(tier, pool, steps, streams.current().run, between)
+    streams.finish()
+    tier.close()
+    assert not streams.pinned
+
+
+def make(num_pages: int = 6, **options: Any) -> tuple[PinnedHostMemory, PlayedStreams]:
+    streams = PlayedStreams()
+    return PinnedHostMemory(make_pool(8), num_pages, streams, save_bytes=1, staging_bytes=1, **options), streams
+
+
+def test_the_engines_thread_issues_no_copies_and_waits_for_launches_alone() -> None:
+    tier, streams = make()
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))  # returns when it was copied
+    streams.finish()
+    loads, saves = streams.others()
+    loads.is_held = True
+    load, ran = tier.load(np.array([0]), np.array([7])), []
+    for layer in range(NUM_LAYERS):
+        load.wait_layer(layer)  # returns: it is launched
+        streams.current().run(lambda layer=layer: ran.append(layer))  # type: ignore[misc]
+    streams.finish()
+    assert ran == []
+    loads.is_held = False
+    streams.finish()
+    assert ran == [*range(NUM_LAYERS)]
+    assert loads.threads == saves.threads == {"kv-transfers"}
+    tier.close()
+
+
+def test_copies_are_behind_what_the_engine_did_with_their_memory() -> None:
+    """The allocator may have given staging memory that the engine's stream has freed and not come past."""
+    streams = PlayedStreams()
+    streams.current().run(lambda: None)
+    tier = PinnedHostMemory(make_pool(8), 6, streams)
+    begins = [stream.waits[0] for stream in streams.others()]
+    assert [at for at, _ in begins] == [0, 0]
+    assert not any(event.is_done() for _, event in begins)
+    streams.step(streams.current())
+    streams.step(streams.current())
+    assert all(event.is_done() for _, event in begins)
+    tier.close()
+
+
+def test_a_layer_is_computed_while_the_next_is_on_its_way() -> None:
+    tier, streams = make()
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))
+    pool, engine, seen = tier._pool, streams.current(), []
+    load = tier.load(np.array([0]), np.array([7]))
+    for layer in range(NUM_LAYERS):
+        load.wait_layer(layer)
+        engine.run(lambda: seen.append([torch.equal(k[:, 7], k[:, 0]) for k in pool.k_pages]))
+    while streams.go_on(lambda n: 0):  # the engine first wherever it can
+        pass
+    assert seen == [[other <= layer for other in range(NUM_LAYERS)] for layer in range(NUM_LAYERS)]
+    tier.close()
+
+
+def test_a_save_into_a_host_page_is_behind_the_load_that_reads_it() -> None:
+    tier, streams = make()
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))
+    streams.choose = lambda n: n - 1  # saves first wherever they can
+    tier.load(np.array([0]), np.array([7]))
+    tier.save(np.array([1]), np.array([0]))
+    tier.before_reuse(np.array([1]))
+    streams.finish()
+    assert torch.equal(tier._pool.k_pages[:, :, 7], tier._pool.k_pages[:, :, 0])
+    tier.close()
+
+
+def test_what_is_written_to_reused_pages_is_behind_loads_of_them() -> None:
+    tier, streams = make()
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))
+    tier.load(np.array([0]), np.array([7]))
+    tier.before_reuse(np.array([7]))
+    streams.current().run(lambda: tier._pool.k_pages[:, :, 7].fill_(5))
+    streams.finish(lambda n: 0)  # the engine first wherever it can
+    assert (tier._pool.k_pages[:, :, 7] == 5).all()
+    tier.close()
+
+
+def test_spans_come_from_the_times_of_events() -> None:
+    timeline = Timeline(clock=lambda: 100.0)
+    tier, _ = make(spans=timeline)
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))
+    wait_all(tier.load(np.array([0]), np.array([7])))
+    tier.close()
+    by_track: dict[str, list[str]] = {}
+    for span in timeline.spans():
+        assert 100 <= span.start_s <= span.end_s
+        by_track.setdefault(span.track, []).append(span.name)
+    assert by_track == {f"{what}s": [f"{what} layer {i}" for i in range(NUM_LAYERS)] for what in ("save", "load")}
+
+
+def test_a_closed_tier_moves_nothing() -> None:
+    tier, streams = make()
+    tier.save(np.arange(5), np.arange(5))
+    tier.close()
+    tier.close()
+    assert not streams.pinned
+    assert not any(stream.queue for stream in streams.others())
+    for call in (tier.save, tier.load):
+        with pytest.raises(TransferFailed, match="closed"):
+            call(np.array([0]), np.array([0]))
+
+
+def test_memory_that_cannot_be_pinned_names_the_setting_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[int, int]] = []
+    most_bytes = 1 << 20
+
+    def register(address: int, num_bytes: int, _flags: int) -> int:
+        registered.append((address, num_bytes))
+        return 0 if num_bytes <= most_bytes else 2
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: registered.remove((address, most_bytes))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    streams, memory = CudaStreams(torch.device("cuda")), torch.zeros(2, most_bytes // 4, dtype=torch.bfloat16)
+    unpin = streams.pin(memory)
+    assert registered == [(memory.data_ptr(), most_bytes)]
+    assert not memory.any()
+    unpin()
+    assert not registered
+    with pytest.raises(ConfigError, match=r"^engine\.host_cache_bytes: CUDA error 2 while 2097152 bytes .* give less"):
+        streams.pin(torch.zeros(2 * most_bytes, dtype=torch.uint8))
+
+
+def test_neighbours_are_one_run() -> None:
+    assert runs(np.array([4, 5, 6, 2, 3, 9, 8])) == [(0, 4, 7), (3, 2, 4), (5, 9, 10), (6, 8, 9)]
+    assert runs(np.array([0])) == [(0, 0, 1)]
+    assert runs(np.array([], np.int64)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(operations(num_device=8, num_host=6), max_size=25))
+def test_a_cuda_device_gives_a_dictionary_of_pages(dtype: torch.dtype, steps: list[Operation]) -> None:
+    pool = make_pool(8, dtype, "cuda")
+    tier = PinnedHostMemory(pool, 6, CudaStreams(pool.k_pages.device), staging_bytes=1, save_bytes=1)
+    run_operations(tier, pool, steps)
+    tier.close()
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_moves_large_pages_beside_a_step() -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    pool = make_pool(8, torch.bfloat16, "cuda")
+    large = type(pool)(*(torch.randn(4, 8, 256, 32, 128, device="cuda", generator=generator).bfloat16() for _ in "kv"))
+    timeline = Timeline()
+    tier = make_tier(large, 512, timeline)
+    assert isinstance(tier, PinnedHostMemory)
+    expected = large.k_pages.clone()
+    some, hosts = np.random.default_rng(2).permutation(256)[:200], np.random.default_rng(3).permutation(512)[:200]
+    tier.save(some, hosts)
+    tier.before_reuse(some)
+    large.k_pages[:, :, torch.from_numpy(some).cuda()] = 0
+    load = tier.load(hosts, some)
+    for layer in range(4):
+        load.wait_layer(layer)
+        assert torch.equal(large.k_pages[layer], expected[layer])
+    tier.close()
+    assert {span.track for span in timeline.spans()} == {"saves", "loads"}
+    small = make_tier(pool, 2)
+    small.save(np.array([1]), np.array([0]))
+    wait_all(small.load(np.array([0]), np.array([2])))
+    assert torch.equal(pool.page(1), pool.page(2))
+    small.close()

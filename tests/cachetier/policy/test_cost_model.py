@@ -1,0 +1,179 @@
+"""Predictions grow with the work, steps and edges teach the right kind, and what was learned can be kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.cachetier.policy.cost_model import (
+    COST_EDGES,
+    Calibration,
+    CostModel,
+    calibrated,
+)
+from mneme.cachetier.policy.linear_cost import Point
+from mneme.errors import ConfigError
+from tests.cachetier.cost_cases import DECODE, PREFILL, TOKEN_BYTES, PlayedClock, make_costs
+
+tokens = st.integers(0, 200_000)
+counts = st.integers(0, 5_000)
+
+
+@given(tokens, tokens, tokens, tokens)
+def test_more_work_never_takes_less(num_new: int, context: int, more: int, longer: int) -> None:
+    costs = make_costs()
+    assert 0 <= costs.prefill_s(num_new, context) <= costs.prefill_s(num_new + more, context + longer)
+    batch = num_new % 500
+    assert 0 <= costs.decode_s(batch, context) <= costs.decode_s(batch + 1, context + longer)
+
+
+@given(st.sampled_from(COST_EDGES), st.integers(0, 2**40), counts, st.integers(0, 2**40), counts)
+def test_more_bytes_and_chunks_never_take_less(edge: Any, num_bytes: int, chunks: int, more: int, others: int) -> None:
+    costs = make_costs()
+    assert 0 <= costs.edge_s(edge, num_bytes, chunks) <= costs.edge_s(edge, num_bytes + more, chunks + others)
+
+
+def test_a_long_prompt_pays_for_each_of_its_steps() -> None:
+    costs = make_costs(prefill=(1.0, 1e-3, 0.0))
+    assert costs.prefill_s(2048, 0) == pytest.approx(1 + 2.048)
+    assert costs.prefill_s(2049, 0) == pytest.approx(2 + 2.049)
+    assert costs.prefill_s(0, 100) == costs.decode_s(0, 0) == costs.edge_s("disk", 0, 0) == 0
+
+
+def test_pieces_of_a_prompt_take_what_the_whole_does() -> None:
+    costs = make_costs()
+    pieces_s = sum(costs.prefill_s(2048, start) for start in range(0, 8192, 2048))
+    assert pieces_s == pytest.approx(costs.prefill_s(8192, 0))
+
+
+def test_steps_teach_their_own_kind() -> None:
+    costs = make_costs()
+    prefill_s, decode_s = costs.prefill_s(512, 1000), costs.decode_s(4, 4 * 1001)
+    for _ in range(30):
+        costs.note_step([(512, 1000)], 3 * prefill_s)
+    assert costs.prefill_s(512, 1000) == pytest.approx(3 * prefill_s, rel=0.01)
+    assert costs.decode_s(4, 4004) == pytest.approx(decode_s)
+    for _ in range(30):
+        costs.note_step([(1, 1000)] * 4, decode_s / 2)
+    assert costs.decode_s(4, 4004) == pytest.approx(decode_s / 2, rel=0.01)
+    assert costs.step_scales == pytest.approx((3, 0.5), rel=0.01)
+    assert set(costs.accuracy()) == {"prefill", "decode"}
+
+
+def test_a_mixed_step_teaches_each_kind_by_its_part() -> None:
+    costs = make_costs()
+    decodes = [(1, 1000)] * 2
+    predicted_s = costs.prefill_s(2048, 0) + costs.decode_s(2, 2002) - DECODE[0]
+    costs.note_step([(2048, 0), *decodes], 2 * predicted_s)
+    prefill, decode = costs.step_scales
+    assert prefill > 1.13 > 1.02 > decode > 1
+    found = costs.accuracy()["mixed"]
+    assert found["count"] == 1
+    assert found["relative_error_sum"] == pytest.approx(0.5)
+    assert found["predicted_s"] == pytest.approx(predicted_s)
+
+
+def test_what_took_no_time_teaches_nothing() -> None:
+    costs = make_costs()
+    costs.note_step([], 1.0)
+    costs.note_step([(5, 5)], 0.0)
+    costs.note_edge("disk", 0, 0, 1.0)
+    costs.note_edge("disk", 10, 1, 0.0)
+    assert costs.accuracy() == {}
+
+
+def test_an_edge_follows_and_drifts_back_alone() -> None:
+    clock = PlayedClock()
+    costs = make_costs(clock)
+    before_s, host_s = costs.edge_s("disk", 1 << 24, 4), costs.edge_s("host", 1 << 24, 4)
+    for _ in range(8):
+        costs.note_edge("disk", 1 << 24, 4, 10 * before_s)
+    assert costs.edge_s("disk", 1 << 24, 4) == pytest.approx(10 * before_s, rel=0.1)
+    assert costs.edge_s("host", 1 << 24, 4) == host_s
+    assert costs.calibrated_edge_s("disk", 1 << 24, 4) == pytest.approx(before_s)
+    clock.now_s += 900
+    assert costs.edge_s("disk", 1 << 24, 4) == pytest.approx(before_s, rel=0.01)
+
+
+def test_a_miss_is_at_least_as_slow_as_it_was_waited_for() -> None:
+    costs = make_costs()
+    predicted_s = costs.edge_s("peer_host", 1 << 24, 4)
+    costs.note_edge("peer_host", 1 << 24, 4, 6 * predicted_s, is_complete=False)
+    assert costs.edge_s("peer_host", 1 << 24, 4) == pytest.approx(6 * predicted_s)
+    assert costs.accuracy() == {}  # what it would have taken is not known
+
+
+def test_predictions_are_counted_against_what_happened() -> None:
+    costs = make_costs()
+    predicted_s = costs.edge_s("disk", 1 << 20, 1)
+    costs.note_edge("disk", 1 << 20, 1, predicted_s / 2)
+    costs.note_edge("disk", 1 << 20, 1, costs.edge_s("disk", 1 << 20, 1) / 1e9)
+    found = costs.accuracy()["disk"]
+    assert found["count"] == 2
+    assert found["relative_error_sum"] == pytest.approx(1 + 10)
+
+
+def test_what_was_learned_survives_json() -> None:
+    clock = PlayedClock()
+    costs = make_costs(clock, disk=(1e-3, 2e-3, 1e-9))
+    costs.note_step([(100, 0)], 1.0)
+    costs.note_edge("host", 1 << 24, 4, 1.0)
+    again = CostModel.from_mapping(json.loads(json.dumps(costs.as_mapping())), clock)
+    assert again.calibration == costs.calibration
+    assert again.as_mapping()["scales"] == pytest.approx(costs.as_mapping()["scales"])
+    assert again.prefill_s(3000, 10) == pytest.approx(costs.prefill_s(3000, 10))
+    for edge in COST_EDGES:
+        assert again.edge_s(edge, 1 << 22, 3) == pytest.approx(costs.edge_s(edge, 1 << 22, 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefill": [1, 2]},
+        {"prefill": [1, -2, 3]},
+        {"decode": [1, math.nan, 3]},
+        {"decode": "abc"},
+        {"edges": {"disk": [1, math.inf, 0]}},
+        {"edges": None},
+        {"edges": 3},
+        {"step_rows": 0},
+        {"step_rows": math.inf},
+        {"kv_bytes_per_token": None},
+        {"scales": {"disk": 0.0}},
+        {"scales": {"disk": math.nan}},
+        {"scales": []},
+        {"scales": {"disk": 10**400}},
+    ],
+)
+def test_broken_mappings_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CostModel.from_mapping({**make_costs().as_mapping(), **change})
+    with pytest.raises(ConfigError):
+        CostModel.from_mapping([change])
+
+
+def test_a_calibration_comes_from_steps_and_edges() -> None:
+    true = make_costs()
+    shapes = [[(32, 0)], [(500, 0)], [(500, 500)], [(2000, 4000)]]
+    steps: list[Any] = [(shape, true.prefill_s(*shape[0])) for shape in shapes]
+    steps += [([(1, c)] * b, true.decode_s(b, b * (c + 1))) for b, c in ((1, 50), (8, 50), (1, 4000))]
+    steps.append(([(1, 9), (50, 0)], 1e9))  # mixed: of no use for a fit
+    disk = [Point((1, n, n * size), true.edge_s("disk", n * size, n)) for n, size in ((1, 10), (8, 10), (1, 1 << 24))]
+    found = calibrated(steps, {"disk": disk, "host": []}, step_rows=2048, kv_bytes_per_token=TOKEN_BYTES)
+    assert found.prefill == pytest.approx(PREFILL)
+    assert found.decode == pytest.approx(DECODE)
+    assert found.edges == {"disk": pytest.approx((2e-4, 2e-4, 1e-9))}
+    with pytest.raises(ValueError, match="points"):
+        calibrated(steps[:4], {}, step_rows=2048, kv_bytes_per_token=TOKEN_BYTES)
+
+
+def test_a_calibration_is_positive() -> None:
+    with pytest.raises(ConfigError, match="prefill"):
+        Calibration(prefill=(-1, 0, 0), decode=DECODE, step_rows=1, kv_bytes_per_token=1)
+    with pytest.raises(ConfigError, match="positive"):
+        Calibration(prefill=PREFILL, decode=DECODE, step_rows=1, kv_bytes_per_token=0)

@@ -1,0 +1,202 @@
+"""Eviction policies alone: candidates in, victims out. No forest, no tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.policy.eviction_fifo import FifoPolicy
+from mneme.cachetier.policy.eviction_heap import EvictionHeap
+from mneme.cachetier.policy.eviction_lfu import LfuPolicy
+from mneme.cachetier.policy.eviction_lookahead import LookaheadPolicy
+from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cachetier.policy.eviction_pensieve import PensievePolicy
+from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.errors import ConfigError
+
+NOW_S = 1000.0
+
+
+def offer(policy: EvictionPolicy, key: str, num_pages: int, last_used_s: float, num_uses: int = 1) -> None:
+    policy.offer(Candidate(key, num_pages, last_used_s, num_uses))
+
+
+def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
+    victims = []
+    while (victim := policy.choose()) is not None:
+        victims.append((victim.candidate.key, victim.num_pages))
+    return victims
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"])
+def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
+    policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
+    assert policy.choose() is None
+    for index in range(50):
+        offer(policy, f"k{index}", index % 7 + 1, float(index * 37 % 50))
+    for index in range(0, 50, 2):
+        policy.withdraw(f"k{index}")
+    policy.withdraw("unknown")
+    for index in range(1, 50, 4):  # again, of another size
+        offer(policy, f"k{index}", index % 5 + 1, 3.0)
+    assert sorted(key for key, _ in order(policy)) == sorted(f"k{index}" for index in range(1, 50, 2))  # type: ignore[type-var]
+
+
+def test_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead, returning, fifo"):
+        make_policy("lifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
+
+
+def test_fifo_goes_by_arrival_whatever_was_used() -> None:
+    policy = FifoPolicy(100)
+    offer(policy, "first", 2, 1.0)
+    offer(policy, "second", 1, 2.0)
+    policy.withdraw("first")
+    offer(policy, "third", 1, 3.0)
+    offer(policy, "first", 3, 9.0)
+    assert order(policy) == [("first", 3), ("second", 1), ("third", 1)]
+    offer(policy, "third", 1, 10.0)
+    offer(policy, "first", 1, 11.0)  # came back: it is the youngest now
+    assert order(policy) == [("third", 1), ("first", 1)]
+
+
+def test_fifo_does_not_know_all_keys_for_ever() -> None:
+    policy = FifoPolicy(1)
+    for index in range(5000):
+        offer(policy, index, 1, 0.0)
+        policy.withdraw(index)
+    assert len(policy._arrived) == 1024
+
+
+def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:
+    policy = LruPolicy()
+    offer(policy, "young", 1, 9.0)
+    offer(policy, "old", 5, 1.0)
+    offer(policy, "middle", 2, 5.0)
+    offer(policy, "old again", 4, 1.0)
+    assert order(policy) == [("old", 5), ("old again", 4), ("middle", 2), ("young", 1)]
+
+
+def test_lfu_goes_by_uses_then_by_last_use_a_page_at_a_time() -> None:
+    policy = LfuPolicy()
+    offer(policy, "popular", 4, 1.0, num_uses=9)
+    offer(policy, "once, old", 4, 2.0)
+    offer(policy, "once, young", 4, 3.0)
+    assert order(policy) == [("once, old", 1), ("once, young", 1), ("popular", 1)]
+
+
+def test_lfu_lets_what_was_popular_once_grow_old() -> None:
+    policy = LfuPolicy()
+    offer(policy, "popular once", 1, 0.0, num_uses=20)
+    for index in range(30):  # used twice each: without aging they would all go before it
+        offer(policy, f"k{index}", 1, float(index), num_uses=2)
+        victim = policy.choose()
+        assert victim is not None
+        if victim.candidate.key == "popular once":
+            return
+    raise AssertionError("it is never overtaken")
+
+
+def test_pensieve_weighs_size_and_idle_time_and_takes_the_trailing_half() -> None:
+    policy = PensievePolicy(lambda: NOW_S)
+    offer(policy, "long idle, small", 1, NOW_S - 90)
+    offer(policy, "short idle, large", 10, NOW_S - 10)
+    offer(policy, "middling", 5, NOW_S - 19)
+    assert order(policy) == [("short idle, large", 5), ("middling", 3), ("long idle, small", 1)]
+
+
+def test_pensieve_passes_over_score_0_while_there_is_another() -> None:
+    policy = PensievePolicy(lambda: NOW_S)
+    offer(policy, "used just now", 1000, NOW_S)
+    offer(policy, "small", 1, NOW_S - 0.001)
+    assert order(policy) == [("small", 1), ("used just now", 500)]
+
+
+def test_pensieve_scores_change_with_time() -> None:
+    now_s = [10.0]
+    policy = PensievePolicy(lambda: now_s[0])
+
+    def best() -> object:
+        offer(policy, "small and old", 2, 0.0)
+        offer(policy, "large and young", 3, 5.0)
+        victim = policy.choose()
+        assert victim is not None
+        return victim.candidate.key
+
+    assert best() == "small and old"  # 2 x 10 against 3 x 5
+    now_s[0] = 20.0
+    assert best() == "large and young"  # 2 x 20 against 3 x 15
+
+
+def test_pensieve_chooses_the_highest_score_of_all() -> None:
+    generator = random.Random(5)
+    now_s = 0.0
+    policy = PensievePolicy(lambda: now_s)
+    for step in range(2_000):
+        now_s += generator.random()
+        offer(policy, f"k{step}", generator.randrange(1, 40), now_s)
+        if step % 3 == 0:
+            policy.withdraw(f"k{generator.randrange(step + 1)}")
+        if step % 2 == 0 and policy.candidates:
+            best = max(c.num_pages * (now_s - c.last_used_s) for c in policy.candidates.values())
+            victim = policy.choose()
+            assert victim is not None
+            assert victim.candidate.num_pages * (now_s - victim.candidate.last_used_s) == best
+
+
+def lookahead(queue: Callable[[], list[str | None]], capacity: int = 100) -> LookaheadPolicy:
+    policy = LookaheadPolicy(capacity)
+    policy.set_queue(queue)
+    for index in range(5):
+        offer(policy, f"k{index}", 2, float(index))
+    return policy
+
+
+def test_lookahead_exempts_what_waits_and_then_takes_the_tail_of_the_window_first() -> None:
+    policy = lookahead(lambda: ["k0", None, "k3", "unknown", "k2"])
+    assert order(policy) == [("k1", 2), ("k4", 2), ("k2", 2), ("k3", 2), ("k0", 2)]
+
+
+def test_lookahead_counts_the_earliest_consumer_of_a_shared_run() -> None:
+    policy = lookahead(lambda: ["k0", "k1", "k2", "k3", "k4", "k1", "k0"])
+    assert [key for key, _ in order(policy)] == ["k4", "k3", "k2", "k1", "k0"]
+
+
+def test_lookahead_sees_as_many_requests_as_runs_of_mean_size_fit_the_tier() -> None:
+    policy = lookahead(lambda: ["k0", "k1", "k2"], capacity=4)  # two runs of two pages
+    victim = policy.choose()
+    assert victim is not None
+    assert victim.candidate.key == "k2"  # the third in the queue is past the window: it goes before k3, by its last use
+
+
+def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
+    num_read = 0
+
+    def queue() -> Iterator[str]:
+        nonlocal num_read
+        for index in range(100_000):
+            num_read += 1
+            yield f"k{index}"
+
+    policy = LookaheadPolicy(10**9)
+    policy.set_queue(queue)
+    offer(policy, "k50000", 1, 0.0)
+    offer(policy, "k3", 1, 0.0)
+    assert [key for key, _ in order(policy)] == ["k50000", "k3"]
+    assert num_read <= 2 * 256
+
+
+def test_a_heap_keeps_few_stale_entries() -> None:
+    heap = EvictionHeap()
+    for index in range(10_000):
+        heap.push(index, (float(index),))
+        heap.discard(index - 5)
+        assert heap.num_entries <= 2 * len(heap) + 64 + 1
+    assert heap.first() == ((9995.0,), 9995)
+    for index in range(9995, 10_000):
+        heap.discard(index)
+    with pytest.raises(IndexError):
+        heap.first()

@@ -1,0 +1,345 @@
+"""Plans against brute force, and against simulated tiers whose rates change."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.cachetier.policy.linear_cost import Terms
+from mneme.cachetier.policy.load_controller import TOLERANCE, Loadable, LoadController, LoadPlan, overlapped_s
+from mneme.cachetier.store import EDGES, Edge
+from tests.cachetier.cost_cases import TOKEN_BYTES, PlayedClock, make_costs
+
+NUM_LAYERS = 12
+CHUNK = 256
+THROTTLED: Terms = (1e-3, 1e-3, 1 / 50e6)
+FAST: Terms = (1e-4, 1e-5, 1 / 5e9)
+
+
+def chunks_of(num_tokens: int, *edges: Edge, token_bytes: int = TOKEN_BYTES) -> list[Loadable]:
+    """Full chunks over the edges in turn, the last short."""
+    starts = range(0, num_tokens, CHUNK)
+    sizes = [min(CHUNK, num_tokens - start) for start in starts]
+    return [Loadable(size, size * token_bytes, edges[i % len(edges)]) for i, size in enumerate(sizes)]
+
+
+def first_token_s(
+    costs: CostModel, num_resident: int, num_tokens: int, chunks: list[Loadable], *, is_alone: bool = True
+) -> float:
+    """With all of these chunks loaded; written apart from the controller."""
+    num_known = min(num_resident + sum(chunk.num_tokens for chunk in chunks), num_tokens - 1)
+    first = min(num_tokens - num_known, costs.step_rows)
+    context = num_known
+    compute_s = costs.prefill_s(num_tokens - num_known, context)
+    if not chunks:
+        return compute_s
+    near_s, far_s = 0.0, 0.0
+    for edge in EDGES:
+        sizes = [each.num_bytes for each in chunks if each.edge == edge]
+        seconds = costs.edge_s(edge, sum(sizes), len(sizes))
+        near_s, far_s = (near_s + seconds, far_s) if edge == "host" else (near_s, far_s + seconds)
+    first_s = costs.prefill_s(first, context)
+    if is_alone:
+        return overlapped_s(near_s + far_s, first_s, NUM_LAYERS) + compute_s - first_s
+    return near_s + far_s + compute_s
+
+
+rates = st.tuples(st.floats(1e-5, 1e-1), st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
+runs = st.lists(st.tuples(st.integers(1, CHUNK), st.integers(0, 1 << 24), st.sampled_from(EDGES)), max_size=24)
+
+
+@given(rates, rates, rates, runs, st.integers(0, 5000), st.integers(1, 5000), st.booleans())
+def test_plans_are_the_best_there_is(
+    host: Terms,
+    disk: Terms,
+    peer: Terms,
+    run: list[tuple[int, int, Edge]],
+    num_resident: int,
+    num_new: int,
+    is_alone: bool,
+) -> None:
+    costs = make_costs(host=host, disk=disk, peer_host=peer, peer_disk=peer)
+    chunks, num_tokens = [Loadable(*each) for each in run], num_resident + num_new
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)  # whatever was to be tried is tried
+    controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)
+    plan = controller.plan(num_resident, num_tokens, chunks, is_alone=is_alone)
+    heads = [chunks[:k] for k in range(len(chunks) + 1)]
+    by_count = [first_token_s(costs, num_resident, num_tokens, head, is_alone=is_alone) for head in heads]
+    assert plan.predicted_recompute_s == pytest.approx(by_count[0])
+    if plan.is_probe:  # edges may be tried one after the other
+        return
+    assert plan.predicted_ttft_s == pytest.approx(by_count[plan.num_chunks])
+    assert plan.predicted_ttft_s <= plan.predicted_recompute_s
+    is_more = controller.num_plans["probe"] > 0  # one chunk more than is best, and no worse than computing
+    margin = 0.02 + (TOLERANCE if is_more else 0)
+    assert plan.predicted_ttft_s <= min(by_count) + (margin + 1e-9) * by_count[0]
+
+
+@given(rates, runs, st.integers(1, 5000))
+def test_deadlines_bound_what_a_load_may_cost(disk: Terms, run: list[tuple[int, int, Edge]], num_new: int) -> None:
+    costs = make_costs(host=disk, disk=disk, peer_host=disk, peer_disk=disk)
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = [Loadable(*each) for each in run]
+    plan = controller.plan(0, num_new, chunks)
+    computing_s = plan.predicted_recompute_s
+    slack_s = TOLERANCE * computing_s
+    # Given up: 5% and what was to be the load, nothing but 5% where that is small.
+    assert plan.deadline_s <= slack_s + (0 if plan.is_probe else plan.predicted_load_s) + 1e-12
+    if plan.predicted_load_s <= slack_s / 2 or plan.is_probe:
+        assert plan.deadline_s + computing_s <= (1 + TOLERANCE) * computing_s * (1 + 1e-9)
+    if not plan.num_chunks or plan.is_probe:
+        return
+    # Kept: a load that ends when it may at the latest, or at the deadline, is 5% slower at most.
+    assert plan.predicted_load_s < plan.deadline_s <= plan.latest_s * (1 + 1e-9)
+    num_known = min(sum(chunk.num_tokens for chunk in chunks[: plan.num_chunks]), num_new - 1)
+    first_s = costs.prefill_s(min(num_new - num_known, costs.step_rows), num_known)
+    later_s = costs.prefill_s(num_new - num_known, num_known) - first_s
+    ttft_s = overlapped_s(plan.latest_s, first_s, NUM_LAYERS) + later_s
+    assert ttft_s == pytest.approx((1 + TOLERANCE) * computing_s)
+
+
+@given(st.floats(0.1, 8), st.floats(0.01, 0.5), st.integers(1, 4000), st.integers(1, 400))
+def test_a_load_that_is_waited_for_is_no_slower_than_computing(
+    slowness: float, nearness: float, num_loaded: int, num_new: int
+) -> None:
+    """Beside others nothing is computed meanwhile."""
+    row_s, num_tokens = 1e-3, num_loaded + num_new
+    disk: Terms = (0.0, 0.0, slowness * row_s / TOKEN_BYTES)
+    costs = make_costs(prefill=(0.0, row_s, 0.0), disk=disk, host=(0.0, 0.0, nearness * row_s / TOKEN_BYTES))
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(num_loaded // 2, "host") + chunks_of(num_loaded - num_loaded // 2, "disk")
+    plan = controller.plan(0, num_tokens, chunks, is_alone=False)
+    loaded = chunks[: plan.num_chunks]
+    ttft_s = first_token_s(costs, 0, num_tokens, loaded, is_alone=False)
+    assert ttft_s <= plan.predicted_recompute_s
+    if plan.is_probe or not any(chunk.edge == "disk" for chunk in loaded):
+        return
+    far_s = sum(costs.edge_s("disk", chunk.num_bytes) for chunk in loaded if chunk.edge == "disk")
+    at_latest_s = ttft_s - far_s + plan.latest_beside_s
+    assert at_latest_s == pytest.approx((1 + TOLERANCE) * plan.predicted_recompute_s)
+    assert far_s < plan.latest_beside_s <= plan.latest_s
+
+
+def test_a_disk_slower_than_computing_is_read_alone_only() -> None:
+    """Beside it, layer by layer; what is waited for would only come first."""
+    disk, host = (0.0, 0.0, 2e-3 / TOKEN_BYTES), (0.0, 0.0, 1e-3 / TOKEN_BYTES)
+    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=disk, host=host)
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(2048, "disk")
+    plan = controller.plan(0, 2048, chunks)
+    assert plan.num_chunks > 1
+    assert plan.step_chunks == costs.step_rows // CHUNK
+    assert controller.plan(0, 2048, chunks, is_alone=False).num_chunks == 0
+
+
+@given(st.integers(1, 400), st.floats(0.001, 100), st.floats(0.01, 10), st.floats(0, 1))
+def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, load_share: float) -> None:
+    """A load at a constant rate is kept if it will be in time, and given up early if not."""
+    plan = LoadPlan(
+        num_chunks=3,
+        deadline_s=1.0,
+        slack_s=TOLERANCE * latest_s,
+        predicted_load_s=load_share * latest_s,
+        predicted_recompute_s=latest_s,
+        predicted_ttft_s=latest_s,
+        latest_s=latest_s,
+        latest_beside_s=latest_s,
+        step_chunks=1,
+    )
+    given_up_s = None
+    for done in range(num_units):
+        if true_s * (done + 1) / num_units > plan.due_s(done, num_units) * (1 + 1e-9):
+            given_up_s = plan.due_s(done, num_units)
+            break
+    if true_s <= latest_s:
+        assert given_up_s is None
+    elif given_up_s is not None:
+        assert given_up_s <= TOLERANCE * latest_s + latest_s / num_units + 1e-9
+    else:
+        assert true_s <= max(latest_s, TOLERANCE * plan.predicted_recompute_s) * (1 + 1e-6)
+
+
+def test_fast_edges_load_all() -> None:
+    controller = LoadController(make_costs(host=FAST, disk=FAST), PlayedClock(), num_layers=NUM_LAYERS)
+    plan = controller.plan(0, 4096 + 64, chunks_of(4096, "host", "disk"))
+    assert plan.num_chunks == 16
+    assert plan.predicted_ttft_s < 0.15 * plan.predicted_recompute_s
+    assert not plan.is_probe
+
+
+def test_a_throttled_disk_is_not_read() -> None:
+    controller = LoadController(make_costs(disk=THROTTLED), PlayedClock(), num_layers=NUM_LAYERS)
+    plan = controller.plan(0, 4160, chunks_of(4096, "disk", token_bytes=131_072))
+    assert (plan.num_chunks, plan.is_probe, plan.predicted_load_s) == (0, False, 0.0)
+    assert plan.predicted_ttft_s == plan.predicted_recompute_s
+
+
+def test_what_loads_as_fast_as_it_computes_is_split() -> None:
+    costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=(0.0, 0.0, 1e-3 / TOKEN_BYTES))
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(2048, "disk")
+    plan = controller.plan(0, 2048, chunks)
+    assert plan.num_chunks == 4
+    assert plan.predicted_ttft_s == pytest.approx(1.024 * (1 + 1 / NUM_LAYERS))
+
+
+def test_a_slow_tail_is_computed_behind_a_fast_head() -> None:
+    costs = make_costs(host=FAST, disk=THROTTLED)
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    chunks = chunks_of(2048, "host") + chunks_of(2048, "disk", token_bytes=131_072)
+    assert controller.plan(0, 4160, chunks).num_chunks == 8
+
+
+def test_ties_and_nothing_to_load_are_computed() -> None:
+    costs = make_costs(prefill=(0.0, 0.0, 0.0))
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    assert controller.plan(0, 512, chunks_of(512, "host")).num_chunks == 0
+    assert controller.plan(100, 512, []).num_chunks == 0
+    costs = make_costs(host=FAST)
+    assert LoadController(costs, PlayedClock()).plan(0, 1, chunks_of(1, "host")).num_chunks == 0
+
+
+def test_a_lookup_is_waited_for_a_twentieth_and_used_as_long_as_rows_are_left() -> None:
+    controller = LoadController(make_costs(), PlayedClock())
+    computing_s = make_costs().prefill_s(8192, 100)
+    assert controller.lookup_wait_s(0, 10) == 0.005
+    assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.05 * computing_s)
+    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(computing_s)
+
+
+def test_who_loads_all_neither_weighs_nor_gives_up() -> None:
+    costs = make_costs(disk=(1.0, 1.0, 1e-3))  # far slower than computing
+    costs.note_edge("disk", 1, 1, 100.0, is_complete=False)
+    plan = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS, loads_all=True).plan(
+        0, 1000, chunks_of(900, "disk"), is_alone=False
+    )
+    assert plan.num_chunks == len(chunks_of(900, "disk"))
+    hour_s = 3600.0
+    assert min(plan.slack_s, plan.deadline_s, plan.due_s(0, 100), plan.due_s(0, 100, is_alone=False)) > hour_s
+
+
+class World(NamedTuple):
+    """The true costs, and what a request then takes."""
+
+    true: CostModel
+    noise: random.Random
+
+    def load_s(self, chunks: list[Loadable]) -> float:
+        exact_s = sum(
+            self.true.edge_s(edge, sum(c.num_bytes for c in chunks if c.edge == edge), count)
+            for edge in EDGES
+            if (count := sum(c.edge == edge for c in chunks))
+        )
+        return exact_s * self.noise.lognormvariate(0, 0.1)
+
+    def compute_s(self, num_resident: int, num_tokens: int) -> float:
+        exact_s = self.true.prefill_s(num_tokens - num_resident, num_resident)
+        return exact_s * self.noise.lognormvariate(0, 0.05)
+
+
+def serve(world: World, costs: CostModel, plan: LoadPlan, chunks: list[Loadable], num_tokens: int, units: int) -> float:
+    """Seconds to the first token under a plan. `units`: in how many parts a load is seen to come; 0: it is not seen."""
+    computing_s = world.compute_s(0, num_tokens)
+    if not plan.num_chunks:
+        costs.note_step([(num_tokens, 0)], computing_s)
+        return computing_s
+    loaded = chunks[: plan.num_chunks]
+    edge, num_bytes = loaded[0].edge, sum(chunk.num_bytes for chunk in loaded)
+    load_s = world.load_s(loaded)
+    given_up_s = None if load_s <= plan.deadline_s else plan.deadline_s
+    if units:
+        late = [plan.due_s(i, units) for i in range(units) if load_s * (i + 1) / units > plan.due_s(i, units)]
+        given_up_s = late[0] if late else None
+    if given_up_s is not None:
+        come = max(given_up_s / load_s if units else 1.0, 1e-3)
+        costs.note_edge(edge, int(num_bytes * come), plan.num_chunks, given_up_s, is_complete=False)
+        return given_up_s + computing_s
+    costs.note_edge(edge, num_bytes, plan.num_chunks, load_s)
+    num_known = min(sum(chunk.num_tokens for chunk in loaded), num_tokens - 1)
+    tail_s = world.compute_s(num_known, num_tokens)
+    return overlapped_s(load_s, tail_s, NUM_LAYERS)
+
+
+@pytest.mark.parametrize("units", [0, 96])
+@pytest.mark.parametrize("seed", range(5))
+def test_loading_is_never_slower_than_computing(seed: int, units: int) -> None:
+    """Interleaved pairs while the disk is fast, throttled, fast again: medians within 5% in each stretch."""
+    clock = PlayedClock()
+    fast, throttled = make_costs(clock, disk=FAST), make_costs(clock, disk=THROTTLED)
+    costs = make_costs(clock, disk=FAST)
+    controller = LoadController(costs, clock, num_layers=NUM_LAYERS)
+    noise = random.Random(seed)
+    chunks, num_tokens = chunks_of(1536, "disk", token_bytes=131_072), 1600
+    for true in (fast, throttled, fast, throttled):
+        world, ratios, counts = World(true, noise), [], []
+        for _ in range(24):
+            clock.now_s += 3
+            plan = controller.plan(0, num_tokens, chunks)
+            ratios.append(serve(world, costs, plan, chunks, num_tokens, units) / world.compute_s(0, num_tokens))
+            counts.append(plan.num_chunks)
+        assert statistics.median(ratios) <= 1 + TOLERANCE
+        if true is throttled:
+            assert statistics.mean(count > 1 for count in counts) < 0.3
+        else:
+            assert statistics.median(counts) >= 4
+            assert statistics.median(ratios) < 0.5
+
+
+def test_an_edge_that_was_slow_is_tried_on_one_chunk() -> None:
+    clock = PlayedClock()
+    costs = make_costs(clock, disk=FAST)
+    controller = LoadController(costs, clock, num_layers=NUM_LAYERS)
+    chunks, num_tokens = chunks_of(4096, "disk"), 4160
+    assert controller.plan(0, num_tokens, chunks).num_chunks == 16
+    for _ in range(12):
+        costs.note_edge("disk", 1 << 20, 1, 10.0)
+    plans = []
+    for _ in range(15):
+        clock.now_s += 1
+        plans.append(controller.plan(0, num_tokens, chunks))
+    tried = [plan for plan in plans if plan.is_probe]
+    assert len(tried) == controller.num_plans["probe"] == 1  # at most one in ten seconds
+    assert tried[0].num_chunks == 1
+    assert tried[0].deadline_s == pytest.approx(TOLERANCE * tried[0].predicted_recompute_s)
+    assert tried[0].due_s(3, 12) == tried[0].deadline_s
+
+
+def test_probes_bring_a_rate_back() -> None:
+    clock = PlayedClock()
+    costs = make_costs(clock, disk=FAST)
+    controller = LoadController(costs, clock, num_layers=NUM_LAYERS)
+    true_s = costs.edge_s("disk", CHUNK * TOKEN_BYTES)
+    for _ in range(12):
+        costs.note_edge("disk", CHUNK * TOKEN_BYTES, 1, 2000 * true_s)
+    chunks = chunks_of(4096, "disk")
+    assert controller.plan(0, 4160, chunks).num_chunks <= 1
+    waited = 0
+    while not (plan := controller.plan(0, 4160, chunks)).num_chunks > 1:
+        if plan.is_probe:
+            costs.note_edge("disk", chunks[0].num_bytes, 1, true_s)
+        clock.now_s += 1
+        waited += 1
+        assert waited < 120
+    assert controller.num_plans["probe"] > 1
+
+
+def test_an_edge_that_could_never_come_in_time_is_not_tried() -> None:
+    controller = LoadController(make_costs(disk=THROTTLED), PlayedClock(), num_layers=NUM_LAYERS)
+    for _ in range(3):
+        assert controller.plan(0, 1100, chunks_of(1024, "disk", token_bytes=1 << 20)).num_chunks == 0
+    assert controller.num_plans["probe"] == 0
+
+
+def test_an_edge_that_was_never_measured_is_tried_before_it_is_given_up() -> None:
+    controller = LoadController(make_costs(prefill=(0.0, 5e-6, 0.0)), PlayedClock(), num_layers=NUM_LAYERS)
+    chunks, num_tokens = chunks_of(32_768, "peer_host", token_bytes=8192), 33_000
+    plans = [controller.plan(0, num_tokens, chunks) for _ in range(3)]
+    assert [plan.num_chunks for plan in plans] == [1, 0, 0]
+    assert controller.num_plans == {"probe": 1, "compute": 2}

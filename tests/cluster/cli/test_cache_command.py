@@ -1,0 +1,386 @@
+"""`mneme cache ls|verify|gc|stats` on folders that a real tier wrote, sound, damaged and hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.keys import document_lineage, owner_of, prefix_lineage
+from mneme.cachetier.config import DiskTierConfig
+from mneme.cachetier.node import disk_names, folder_reports
+from mneme.cachetier.node.disk_interface import Put
+from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cluster.cli.main import main
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chain_of, chunk_files, chunk_of, make_fingerprint
+
+OTHER = prefix_lineage(FINGERPRINT, "other")
+DOCUMENT = document_lineage(FINGERPRINT, "tenant", [1])
+
+
+@pytest.fixture(autouse=True)
+def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_names, "NUM_FOLDERS", 4)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    """Holds the folder's lock, as a running cluster does."""
+    tier = open_tier(tmp_path)
+    yield tier
+    tier.close()
+
+
+def open_tier(folder: Path) -> DiskTier:
+    return DiskTier(DiskTierConfig(folder=str(folder), capacity_bytes=1 << 22), LruPolicy())
+
+
+def put(tier: DiskTier, chunks: list[Chunk]) -> list[Chunk]:
+    assert {tier.put(chunk) for chunk in chunks} == {Put.WRITTEN}
+    return chunks
+
+
+def filled(folder: Path) -> list[Chunk]:
+    """Three chunks of a prefix, one of another tenant, one of a document; nobody holds the lock."""
+    tier = open_tier(folder)
+    chunks = put(tier, chain_of(list(range(20))))
+    chunks += put(tier, [chunk_of([7, 8], lineage=OTHER)])
+    chunks += put(tier, [chunk_of(list(range(CHUNK_TOKENS)), lineage=DOCUMENT)])
+    tier.close()
+    return chunks
+
+
+def cache(what: str, folder: Path, *arguments: str) -> int:
+    return main(["cache", what, "--folder", str(folder), *arguments])
+
+
+def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def run(capsys: pytest.CaptureFixture[str], what: str, folder: Path, *arguments: str, status: int = 0) -> Any:
+    capsys.readouterr()
+    assert cache(what, folder, *arguments, "--json") == status
+    return read_json(capsys)
+
+
+def keys(found: Any) -> set[str]:
+    return {row["key"] for row in found["chunks"]}
+
+
+def path_of(folder: Path, chunk: Chunk) -> Path:
+    return next(path for path in chunk_files(folder) if path.name.startswith(chunk.header.key.hex()))
+
+
+def test_everything_is_listed_beside_a_running_tier(
+    tmp_path: Path, tier: DiskTier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = put(tier, chain_of(list(range(20))))
+    before, times = tier.stats(), [path.stat().st_mtime_ns for path in chunk_files(tmp_path)]
+    found = run(capsys, "ls", tmp_path)
+    assert keys(found) == {chunk.header.key.hex() for chunk in chunks}
+    row = next(row for row in found["chunks"] if row["key"] == chunks[1].header.key.hex())
+    assert row["parent"] == chunks[0].header.key.hex()
+    assert (row["lineage"], row["tokens"], row["tenant"]) == ("prefix", CHUNK_TOKENS, owner_of("tenant").hex())
+    assert row["bytes"] == path_of(tmp_path, chunks[1]).stat().st_size
+    assert row["model"] == FINGERPRINT.digest[:8].hex()
+    assert 0 <= row["age_s"] < 3600
+    assert run(capsys, "verify", tmp_path)["chunks"] == 3
+    assert run(capsys, "stats", tmp_path)["chunks"] == 3
+    assert tier.stats() == before
+    assert [path.stat().st_mtime_ns for path in chunk_files(tmp_path)] == times
+    put(tier, [chunk_of([99])])
+    assert run(capsys, "stats", tmp_path)["chunks"] == 4
+
+
+def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = filled(tmp_path)
+    assert cache("ls", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(chunks) + 2
+    assert lines[-1].startswith("5 of 5 chunks, 30 tokens")
+
+
+def test_what_is_listed_can_be_chosen_ordered_and_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = filled(tmp_path)
+    now_s = time.time()
+    for age_s, chunk in enumerate(chunks):
+        os.utime(path_of(tmp_path, chunk), (now_s, now_s - 100 * age_s))
+    names = [chunk.header.key.hex() for chunk in chunks]
+    newest = run(capsys, "ls", tmp_path, "--limit", "2")
+    assert [row["key"] for row in newest["chunks"]] == names[:2]
+    assert newest["total"]["chunks"] == 5
+    smallest_left_out = run(capsys, "ls", tmp_path, "--limit", "3", "--sort", "size")
+    assert keys(smallest_left_out) == {names[0], names[1], names[4]}
+    assert keys(run(capsys, "ls", tmp_path, "--tenant", owner_of("other").hex())) == {names[3]}
+    assert keys(run(capsys, "ls", tmp_path, "--lineage", "document")) == {names[4]}
+    assert keys(run(capsys, "ls", tmp_path, "--key", names[2][:9])) == {names[2]}
+    assert keys(run(capsys, "ls", tmp_path, "--older-than", "150", "--newer-than", "350")) == {names[2], names[3]}
+    assert keys(run(capsys, "ls", tmp_path, "--model", FINGERPRINT.digest[:8].hex())) == set(names)
+    assert not keys(run(capsys, "ls", tmp_path, "--model", "0" * 16))
+
+
+def test_sums_by_lineage_tenant_model_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = filled(tmp_path)
+    tier, other_model = open_tier(tmp_path), make_fingerprint("x", chunk_tokens=2)
+    put(tier, [chunk_of([5, 6], fingerprint=other_model)])
+    tier.close()
+    os.utime(path_of(tmp_path, chunks[0]), (0, time.time() - 30 * 86400))
+    os.utime(path_of(tmp_path, chunks[1]), (0, time.time() + 30 * 86400))  # a clock that jumped
+    found = run(capsys, "stats", tmp_path)
+    sizes = [path.stat().st_size for path in chunk_files(tmp_path)]
+    assert (found["chunks"], found["tokens"], found["bytes"]) == (6, 32, sum(sizes))
+    assert found["disk_bytes"] == sum(-(-size // 4096) * 4096 for size in sizes)
+    assert {name: sums["chunks"] for name, sums in found["lineages"].items()} == {"prefix": 5, "document": 1}
+    assert {name: sums["chunks"] for name, sums in found["tenants"].items()} == {
+        owner_of("tenant").hex(): 5,
+        owner_of("other").hex(): 1,
+    }
+    models = {name: (sums["chunks"], sums["chunk_tokens"]) for name, sums in found["models"].items()}
+    assert models == {FINGERPRINT.digest[:8].hex(): (5, 8), other_model.digest[:8].hex(): (1, 2)}
+    assert found["tail_chunks"] == 2  # [16..20) and [7, 8]: two tokens are a full chunk of the other model
+    assert found["ages"] == {"1m": 5, "1h": 0, "1d": 0, "7d": 0, "older": 1}
+    assert cache("stats", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert f"6 chunks, 32 tokens, {sum(sizes) / 1000:,.1f} kB\n" in shown
+    assert "2 of the chunks are tails" in shown
+
+
+def test_more_tenants_than_are_told_apart_are_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_reports, "MAX_GROUPS", 1)
+    filled(tmp_path)
+    found = run(capsys, "stats", tmp_path)
+    assert len(found["tenants"]) == 2
+    assert sum(sums["chunks"] for sums in found["tenants"].values()) == 5
+    assert "others" in found["tenants"]
+
+
+def test_a_sound_folder_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    found = run(capsys, "verify", tmp_path)
+    assert (found["chunks"], found["bad"], found["bad_files"]) == (5, 0, [])
+    assert found["bytes"] == sum(path.stat().st_size for path in chunk_files(tmp_path))
+    assert found["bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 64, 4 << 20])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_flipped_bit_in_any_layer_is_found(
+    tmp_path: Path, layer: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_reports, "_BUFFER_BYTES", buffer_bytes)
+    chunk = filled(tmp_path)[1]
+    path = path_of(tmp_path, chunk)
+    content = bytearray(path.read_bytes())
+    payload = chunk.layers[layer].tobytes()
+    content[content.index(payload) + len(payload) - 1] ^= 0x10
+    path.write_bytes(content)
+    found = run(capsys, "verify", tmp_path, status=1)
+    assert (found["chunks"], found["bad"], found["bad_by_miss"]) == (4, 1, {"bad_checksum": 1})
+    assert found["bad_files"] == [{"file": str(path), "miss": "bad_checksum"}]
+    assert path.exists()
+    assert run(capsys, "verify", tmp_path, "--delete", status=1)["removed"] == 1
+    assert not path.exists()
+    assert run(capsys, "verify", tmp_path, "--delete")["chunks"] == 4
+
+
+def test_every_kind_of_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = filled(tmp_path)
+    short, headless, renamed, linked, sound = (path_of(tmp_path, chunk) for chunk in chunks)
+    os.truncate(short, 100)
+    headless.write_bytes(bytes(headless.stat().st_size))
+    swapped = renamed.with_name(renamed.name.replace(owner_of("tenant").hex(), owner_of("other").hex()))
+    renamed.rename(swapped)
+    target = tmp_path / "target"
+    linked.rename(target)
+    linked.symlink_to(target)
+    found = run(capsys, "verify", tmp_path, "--delete", status=1)
+    assert {entry["file"]: entry["miss"] for entry in found["bad_files"]} == {
+        str(short): "short",
+        str(headless): "no_header",
+        str(swapped): "other_key",
+        str(linked): "not_ours",
+    }
+    assert (found["bad"], found["removed"], found["chunks"]) == (4, 3, 1)
+    assert linked.is_symlink()
+    assert target.exists()
+    assert sound.exists()
+    assert not any(path.exists() for path in (short, headless, swapped))
+
+
+def hostile(folder: Path) -> list[Path]:
+    """What no tier made: none of it may be opened, followed or removed."""
+    inside = next(path.parent for path in chunk_files(folder))
+    outside = folder / "outside"
+    outside.mkdir()
+    elsewhere = outside / chunk_files(folder)[0].name
+    elsewhere.write_bytes(chunk_files(folder)[0].read_bytes())
+    fifo = inside / f"{inside.name}{'0' * 30}-{'0' * 32}-{'0' * 16}-{'0' * 16}-p1-10.kv"
+    os.mkfifo(fifo)
+    directory = inside / f"{inside.name}{'1' * 30}-{'0' * 32}-{'0' * 16}-{'0' * 16}-p1-10.kv"
+    directory.mkdir()
+    named = [inside / "\x1b[2Jx", inside / "-rf", inside / ("y" * 255)]
+    for path in named:
+        path.write_text("not yours")
+    other = inside.parent / "sessions"
+    other.mkdir()
+    (other / "a.log").write_text("another room")
+    return [elsewhere, fifo, directory, *named, other / "a.log"]
+
+
+def test_nothing_of_a_hostile_folder_is_believed_or_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    strangers = hostile(tmp_path)
+    found = run(capsys, "ls", tmp_path)
+    assert (found["total"]["chunks"], found["other_files"]) == (5, {"unknown": 3, "not_ours": 2})
+    assert run(capsys, "stats", tmp_path)["chunks"] == 5
+    assert run(capsys, "verify", tmp_path, "--delete", status=1)["bad_by_miss"] == {"not_ours": 2}
+    assert cache("gc", tmp_path, "--all") == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert all(path.exists() for path in strangers)
+    assert run(capsys, "ls", tmp_path)["total"]["chunks"] == 0
+
+
+def test_a_link_in_a_folders_place_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    inside = next(path.parent for path in chunk_files(tmp_path))
+    moved = tmp_path / "moved"
+    inside.rename(moved)
+    inside.symlink_to(moved)
+    num_moved = len(chunk_files(moved))
+    found = run(capsys, "ls", tmp_path)
+    assert (found["total"]["chunks"], found["other_files"]) == (5 - num_moved, {"not_ours": 1})
+    assert run(capsys, "gc", tmp_path, "--all")["chunks"] == 5 - num_moved
+    assert len(chunk_files(moved)) == num_moved
+
+
+def test_a_layer_larger_than_memory_is_read_in_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of holes that says it has layers of 64 MB is read through a buffer of 4 MB."""
+    huge = make_fingerprint(num_layers=1, num_kv_heads=64, head_dim=2048, chunk_tokens=128)
+    tier = DiskTier(DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 28), LruPolicy())
+    put(tier, [chunk_of(list(range(128)), fingerprint=huge)])
+    tier.close()
+    (path,) = chunk_files(tmp_path)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(70_000)
+        file.truncate(size)
+    tracemalloc.start()
+    found = run(capsys, "verify", tmp_path, status=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["bad_by_miss"] == {"bad_checksum": 1}
+    assert peak < 16 << 20 < size
+
+
+def test_gc_needs_the_lock_and_says_so(tmp_path: Path, tier: DiskTier, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = put(tier, chain_of(list(range(20))))
+    for arguments in (["gc", tmp_path, "--all"], ["verify", tmp_path, "--delete"]):
+        assert cache(*arguments) == 2  # type: ignore[arg-type]
+        assert "is locked: a running cluster uses it" in capsys.readouterr().err
+    assert run(capsys, "gc", tmp_path, "--all", "--dry-run")["chunks"] == 3
+    assert len(chunk_files(tmp_path)) == len(chunks)
+
+
+def test_gc_removes_what_is_chosen_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = filled(tmp_path)
+    paths = [path_of(tmp_path, chunk) for chunk in chunks]
+    part = paths[0].with_name("0" * 32 + ".1.part")
+    part.write_text("left by a crash")
+    os.utime(paths[2], (0, time.time() - 1000))
+    assert run(capsys, "gc", tmp_path) == {
+        **{"chunks": 0, "tokens": 0, "bytes": 0},
+        **{"leftovers": 1, "failed": 0, "dry_run": False},
+    }
+    assert not part.exists()
+    assert run(capsys, "gc", tmp_path, "--older-than", "900")["chunks"] == 1
+    assert [path.exists() for path in paths] == [True, True, False, True, True]
+    assert run(capsys, "gc", tmp_path, "--tenant", owner_of("other").hex())["chunks"] == 1
+    assert [path.exists() for path in paths] == [True, True, False, False, True]
+    both = ["--tenant", owner_of("tenant").hex(), "--lineage", "document"]
+    assert run(capsys, "gc", tmp_path, *both, "--dry-run")["chunks"] == 1
+    assert run(capsys, "gc", tmp_path, *both)["chunks"] == 1
+    assert run(capsys, "gc", tmp_path, "--model", "0" * 16)["chunks"] == 0
+    assert [path.exists() for path in paths] == [True, True, False, False, False]
+    assert run(capsys, "gc", tmp_path, "--all")["chunks"] == 2
+    tier = open_tier(tmp_path)
+    assert tier.stats().num_chunks == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 3, 5, 9])
+def test_gc_keeps_so_many_bytes_of_the_most_recently_used(
+    tmp_path: Path, num_kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = filled(tmp_path)
+    for age_s, chunk in enumerate(chunks):
+        os.utime(path_of(tmp_path, chunk), (0, time.time() - 100 * age_s))
+    run(capsys, "gc", tmp_path, "--keep-bytes", str(num_kept * 4096 + 4095))  # each takes one block
+    left = keys(run(capsys, "ls", tmp_path))
+    assert left == {chunk.header.key.hex() for chunk in chunks[:num_kept]}
+
+
+def test_a_file_that_cannot_be_removed_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "no", path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    found = run(capsys, "gc", tmp_path, "--all", status=1)
+    assert (found["failed"], found["chunks"]) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ls", "--limit", "0"], "limit: must be"),
+        (["ls", "--limit", "1000000"], "limit: must be"),
+        (["ls", "--key", "xyz"], "key: must be"),
+        (["ls", "--key", "0" * 33], "key: must be"),
+        (["ls", "--tenant", "abc"], "tenant: must be 16"),
+        (["ls", "--tenant", "../../../../etc0"], "tenant: must be 16"),
+        (["stats", "--model", "A" * 16], "model: must be 16"),
+        (["gc", "--older-than", "-1"], "older-than: must be"),
+        (["gc", "--older-than", "nan"], "older-than: must be"),
+        (["gc", "--all", "--older-than", "5"], "all: cannot"),
+        (["gc", "--all", "--keep-bytes", "5"], "all: cannot"),
+        (["gc", "--keep-bytes", "-5"], "keep-bytes: must be"),
+        (["gc", "--keep-bytes", "5", "--older-than", "5"], "keep-bytes: must be"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    assert cache(arguments[0], tmp_path, *arguments[1:]) == 2
+    assert said in capsys.readouterr().err
+    assert len(chunk_files(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "link", "open"])
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, own = tmp_path / "cache", tmp_path / "cache" / "mneme-kv-1"
+    folder.mkdir()
+    if kind == "file":
+        own.write_text("")
+    elif kind == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        own.symlink_to(tmp_path / "real")
+    elif kind == "open":
+        own.mkdir()
+        own.chmod(0o777)
+    assert cache("ls", folder) == 2
+    assert "folder: " in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""The API's description of itself, held against what the API answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import jsonschema
+
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api_client, get
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.cluster.http import test_kv_routes
+from tests.cluster.http.test_kv_routes import IDS, TieredEngines
+
+BROWSER = {"accept": "text/html"}
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+class Described:
+    """Compares answers with the description, where a field that has no name there is an error."""
+
+    def __init__(self) -> None:
+        self.document: dict[str, Any] = get("/openapi.json").json()
+        for schema in self.document["components"]["schemas"].values():
+            schema["additionalProperties"] = False
+        self.unseen = {
+            (method.upper(), path, media_type)
+            for path, operations in self.document["paths"].items()
+            for method, operation in operations.items()
+            for media_type in operation["responses"]["200"]["content"]
+        }
+
+    async def ask(
+        self, client: httpx.AsyncClient, method: str, path: str, body: Any = None, headers: Any = None, **names: str
+    ) -> Any:
+        """The answer's JSON, or the last event's; `names` are those in the path."""
+        response = await client.request(method, path.format(**names), json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        media_type = response.headers["content-type"].partition(";")[0]
+        described = self.document["paths"][path][method.lower()]["responses"]["200"]["content"]
+        assert media_type in described, (method, path, media_type)
+        self.unseen.discard((method, path, media_type))
+        if media_type == "application/json":
+            answers = [response.json()]
+        elif media_type == "text/event-stream":
+            answers = [json.loads(line[6:]) for line in response.text.splitlines() if line and "[DONE]" not in line]
+        else:
+            return None
+        schema = {**described[media_type]["schema"], "components": self.document["components"]}
+        for answer in answers:
+            jsonschema.Draft202012Validator(schema).validate(answer)
+        return answers[-1]
+
+
+def test_every_answer_has_the_fields_that_are_described_and_no_others() -> None:
+    described = Described()
+
+    def run(scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with api_client(FakeEngineClient(TOKENIZER)) as client:
+                await scenario(client)
+
+        asyncio.run(main())
+
+    async def service(client: httpx.AsyncClient) -> None:
+        for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
+            await described.ask(client, "GET", path)
+        await described.ask(client, "GET", "/", headers=BROWSER)
+        await described.ask(client, "GET", "/v1/models/{model_id}", model_id="tiny")
+        found = await described.ask(client, "POST", "/tokenize", {"prompt": "a fox", "return_token_strs": True})
+        await described.ask(client, "POST", "/detokenize", {"tokens": found["tokens"]})
+
+    async def completions(client: httpx.AsyncClient) -> None:
+        chat = {**CHAT, "session_id": "s", "logprobs": True, "top_logprobs": 2}
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**COMPLETION, "logprobs": 2})):
+            whole = await described.ask(client, "POST", path, body)
+            last = await described.ask(client, "POST", path, {**body, **STREAM})
+            assert "metrics" in whole
+            assert "metrics" in last
+            await described.ask(client, "POST", path, {**body, "n": 2})
+            explained = await described.ask(client, "GET", "/v1/kv/explain/{request_id}", request_id=whole["id"])
+            assert explained["choices"]
+
+    async def sessions(client: httpx.AsyncClient) -> None:
+        await client.post("/v1/chat/completions", json={**CHAT, "session_id": "s"})
+        path = "/v1/sessions/{session_id}"
+        assert (await described.ask(client, "GET", path, session_id="s"))["hit_history"]
+        await described.ask(client, "POST", f"{path}/fork", {}, session_id="s")
+        await described.ask(client, "DELETE", path, session_id="s")
+
+    async def kv(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        engines.save(IDS)
+        given = {"token_ids": IDS}
+        on_device = await described.ask(client, "POST", "/v1/kv/warm", {"model": "tiny", **given})
+        in_tier = await described.ask(client, "POST", "/v1/kv/pin", given)
+        found = await described.ask(client, "POST", "/v1/kv/lookup", {**given, "chunks": True})
+        assert found["tier"]["chunks"]
+        assert found["tier"]["nodes"]
+        await described.ask(client, "GET", "/v1/kv/stats")
+        listed = await described.ask(client, "GET", "/v1/kv/pins")
+        assert {pin["where"] for pin in listed["data"]} == {"device", "tier"}
+        await described.ask(client, "DELETE", "/v1/kv/pins/{pin_id}", pin_id=on_device["id"])
+        await described.ask(client, "POST", "/v1/kv/unpin", {"pin_id": in_tier["id"]})
+        dropped = await described.ask(client, "DELETE", "/v1/kv", given)
+        assert dropped["tier"]["chunks"]
+
+    for scenario in (service, completions, sessions):
+        run(scenario)
+    test_kv_routes.run(kv)
+    assert described.unseen == set()
+
+
+def test_a_hint_or_salt_outside_the_body_is_described() -> None:
+    paths = get("/openapi.json").json()["paths"]
+
+    def parameters(method: str, path: str) -> set[tuple[str, str]]:
+        return {(each["in"], each["name"]) for each in paths[path][method]["parameters"]}
+
+    assert {("header", "X-Session-ID"), ("header", "X-Correlation-ID")} <= parameters("post", "/v1/chat/completions")
+    assert parameters("delete", "/v1/sessions/{session_id}") == {("path", "session_id"), ("query", "cache_salt")}
+
+
+def test_every_route_is_described() -> None:
+    document = get("/openapi.json", api_keys=("secret",)).json()
+    page = get("/docs", api_keys=("secret",)).text
+    assert "://" not in page  # nothing is loaded from elsewhere
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], path
+            assert f"{method.upper()} {path}" in page
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert named == {*document["components"]["schemas"]}
+    assert {"ChatRequest", "ChatCompletion", "Error"} <= named

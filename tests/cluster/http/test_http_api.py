@@ -1,0 +1,264 @@
+"""What both completion APIs answer, and what they ask of the engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mneme.cluster.http.choices import Choice, FieldNames, usage_object
+from mneme.cluster.http.json_body import parse_json_object
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
+from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, get, post
+from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
+
+
+def test_a_chat_answer() -> None:
+    answer = chat().json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": SENTENCE, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    num_prompt = len(TOKENIZER.encode_rendered(RENDERED))
+    num_output = len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": num_prompt},
+        "kv_details": {
+            "device": 0,
+            "host": 0,
+            "disk": 0,
+            "peer": 0,
+            "recomputed": num_prompt,
+            "dropped": 0,
+            "truncated": 0,
+        },
+    }
+
+
+def test_what_the_engine_is_asked_for() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    body = {**CHAT, "n": 2, "seed": 5, "max_completion_tokens": 9, "max_tokens": 7, "top_k": 3, "stop": "x"}
+    post("/v1/chat/completions", body, engine=engine, headers={"X-Session-ID": "s"})
+    first, second = engine.requests
+    assert first.prompt_text == RENDERED
+    assert first.prompt_token_ids == tuple(TOKENIZER.encode_rendered(RENDERED))
+    assert (first.sampling.seed, first.sampling.max_tokens, first.sampling.top_k) == (5, 9, 3)
+    assert first.sampling.stop == ("x",)
+    assert (first.session_id, second.session_id) == ("public:s", "public:s")
+    assert (first.choice_index, second.choice_index) == (0, 1)
+    assert first.request_id != second.request_id
+    assert first.salt == ""
+
+
+def test_a_seed_is_drawn_where_none_is_given() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    post("/v1/chat/completions", CHAT, engine=engine)
+    post("/v1/chat/completions", CHAT, engine=engine)
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert None not in seeds
+    assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({}, {}, None),
+        ({"X-Session-ID": "h"}, {"session_id": "b", "prompt_cache_key": "c"}, "public:h"),
+        ({}, {"session_id": "b", "prompt_cache_key": "c"}, "public:b"),
+        ({"session-id": "h"}, {"prompt_cache_key": "c"}, None),
+        ({"X-Session-ID": "../../etc/passwd"}, {}, "public:../../etc/passwd"),  # a name, never a path
+    ],
+)
+def test_where_the_session_comes_from(headers: Any, body: Any, session: str | None) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    post("/v1/chat/completions", {**CHAT, **body}, engine=engine, headers=headers)
+    assert engine.requests[0].session_id == session
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    choice = chat(stop=["STOP"]).json()["choices"][0]
+    assert choice["message"]["content"] == SENTENCE.partition("STOP")[0]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_length_is_the_reason_when_tokens_run_out() -> None:
+    answer = chat(max_tokens=3).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_cached_tokens_are_reported() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    first = post("/v1/chat/completions", CHAT, engine=engine).json()["usage"]
+    again = post("/v1/chat/completions", CHAT, engine=engine).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
+
+
+def test_chat_logprobs() -> None:
+    content = chat(logprobs=True, top_logprobs=4).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == SENTENCE
+    assert [entry["logprob"] for entry in content[0]["top_logprobs"]] == [0.0, -1.0, -2.0, -9999.0]
+    plain = chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in plain)
+
+
+def test_completions_of_several_prompts() -> None:
+    body = {**COMPLETION, "prompt": ["the fox", "a dog"], "n": 2, "max_tokens": 4}
+    engine = FakeEngineClient(TOKENIZER)
+    answer = post("/v1/completions", body, engine=engine).json()
+    assert answer["object"] == "text_completion"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [request.choice_index for request in engine.requests] == [0, 1, 0, 1]
+    assert answer["usage"]["completion_tokens"] == 16
+    lengths = [len(TOKENIZER.encode(text, add_special_tokens=True)) for text in body["prompt"]]
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)
+
+
+def test_completion_prompts_of_ids_are_taken_as_they_are() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    post("/v1/completions", {**COMPLETION, "prompt": [5, 6, 7]}, engine=engine)
+    assert engine.requests[0].prompt_token_ids == (5, 6, 7)
+    assert engine.requests[0].prompt_text is None
+
+
+def test_completion_defaults_to_sixteen_tokens_and_echoes() -> None:
+    body = {"model": "tiny", "prompt": "the fox", "echo": True}
+    answer = post("/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["text"].startswith("the fox" + SENTENCE[:5])
+
+
+def test_completion_logprobs() -> None:
+    logprobs = post("/v1/completions", {**COMPLETION, "logprobs": 2}).json()["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"])
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert all(len(top) <= 3 for top in logprobs["top_logprobs"])
+
+
+def test_content_parts_become_text_and_developer_is_system() -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "c"}, {"role": "user", "content": parts}]
+    post("/v1/chat/completions", {**CHAT, "messages": messages}, engine=engine)
+    assert (engine.requests[0].prompt_text or "").startswith(
+        "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\na\nb<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "unheard_of": [1]},
+        {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "logit_bias": {"5": -1}},
+        {"tools": [{"type": "function"}], "tool_choice": "none", "suffix": "", "modalities": ["text"]},
+        {"stop": [], "n": None, "temperature": 0, "seed": 2**64 - 1, "max_tokens": None},
+        {"stop": list("0123456789"), "n": 100, "chat_template_kwargs": {"a": {"b": [1]}}, "cache_salt": "\n" * 1000},
+    ],
+)
+def test_harmless_fields_are_accepted(harmless: dict[str, Any]) -> None:
+    assert chat(**harmless).status_code == 200
+
+
+def test_nul_is_a_character_like_others() -> None:
+    engine = FakeEngineClient(TOKENIZER, sentence="a\0b STOP\0 c")
+    body = {"messages": [{"role": "user", "content": "x\0y"}], "stop": "STOP\0"}
+    assert post("/v1/chat/completions", {**CHAT, **body}, engine=engine).json()["choices"][0]["message"]["content"] == (
+        "a\0b "
+    )
+    assert post("/v1/completions", {**COMPLETION, "prompt": "x\0y"}, engine=engine).status_code == 200
+    assert all("x\0y" in (request.prompt_text or "") for request in engine.requests)
+    assert TOKENIZER.encode("x\0y", add_special_tokens=False) == list(engine.requests[-1].prompt_token_ids)[-3:]
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert parse_json_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+def test_a_stop_string_is_shown_when_asked_for() -> None:
+    shown = {"stop": ["STOP", "dog"], "include_stop_str_in_output": True}
+    choice = chat(**shown).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SENTENCE[: SENTENCE.index("dog") + 3])
+
+
+def test_an_unknown_path_is_named_with_where_the_known_ones_are() -> None:
+    error = post("/v1/responses", {}).json()["error"]
+    assert error["message"] == "'/v1/responses' is not offered; /docs lists what is"
+    assert error["code"] == "not_found"
+    assert get("/v1/completions").json()["error"]["message"] == "'/v1/completions' does not take GET"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": 5}, "model: input should be a valid string (got 5)"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role: field required"),
+        ({"tools": [{}]}, "tools: tool calling is not supported; leave it out"),
+        ({"cache_salt": ""}, "cache_salt: must not be empty"),
+    ],
+)
+def test_an_error_says_what_was_given_where_that_tells_something(changes: dict[str, Any], message: str) -> None:
+    assert chat(**changes).json()["error"]["message"] == message
+
+
+def test_an_over_long_prompt_is_refused_with_its_name_and_its_size() -> None:
+    text = "the fox " * 1024
+    prompts = ["a", text, "b"]
+    answer = post("/v1/completions", {**COMPLETION, "prompt": prompts, "max_tokens": 5, "n": 2})
+    error = answer.json()["error"]
+    size = len(TOKENIZER.encode(text, add_special_tokens=True))
+    assert (answer.status_code, error["param"], error["code"]) == (400, "prompt[1]", "context_length_exceeded")
+    assert error["message"].startswith("prompt[1]: ")
+    assert error["message"].endswith(f"this asks for {size} prompt tokens and 5 more")
+    error = chat(messages=[{"role": "user", "content": text}], max_tokens=5).json()["error"]
+    assert error["param"] == "messages"
+    assert re.search(r"this asks for \d+ prompt tokens and 5 more$", error["message"])
+
+
+def test_a_limit_that_does_not_fit_is_refused_by_the_name_that_the_client_used() -> None:
+    error = chat(max_completion_tokens=1024, max_tokens=5).json()["error"]
+    assert error["param"] == "max_completion_tokens"
+    assert error["message"].endswith(" and 1024 more")
+
+
+@pytest.mark.parametrize(("prompt", "num_turns"), [("the fox", 1), (["the fox", "a dog", "the fox"], 3)])
+def test_engine_ids_are_a_turn_and_a_choice_index(prompt: Any, num_turns: int) -> None:
+    engine = FakeEngineClient(TOKENIZER)
+    post("/v1/completions", {**COMPLETION, "prompt": prompt, "n": 2}, engine=engine)
+    ids = [request.request_id for request in engine.requests]
+    assert len(set(ids)) == 2 * num_turns
+    turns = []
+    for request in engine.requests:
+        turn, _, index = request.request_id.rpartition(".")
+        assert index == str(request.choice_index)
+        turns.append(turn)
+    assert turns[::2] == turns[1::2]
+    assert len(set(turns)) == num_turns
+
+
+def test_prompt_tokens_that_one_choice_computed_are_not_cached() -> None:
+    def choice(index: int, cached: int) -> Choice:
+        request = GenerationRequest(request_id=f"r.{index}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
+        made = Choice.start(index, index // 2, request, TOKENIZER, FieldNames("prompt", "max_tokens"))
+        made.add(TokenEvent(request.request_id, (5,), None, None, PromptUsage(3, cached)))
+        assert [delta.num_tokens for delta in made.take()] == [1]
+        return made
+
+    for first, second in ((2, 0), (0, 2)):
+        choices = [choice(0, first), choice(1, second), choice(2, 2), choice(3, 1)]
+        assert usage_object(choices) == {
+            "prompt_tokens": 6,
+            "completion_tokens": 4,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 5},
+            "kv_details": {"device": 1, "host": 0, "disk": 0, "peer": 0, "recomputed": 5, "dropped": 0, "truncated": 0},
+        }

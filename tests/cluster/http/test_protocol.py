@@ -1,0 +1,163 @@
+"""Bodies to values: what is accepted is shown here, what is refused in `bad_requests.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cluster.http.json_body import MAX_DEPTH, parse_json_object
+from mneme.cluster.http.protocol import ChatRequest, CompletionRequest, TokenizeRequest, conversation, validate
+from mneme.cluster.http.request_values import parse_logit_bias, parse_prompts
+from mneme.cluster.tenancy import PUBLIC, Tenant, authenticate, kv_salt, session_key, tenants
+from mneme.errors import InvalidRequest, MnemeError, Unauthorized
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+CHAT_FIELDS = st.sampled_from([*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "response_format"])
+BASE = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+
+
+def refusal_of(call: Callable[[], object]) -> InvalidRequest | None:
+    try:
+        call()
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+def read_whole(body: ChatRequest | CompletionRequest) -> None:
+    body.sampling_params(1)
+    body.check_stream_options()
+    if isinstance(body, CompletionRequest):
+        body.prompts()
+    else:
+        conversation(body.messages)
+        body.template_variables()
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.dictionaries(CHAT_FIELDS, JSON, max_size=4))
+def test_any_values_are_taken_or_refused_with_a_field(changes: dict[str, Any]) -> None:
+    for model in (ChatRequest, CompletionRequest):
+        refusal = refusal_of(lambda model=model: read_whole(validate(model, {**BASE, **changes})))
+        assert refusal is None or (refusal.field and len(str(refusal)) < 1000)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
+    refusal = refusal_of(lambda: parse_json_object(body))
+    assert refusal is None or str(refusal).encode()
+
+
+def test_text_beyond_ascii_is_taken_written_either_way() -> None:
+    value = {"a": ["世界🙂", {"é": "\u2028"}]}
+    for ensure_ascii in (True, False):
+        assert parse_json_object(json.dumps(value, ensure_ascii=ensure_ascii).encode()) == value
+
+
+def test_nesting_has_an_exact_limit() -> None:
+    inner = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
+    parse_json_object(f'{{"a": {inner}}}'.encode())
+    with pytest.raises(InvalidRequest, match="nested"):
+        parse_json_object(f'{{"a": [{inner}]}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_become_a_list(prompt: Any, expected: Any) -> None:
+    assert parse_prompts(prompt) == expected
+
+
+def test_logit_bias_keys_become_ids() -> None:
+    assert parse_logit_bias({"5": 1, "07": -2.5}) == {5: 1, 7: -2.5}
+
+
+def test_limits_are_inclusive() -> None:
+    body = {
+        **BASE,
+        "n": 8,
+        "stop": ["x" * 256] * 4,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "logit_bias": {str(i): 1 for i in range(1024)},
+        "temperature": 2,
+        "seed": -(2**63),
+    }
+    params = validate(ChatRequest, body).sampling_params(1)
+    assert (params.n, params.logprobs, len(params.logit_bias), params.seed) == (8, 20, 1024, -(2**63))
+
+
+def test_errors_name_the_field_that_the_caller_wrote() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatRequest, {**BASE, "max_completion_tokens": -1}).sampling_params(1)
+    assert caught.value.field == "max_completion_tokens"
+    assert "-1" in str(caught.value)
+
+
+def test_errors_do_not_repeat_collections() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatRequest, {**BASE, "messages": [{"role": "user", "content": {"secret": "x"}}]})
+    assert "secret" not in str(caught.value)
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    messages = [*BASE["messages"], {"role": "assistant"}, {"role": "user", "content": "a", "name": "Bo"}]
+    body = validate(TokenizeRequest, {"messages": messages})
+    assert conversation(body.messages or [])[1:] == [
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "a", "name": "Bo"},
+    ]
+
+
+def test_template_variables_cannot_replace_the_conversation() -> None:
+    body = validate(ChatRequest, {**BASE, "chat_template_kwargs": {"messages": "x", "enable_thinking": False}})
+    assert body.template_variables() == {"enable_thinking": False}
+
+
+def test_tenants_sessions_and_salts() -> None:
+    assert authenticate(None, ()) == PUBLIC.name
+    tenant = authenticate("Bearer k1", ("k0", "k1"))
+    assert tenant == authenticate("bearer  k1 ", ("k1",))
+    assert tenant != authenticate("Bearer k0", ("k0", "k1"))
+    assert kv_salt(PUBLIC.name, None) == ""
+    assert len({kv_salt(t, s) for t in (PUBLIC.name, tenant) for s in (None, "a", "b")}) == 6
+    assert kv_salt(PUBLIC.name, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
+    assert session_key(tenant, "s") == f"{tenant}:s"
+    assert session_key(tenant, None) is None
+
+
+def test_those_whom_configured_prompts_are_warmed_for_are_those_who_call() -> None:
+    assert tenants(()) == [Tenant("public", "")]
+    keys = ("k0", "k1", "k0")
+    known = [authenticate(f"Bearer {key}", keys) for key in ("k0", "k1")]
+    assert tenants(keys) == [Tenant(name, kv_salt(name, None)) for name in known]
+
+
+@pytest.mark.parametrize("authorization", ["Bearer é", "Bearer", "", "Bearer \udcff"])
+def test_odd_authorization_headers_are_refused(authorization: str) -> None:
+    with pytest.raises(Unauthorized):
+        authenticate(authorization, ("k1",))
+
+
+def test_every_error_of_ours_has_a_status() -> None:
+    pending = [MnemeError]
+    while pending:
+        kind = pending.pop()
+        assert 400 <= kind.http_status < 600
+        pending.extend(kind.__subclasses__())

@@ -1,0 +1,245 @@
+"""Streams over a real server: their form as OpenAI's client sees it, and what happens when clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mneme.cluster.config import HttpConfig
+from mneme.cluster.http import generation
+from mneme.errors import Overloaded
+from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, Server, serving
+from tests.cluster.fake_engine_client import SENTENCE
+
+MESSAGES: Any = CHAT["messages"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with _openai(server) as running:
+        yield running
+
+
+def _openai(server: Server, *, strict: bool = True, max_retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=max_retries, _strict_response_validation=strict
+    )
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """The payloads of a whole stream, as they are on the wire."""
+    response = httpx.post(server.url + path, json={**body, "stream": True}, timeout=60)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *parts, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(part.startswith("data: ") for part in parts)
+    return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+
+
+def test_a_streamed_chat(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    *told, last = chunks
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert [chunk.choices[0].delta.role for chunk in told] == ["assistant"] + [None] * (len(told) - 1)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == SENTENCE
+    assert [chunk.choices[0].finish_reason for chunk in told] == [None] * (len(told) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in told)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.prompt_tokens_details is not None
+    assert isinstance(last.usage.prompt_tokens_details.cached_tokens, int)
+    assert not any("\ufffd" in (chunk.choices[0].delta.content or "") for chunk in told)
+
+
+def test_the_client_s_own_accumulation(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
+        completion = stream.get_final_completion()
+    assert completion.choices[0].message.content == SENTENCE
+
+
+def test_choices_are_interleaved_by_index(client: openai.OpenAI) -> None:
+    text = {0: "", 1: "", 2: ""}
+    order = []
+    for chunk in client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, n=3):
+        choice = chunk.choices[0]
+        text[choice.index] += choice.delta.content or ""
+        order.append(choice.index)
+    assert set(text.values()) == {SENTENCE}
+    assert list(dict.fromkeys(order)) == [0, 1, 2]
+
+
+def test_a_stop_string_never_shows(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, stop=["STOP", "zzz"])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == SENTENCE.partition("STOP")[0]
+
+
+def test_whole_answers_pass_strict_validation(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, logprobs=True, top_logprobs=3)
+    assert [choice.message.content for choice in chat.choices] == [SENTENCE] * 2
+    completion = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=100, logprobs=2, echo=False)
+    assert [choice.text for choice in completion.choices] == [SENTENCE] * 2
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "mneme"
+
+
+def test_streamed_logprobs_cover_every_token(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, logprobs=True, top_logprobs=1)
+    told = b""
+    for chunk in stream:
+        logprobs = chunk.choices[0].logprobs
+        told += b"".join(bytes(entry.bytes or []) for entry in (logprobs and logprobs.content) or [])
+    assert told.decode() == SENTENCE
+
+
+def test_a_streamed_completion(server: Server) -> None:
+    # Not strict: the client's type for a completion has no null finish_reason, which OpenAI's own streams have.
+    with _openai(server, strict=False) as client:
+        chunks = list(client.completions.create(model="tiny", prompt="a", max_tokens=100, stream=True, logprobs=1))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == SENTENCE
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
+    offsets = [offset for c in chunks for lp in [c.choices[0].logprobs] if lp for offset in lp.text_offset or []]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+
+
+def test_an_echo_comes_once(server: Server) -> None:
+    body = {**COMPLETION, "prompt": ["the ", "a "], "echo": True, "n": 2}
+    chunks = events(server, "/v1/completions", body)[:-1]
+    text = dict.fromkeys(range(4), "")
+    for chunk in chunks:
+        text[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert list(text.values()) == ["the " + SENTENCE] * 2 + ["a " + SENTENCE] * 2
+
+
+def test_usage_in_every_chunk_when_asked(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = events(server, "/v1/chat/completions", {**CHAT, "stream_options": options})
+    assert done == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(TOKENIZER.encode(SENTENCE, add_special_tokens=False))
+
+
+def test_an_answer_without_text_still_has_a_role(server: Server) -> None:
+    chunks = events(server, "/v1/chat/completions", {**CHAT, "stop": SENTENCE[:2]})[:-1]
+    told = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in told] == [{"role": "assistant", "content": ""}, {"content": ""}]
+    assert [choice["finish_reason"] for choice in told] == [None, "stop"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"n": 129}, openai.BadRequestError),
+        ({"model": "other"}, openai.NotFoundError),
+    ],
+)
+def test_errors_have_their_types(client: openai.OpenAI, changes: Any, error: type[openai.APIStatusError]) -> None:
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **changes})
+    assert caught.value.param == next(iter(changes))
+
+
+def test_a_failure_in_mid_stream_is_an_error_not_an_end() -> None:
+    with serving(fail_after=5) as server, _openai(server) as client:
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="failed on purpose"):
+            list(stream)
+        last = events(server, "/v1/chat/completions", CHAT)[-1]
+        assert last["error"]["type"] == "server_error"
+        server.wait_idle()
+
+
+def test_only_what_may_go_well_later_is_tried_again() -> None:
+    with serving(refusal=Overloaded("full", retry_after_s=0.1)) as server, _openai(server, max_retries=1) as client:
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert len(server.engine.requests) == 2
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="tiny", messages=MESSAGES, n=0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 5])
+def test_a_client_that_leaves_frees_its_request(stream: bool, num_steps: int) -> None:
+    with serving(gate=asyncio.Semaphore(0), is_endless=True) as server:
+        with _request(server, {**CHAT, "stream": stream, "n": 2}) as connection:
+            server.wait_busy()
+            server.allow_steps(num_steps)
+            if stream and num_steps:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        server.wait_idle()
+        assert server.engine.num_aborted == 2
+        assert server.call(lambda: len(server.engine.running)) == 0
+
+
+def test_many_clients_that_leave_leave_nothing_behind() -> None:
+    with serving(gate=asyncio.Semaphore(0), is_endless=True) as server:
+        for _ in range(100):
+            with _request(server, {**CHAT, "stream": True}):
+                server.wait_busy()
+            server.wait_idle()
+        assert server.engine.num_aborted == 100
+        _eventually(lambda: not server.call(lambda: list(generation._tasks)))
+
+
+def test_a_client_that_never_reads_is_cut_off() -> None:
+    config = HttpConfig(client_stall_timeout_s=0.2)
+    with serving(config=config, is_endless=True, max_context=10**6) as server:
+        body = {**CHAT, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 500_000}
+        with _request(server, body, receive_buffer=4096):
+            server.wait_busy()
+            server.wait_idle()
+        assert server.engine.num_aborted == 1
+
+
+def test_what_a_slow_reader_misses_comes_in_one_piece() -> None:
+    with serving(gate=asyncio.Semaphore(0)) as server:
+        with _request(server, {**CHAT, "stream": True}) as connection:
+            server.wait_busy()
+            server.call(lambda: [server.engine.gate.release() for _ in range(100)])  # type: ignore[union-attr]
+            answer = b""
+            while b"[DONE]" not in answer:
+                answer += connection.recv(65536)
+        contents = [
+            json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            for line in answer.decode().splitlines()
+            if line.startswith("data: {")
+        ]
+        assert "".join(contents) == SENTENCE
+
+
+def _request(server: Server, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    payload = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    return connection
+
+
+def _eventually(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline

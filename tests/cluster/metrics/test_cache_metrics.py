@@ -1,0 +1,195 @@
+"""The cache tier on /metrics: nodes each, sums over engines, and nothing where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from mneme.cluster.http import metrics_page
+from mneme.cluster.http.metrics_page import cache_metrics
+from mneme.cluster.serve.engine_client import ReplicaStats
+from mneme.errors import ReplicaUnavailable
+from mneme.replicas.engine.commands import Query
+from tests.cluster.api_fixtures import TOKENIZER, get
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.cluster.http.test_kv_routes import IDS, TieredEngines, run
+from tests.cluster.metric_samples import samples, samples_of
+
+ENGINE: dict[str, Any] = {
+    "lookups": 3,
+    "plans": {"load": 1, "split": 2},
+    "given_up": {"waiting": 1},
+    "store": {
+        **{"located": 9, "peer_host_miss_absent": 2, "put_lost": 1, "put_bytes_under_way": 7, "put_taken": 4},
+        **{"locate_timeout": 3, "peer_locate_failed": 1, "actors_lost": 1, "node_restarted": 1},
+    },
+    "read_buffer_bytes": 100,
+    "retracted": 0,
+    "accuracy": {"prefill": {"count": 2, "relative_error_sum": 0.5, "predicted_s": 1.5, "actual_s": 2.0, "scale": 1.1}},
+    "chunks": {"loaded": 4, "lost": 1, "chunks": 5, "bytes": 500, "refused": 1, "dropped": 2, "void": 0, "failed": 0},
+}
+
+
+async def page(client: httpx.AsyncClient) -> dict[str, float]:
+    return samples_of((await client.get("/metrics")).raise_for_status().text)
+
+
+def with_cache(engines: TieredEngines) -> None:
+    """As engines say that have a cache tier."""
+    plain = engines.stats
+
+    async def stats() -> list[ReplicaStats]:
+        found = await plain()
+        return [ReplicaStats(replica_id=s.replica_id, model="", metrics={**s.metrics, "cache": ENGINE}) for s in found]
+
+    engines.stats = stats  # type: ignore[method-assign]
+
+
+def test_nodes_are_counted_once_and_engines_each() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        with_cache(engines)
+        engines.save(IDS)
+        found = await page(client)
+        for name, value in (
+            ("mneme_cache_nodes", 1),
+            ('mneme_cache_chunks{node="node-1",tier="host"}', 4),
+            ('mneme_cache_chunks{node="node-1",tier="disk"}', 0),
+            ('mneme_cache_bytes{node="node-1",tier="host"}', 16384),
+            ('mneme_cache_capacity_bytes{node="node-1",tier="host"}', 1 << 20),
+            ('mneme_cache_puts_total{node="node-1",outcome="taken"}', 4),
+            ('mneme_cache_misses_total{node="node-1",reason="bad_checksum",tier="disk"}', 0),
+            ("mneme_cache_lookups_total", 6),
+            ('mneme_cache_loaded_chunks_total{outcome="lost"}', 2),
+            ('mneme_cache_unsaved_chunks_total{reason="dropped"}', 4),
+            ('mneme_cache_plans_total{plan="split"}', 4),
+            ('mneme_cache_given_up_total{while="waiting"}', 2),
+            ("mneme_cache_found_chunks_total", 18),
+            ('mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"}', 4),
+            ('mneme_cache_put_chunks_total{outcome="lost"}', 2),
+            ('mneme_cache_put_chunks_total{outcome="taken"}', 8),
+            ("mneme_cache_put_bytes_under_way", 14),
+            ('mneme_cache_failed_calls_total{call="locate",reason="timeout"}', 6),
+            ('mneme_cache_failed_calls_total{call="peer_locate",reason="failed"}', 2),
+            ('mneme_cache_node_faults_total{fault="actors_lost"}', 2),
+            ('mneme_cache_node_faults_total{fault="node_restarted"}', 2),
+            ('mneme_cost_predictions_total{kind="prefill"}', 4),
+            ('mneme_cost_actual_seconds_total{kind="prefill"}', 4),
+            ('mneme_cost_actual_seconds_total{kind="peer_disk"}', 0),
+        ):
+            assert found[name] == value, name
+
+    run(scenario)
+
+
+def test_a_tier_that_is_silent_or_slow_leaves_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "_NODES_TIMEOUT_S", 0.01)
+
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        with_cache(engines)
+
+        async def refuse(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+            raise ReplicaUnavailable("gone")
+
+        async def hang(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        for broken in (refuse, hang):
+            engines.query = broken  # type: ignore[method-assign]
+            found = await page(client)
+            assert found["mneme_cache_nodes"] == 0
+            assert not any(name.startswith("mneme_cache_puts_total") for name in found)
+            assert found["mneme_cache_lookups_total"] == 6
+            assert found['mneme_pages{state="total"}'] == 128
+
+    run(scenario)
+
+
+def test_no_tier_has_no_metrics() -> None:
+    assert "mneme_cache_" not in get("/metrics", engine=FakeEngineClient(TOKENIZER)).text
+
+
+def test_write_amplification_is_of_what_lasts() -> None:
+    disks = [{"written_bytes": 300, "superseded_bytes": 100}, {"written_bytes": 100, "superseded_bytes": 0}]
+    nodes = [{"node": str(n), "host": {}, "disk": disk} for n, disk in enumerate(disks)]
+    found = samples(cache_metrics([*nodes, {"node": "2", "host": {"chunks": "many"}, "disk": None}], []))
+    assert found["mneme_cache_write_amplification_ratio"] == 400 / 300
+    assert found['mneme_cache_superseded_bytes_total{node="0"}'] == 100
+    assert found['mneme_cache_chunks{node="2",tier="host"}'] == 0
+    assert found["mneme_cache_nodes"] == 3
+    assert not any("amplification" in name for name in samples(cache_metrics([{"node": "0", "disk": None}], [])))
+
+
+def test_faults_of_the_directory_and_of_session_logs_are_of_nodes() -> None:
+    nodes = [
+        {
+            "node": "a",
+            "directory": {"told_all": 2, "lookup_unanswered": 1},
+            "session_logs": {"sessions": 5, "used_bytes": 4096, "counters": {"damaged": 1}, "copies": {"copied": 3}},
+        }
+    ]
+    found = samples(cache_metrics(nodes, []))
+    for name, value in (
+        ('mneme_cache_directory_faults_total{fault="told_all",node="a"}', 2),
+        ('mneme_cache_directory_faults_total{fault="lookup_unanswered",node="a"}', 1),
+        ('mneme_session_logs{node="a"}', 5),
+        ('mneme_session_log_bytes{node="a"}', 4096),
+        ('mneme_session_log_faults_total{fault="damaged",node="a"}', 1),
+        ('mneme_session_log_copies_total{node="a",outcome="copied"}', 3),
+    ):
+        assert found[name] == value, name
+
+
+def test_a_node_that_does_not_answer_lowers_no_counter() -> None:
+    nodes = [{"node": name, "host": {"put_bytes": count}} for name, count in (("a", 3), ("b", 4), ("b", 1))]
+    both, alone = samples(cache_metrics(nodes, [])), samples(cache_metrics(nodes[:1], []))
+    name = "mneme_cache_put_bytes_total"
+    assert {key: value for key, value in both.items() if key.startswith(name)} == {
+        f'{name}{{node="a"}}': 3,
+        f'{name}{{node="b"}}': 5,  # two of one name are one
+    }
+    assert {key: value for key, value in alone.items() if key.startswith(name)} == {f'{name}{{node="a"}}': 3}
+
+
+def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
+    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+        write = {"appended": 4, "append_failed": 1, "raised": 2, "lost": 1, "waiting": 2, "later": 5}
+        logs = {"write": write, "read": {"restored": 3, "failed": 1}}
+
+        async def stats() -> list[ReplicaStats]:
+            return [ReplicaStats(replica_id=name, model="", metrics={"session_logs": logs}) for name in "ab"]
+
+        engines.stats = stats  # type: ignore[method-assign]
+        found = await page(client)
+        for name, value in (
+            ('mneme_session_log_records_total{outcome="append_failed"}', 2),
+            ('mneme_session_log_records_total{outcome="appended"}', 8),
+            ('mneme_session_log_records_total{outcome="raised"}', 4),
+            ('mneme_session_log_records_total{outcome="lost"}', 2),
+            ("mneme_session_log_waiting_records", 4),
+            ("mneme_session_log_failing_sessions", 10),
+            ('mneme_session_log_reads_total{outcome="restored"}', 6),
+            ('mneme_session_log_reads_total{outcome="failed"}', 2),
+        ):
+            assert found[name] == value, name
+
+    run(scenario)
+
+
+def test_nodes_without_the_disk_they_should_have_are_counted() -> None:
+    nodes = [
+        {"node": "a", "disk_problem": ""},
+        {"node": "b", "disk_problem": "disk tier: /kv cannot be used (Permission denied)"},
+    ]
+    assert samples(cache_metrics(nodes, []))["mneme_cache_nodes_without_disk"] == 1
+
+
+def test_every_label_is_bounded() -> None:
+    """What a node says beside is no sample: labels come from here, never from a report."""
+    nodes = [{"node": "a", "host": {"miss_of_tomorrow": 5, "chunks": 1}, "owners": {"ab" * 8: {"host": 1, "disk": 1}}}]
+    text = str(samples(cache_metrics(nodes, [{"accuracy": {"of_tomorrow": {"count": 1}}}])))
+    assert "tomorrow" not in text
+    assert "abab" not in text

@@ -1,0 +1,450 @@
+"""The ingress's side of the token stream against replicas in this process, with every kind of loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from mneme.cluster.serve import client as ray_engine_client
+from mneme.cluster.serve import link as replica_link
+from mneme.cluster.serve.calls import WrongReplica
+from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.replica_server import ReplicaServer
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
+from mneme.router.score import RouterConfig
+from tests.fakes.direct_calls import DirectCalls
+from tests.fakes.fake_engine import FakeEngineLoop, expected_tokens
+
+ENDLESS = 10**6  # tokens: by itself, a request of so many does not end within a test
+Scenario = Callable[[DirectCalls, RayEngineClient], Awaitable[None]]
+
+
+def run(
+    scenario: Scenario,
+    *,
+    replicas: tuple[str, ...] = ("a", "b"),
+    step_s: float = 0.001,
+    warm_up: GenerationRequest | None = None,
+) -> None:
+    async def main() -> None:
+        calls = DirectCalls()
+        for replica_id in replicas:
+            calls.add(replica_id, step_s=step_s)
+        client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig(), warm_up=warm_up)
+        client.set_replicas(replicas)
+        try:
+            async with asyncio.timeout(20):
+                await scenario(calls, client)
+        finally:
+            await client.close()
+            calls.stop_all()
+
+    asyncio.run(main())
+
+
+def request(
+    request_id: str = "r.0", *, num: int = 20, min_tokens: int = 0, session_id: str | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2, 3, len(request_id)),
+        sampling=SamplingParams(temperature=0.0, max_tokens=num, min_tokens=min_tokens, seed=1),
+        session_id=session_id,
+    )
+
+
+async def tokens(client: RayEngineClient, asked: GenerationRequest) -> tuple[list[int], TokenEvent]:
+    """All token ids, and the last event."""
+    ids: list[int] = []
+    async for event in client.generate([asked]):
+        ids.extend(event.token_ids)
+    return ids, event
+
+
+def expected(asked: GenerationRequest) -> list[int]:
+    return expected_tokens(asked.prompt_token_ids, asked.sampling.max_tokens or 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def running(calls: DirectCalls) -> int:
+    return sum(engine.stats()["requests"]["running"] for engine in calls.engines.values())
+
+
+def test_streams_tokens_in_order_with_usage_once() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request()
+        events = [event async for event in client.generate([asked])]
+        assert [i for event in events for i in event.token_ids] == expected(asked)
+        assert [event.usage is not None for event in events] == [True] + [False] * (len(events) - 1)
+        assert [event.finish_reason for event in events][-1] == "length"
+
+    run(scenario)
+
+
+def test_a_replica_gets_requests_once_others_have_warmed_it() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        assert (await tokens(client, request()))[0] == expected(request())
+        await until(lambda: client.num_ready() == 2)
+        await tokens(client, request("again.0"))
+        for engine in calls.engines.values():
+            salts = [each.salt for each in engine.admitted]
+            assert salts == sorted(salts, reverse=True)  # those of warming up first
+            assert salts.count(WARM_UP_SALT) > 1
+
+    run(scenario, warm_up=replace(request(num=2), salt=WARM_UP_SALT))
+
+
+@pytest.mark.parametrize("fault", ["refused", "endless", "lost"])
+def test_a_replica_that_cannot_be_warmed_gets_requests_all_the_same(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_link, "_WARM_UP_S", 0.1)
+    asked = request(num=ENDLESS if fault == "endless" else 20)
+    warm_up = replace(asked, prompt_token_ids=() if fault == "refused" else asked.prompt_token_ids)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        if fault == "lost":
+            await until(lambda: running(calls) == 1)
+            calls.drop_next_message("a")
+        assert (await tokens(client, request("r.1")))[0] == expected(request("r.1"))
+        await until(lambda: running(calls) == 0)
+
+    run(scenario, replicas=("a",), step_s=0.005, warm_up=warm_up)
+
+
+def test_many_at_once_use_both_replicas_and_few_submits() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r{i}.0") for i in range(64)]
+        answers = await asyncio.gather(*(tokens(client, each) for each in asked))
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert len(calls.submit_batches) <= 16  # 64 requests: all but the first few shared a call
+
+    run(scenario)
+
+
+def test_choices_of_one_request_run_on_one_replica() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r.{i}", num=4) for i in range(3)]
+        got: dict[str, list[int]] = {}
+        async for event in client.generate(asked):
+            got.setdefault(event.request_id, []).extend(event.token_ids)
+        assert got == {each.request_id: expected(each) for each in asked}
+        assert calls.submit_batches == [3]
+
+    run(scenario)
+
+
+def test_a_killed_replica_is_a_pause() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request(f"r{i}.0", num=60) for i in range(8)]
+        work = asyncio.gather(*(tokens(client, each) for each in asked))
+        await until(lambda: running(calls) == 8)
+        calls.kill("a")
+        client.set_replicas(("b",))
+        answers = await work
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert all(last.finish_reason == "length" for _, last in answers)
+
+    run(scenario, step_s=0.005)
+
+
+def test_the_only_replica_dies_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "WAIT_FOR_REPLICA_S", 0.2)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        work = asyncio.ensure_future(tokens(client, request(num=500)))
+        await until(lambda: running(calls) == 1)
+        calls.kill("a")
+        ids, last = await work
+        assert last.finish_reason == "error"
+        assert last.error
+        assert ids == expected(request(num=500))[: len(ids)]
+        with pytest.raises(ReplicaUnavailable):
+            await tokens(client, request("later.0"))
+        assert not client.num_ready()
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_replacement_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=100)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.kill("a")
+        await asyncio.sleep(0.05)
+        calls.add("c")
+        client.set_replicas(("c",))
+        ids, last = await work
+        assert (ids, last.finish_reason) == (expected(asked), "length")
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_lost_message_is_noticed_and_made_good() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=60)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.drop_next_message("a")
+        ids, _ = await work
+        assert ids == expected(asked)
+        assert running(calls) == 0
+
+    run(scenario, replicas=("a",), step_s=0.003)
+
+
+def test_silence_that_stats_do_not_explain_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "SILENCE_S", 0.05)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=10)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.engines["a"].abort(["r.0"])  # behind the client's back, and no event of it
+        calls.hide_from_stats = True
+        await asyncio.sleep(0.2)
+        calls.hide_from_stats = False
+        ids, _ = await work
+        assert ids == expected(asked)
+
+    run(scenario, replicas=("a",), step_s=0.02)
+
+
+def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "CALL_TIMEOUT_S", 0.05)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(client.num_ready)
+        calls.hang_submits = True
+        work = asyncio.ensure_future(tokens(client, request()))
+        await until(lambda: bool(calls.submit_batches))
+        calls.hang_submits = False
+        ids, _ = await work
+        assert ids == expected(request())
+
+    run(scenario)
+
+
+def test_closing_the_generator_aborts() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for i in range(50):
+            async with contextlib.aclosing(client.generate([request(f"r{i}.0", num=ENDLESS)])) as events:
+                async for _ in events:
+                    break
+        await until(lambda: running(calls) == 0)
+        assert sum(client._chooser.running(r) for r in "ab") == 0
+
+    run(scenario)
+
+
+def test_cancelling_at_any_moment_aborts() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(client.num_ready)
+        for i in range(60):
+            work = asyncio.ensure_future(tokens(client, request(f"r{i}.0", num=ENDLESS)))
+            for _ in range(i):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0 if i % 2 else 0.003)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        await until(lambda: running(calls) == 0)
+        assert sum(client._chooser.running(r) for r in "ab") == 0
+
+    run(scenario)
+
+
+def test_a_refusal_is_raised_and_leaves_nothing() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        bad = GenerationRequest(request_id="x.1", prompt_token_ids=(), sampling=SamplingParams(seed=0))
+        with pytest.raises(InvalidRequest, match="must not be empty"):
+            await tokens(client, bad)
+        with pytest.raises(InvalidRequest) as refused:
+            async for _ in client.generate([request("x.0", num=1000), bad]):
+                pass
+        assert refused.value.request_id == "x.1"
+        await until(lambda: running(calls) == 0)
+
+    run(scenario)
+
+
+def test_overload_spills_to_the_other_replica_then_is_raised() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        calls.add("small", max_running=0)
+        calls.add("large", max_running=1)
+        client.set_replicas(("small", "large"))
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("first.0", num=ENDLESS)])
+        await anext(first)
+        with pytest.raises(Overloaded):
+            await tokens(client, request("second.0"))
+        await first.aclose()
+
+    run(scenario, replicas=())
+
+
+def test_stats_leave_out_who_does_not_answer() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        assert {s.replica_id for s in await client.stats()} == {"a", "b"}
+        calls.kill("a")
+        await asyncio.sleep(ray_engine_client.STATS_MAX_AGE_S)
+        assert {s.replica_id for s in await client.stats()} == {"b"}
+
+    run(scenario)
+
+
+def test_a_session_stays_where_it_began() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        for turn in range(6):
+            await tokens(client, request(f"turn{turn}.0", session_id="s"))
+        assert sorted(engine.stats()["finished"] for engine in calls.engines.values()) == [0, 6]
+
+    run(scenario)
+
+
+def test_turns_of_one_session_at_once_meet_on_one_replica() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("turn0.0", num=ENDLESS, session_id="s")])
+        await anext(first)
+        (busy,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        (idle,) = {"a", "b"} - {busy}
+        for _ in range(12):  # the router would send anything else to the other one
+            client._chooser.select_and_reserve([1], exclude=[idle])
+        for i in range(1, 4):
+            await tokens(client, request(f"turn{i}.0", num=2, session_id="s"))
+        assert [r.request_id for r in calls.engines[busy].admitted] == [f"turn{i}.0" for i in range(4)]
+        await first.aclose()
+        await tokens(client, request("next.0", num=2, session_id="s"))
+        assert [r.request_id for r in calls.engines[idle].admitted] == ["next.0"]
+
+    run(scenario)
+
+
+def test_turns_of_one_session_meet_again_when_their_replica_dies() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        turns = [f"turn{i}" for i in range(3)]
+        work = [asyncio.ensure_future(tokens(client, request(f"{t}.0", num=ENDLESS, session_id="s"))) for t in turns]
+        await until(lambda: running(calls) == 3)
+        (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        others = [engine for r, engine in calls.engines.items() if r != home]
+        calls.kill(home)
+        client.set_replicas([r for r in "abc" if r != home])
+        await until(lambda: sum(len(engine.admitted) for engine in others) == 3)
+        assert sorted(len(engine.admitted) for engine in others) == [0, 3]
+        moved = [r.request_id.partition("~")[0] for engine in others for r in engine.admitted]
+        assert moved == turns
+        for each in work:
+            each.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    run(scenario, replicas=("a", "b", "c"), step_s=0.005)
+
+
+def test_a_resumed_request_asks_for_the_rest() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        asked = request(num=60, min_tokens=40)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        (other,) = {"a", "b"} - {home}
+        await until(lambda: calls.engines[home].stats()["in_flight"].get("r.0", 0) >= 5)
+        calls.kill(home)
+        client.set_replicas((other,))
+        ids, _ = await work
+        assert ids == expected(asked)
+        (resumed,) = calls.engines[other].admitted
+        num_emitted = resumed.output_offset
+        assert num_emitted >= 1
+        assert resumed.request_id == "r~1.0"
+        assert resumed.prompt_token_ids == (*asked.prompt_token_ids, *ids[:num_emitted])
+        assert resumed.sampling.max_tokens == 60 - num_emitted
+        assert resumed.sampling.min_tokens == max(40 - num_emitted, 0)
+
+    run(scenario, step_s=0.005)
+
+
+def test_an_abort_reaches_the_replica_by_its_name() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        stays = client.generate([request("stays.0", num=ENDLESS)])
+        goes = client.generate([request("goes.0", num=ENDLESS)])
+        await anext(stays)
+        await anext(goes)
+        await goes.aclose()
+        await until(lambda: list(calls.engines["a"].stats()["in_flight"]) == ["stays.0"])
+        assert next(iter(client._links.values())).is_open  # by an abort, not by losing the stream
+        assert calls.num_opened == 1
+        await stays.aclose()
+
+    run(scenario, replicas=("a",))
+
+
+def test_a_stream_that_ends_aborts_what_its_subscriber_had() -> None:
+    async def main() -> None:
+        engine = FakeEngineLoop(step_s=0.001)
+        engine.start()
+        server = ReplicaServer("a", engine)
+        streams = {name: server.events(replica_id="a", subscriber=name) for name in ("one", "two")}
+        for name, stream in streams.items():
+            await anext(stream)
+            asked = replace(request(f"{name}.0", num=ENDLESS), subscriber=name)
+            assert await server.submit_many(replica_id="a", subscriber=name, requests=[asked]) == [None]
+            await anext(stream)
+        await streams["one"].aclose()
+        assert list(engine.stats()["in_flight"]) == ["two.0"]
+        with pytest.raises(WrongReplica):
+            await server.submit_many(replica_id="a", subscriber="one", requests=[request("late.0")])
+        await streams["two"].aclose()
+        assert engine.stats()["in_flight"] == {}
+        engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_its_session_s_replica_refuses_does_not_run_elsewhere() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for name in ("a", "b"):
+            calls.add(name, max_running=1)
+        client.set_replicas(("a", "b"))
+        await until(lambda: all(link.is_open for link in client._links.values()))
+        first = client.generate([request("turn0.0", num=ENDLESS, session_id="s")])
+        await anext(first)
+        with pytest.raises(Overloaded):
+            await tokens(client, request("turn1.0", session_id="s"))
+        await tokens(client, request("other.0", session_id="t"))  # spills, if it has to
+        await first.aclose()
+        assert not client._chooser.is_answering("s")
+
+    run(scenario, replicas=())
+
+
+def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        endless = asyncio.ensure_future(tokens(client, request("endless.0", num=ENDLESS)))
+        short = asyncio.ensure_future(tokens(client, request("short.0")))
+        await until(lambda: running(calls) == 2)
+        stopping = asyncio.ensure_future(client.stop(0.2))
+        await asyncio.sleep(0)
+        with pytest.raises(ReplicaUnavailable, match="stopping"):
+            await tokens(client, request("late.0"))
+        await stopping
+        assert (await short)[0] == expected(request("short.0"))
+        ids, last = await endless
+        assert ids
+        assert (last.finish_reason, last.error) == ("error", "the server is stopping")
+        assert not client.num_ready()
+
+    run(scenario)

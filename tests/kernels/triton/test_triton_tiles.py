@@ -1,0 +1,191 @@
+"""Tiles cover a step's work exactly once, and packing uploads what changed; numpy only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.kernels.attention import PageTable, Plan, QueryRows, build_plan
+from mneme.kernels.triton import tiles as triton_tiles
+from mneme.kernels.triton.configs import HEAD_DIMS, MAX_GROUPS, candidates, config_of, stage_bytes
+from mneme.kernels.triton.pack import Header, PackedWork
+from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
+from mneme.kernels.work_list import WorkList
+from tests.kernels.cases import Scene, scenes
+
+SMALL_GRID = Grid(
+    page_size=1, num_groups=2, num_kv_heads=2, narrow_m=4, wide_m=8, num_at_once=16, max_split_slots=1 << 20
+)
+
+
+def read_by(work: WorkList, tiles: Tiles) -> Counter[tuple[int, int, int]]:
+    """How often tiles read each (run, page) for each entry of a piece, as the kernel walks them."""
+    reads: Counter[tuple[int, int, int]] = Counter()
+    for first, count, number, first_run, run_end, from_page, to_page, _ in tiles.tile.tolist():
+        for run in range(first_run, run_end):
+            begin = from_page if run == first_run else int(work.page_begin[run])
+            end = int(work.page_end[run])
+            if run == run_end - 1:
+                end = min(end, to_page)
+            for page in range(begin, end):
+                for entry in range(first, first + count):
+                    assert entry - first + number == entry - piece_begin(work, run)
+                    reads[run, page, entry] += 1
+    return reads
+
+
+def piece_begin(work: WorkList, run: int) -> int:
+    piece = int(np.searchsorted(work.run_begin, run, side="right")) - 1
+    return int(work.row_begin[piece])
+
+
+def wanted_reads(work: WorkList) -> Counter[tuple[int, int, int]]:
+    return Counter(
+        (run, page, entry)
+        for piece in range(work.num_pieces)
+        for run in range(work.run_begin[piece], work.run_begin[piece + 1])
+        for page in range(work.page_begin[run], work.page_end[run])
+        for entry in range(work.row_begin[piece], work.row_begin[piece + 1])
+    )
+
+
+@pytest.fixture
+def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few pages are cut too."""
+    monkeypatch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", 1)
+    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_PROGRAM", 0)
+    monkeypatch.setattr(triton_tiles, "_TOKENS_PER_MERGE", 0)
+
+
+@pytest.mark.usefixtures("short_ranges")
+@given(scene=scenes(), share=st.sampled_from(["always", "never"]), narrow=st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_tiles_read_every_page_for_every_row_once(scene: Scene, share: str, narrow: bool) -> None:
+    plan = scene.plan(share=share)
+    tiles = cut(plan.work, plan.num_rows, SMALL_GRID._replace(wide_m=4 if narrow else 8))
+    assert read_by(plan.work, tiles) == wanted_reads(plan.work)
+    assert (tiles.tile[:, 1] * SMALL_GRID.num_groups <= 8).all()
+
+
+@pytest.mark.usefixtures("short_ranges")
+@given(scene=scenes(), share=st.sampled_from(["always", "never"]))
+@settings(deadline=None, max_examples=100)
+def test_every_part_is_written_once_and_merged_once(scene: Scene, share: str) -> None:
+    plan = scene.plan(share=share)
+    tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
+    slots: dict[int, list[int]] = {row: [] for row in range(plan.num_rows)}
+    for first, count, _, _, _, _, _, slot in tiles.tile.tolist():
+        for index, row in enumerate(plan.work.row[first : first + count].tolist()):
+            slots[row].append(slot + index)
+    assert tiles.num_parts.tolist() == [len(slots[row]) for row in range(plan.num_rows)]
+    merged = {row: found for row, found in slots.items() if len(found) != 1}
+    assert tiles.merged_row.tolist() == list(merged)
+    bounds = zip(tiles.part_begin[:-1], tiles.part_begin[1:], strict=True)
+    assert [sorted(tiles.part[begin:end].tolist()) for begin, end in bounds] == [sorted(v) for v in merged.values()]
+    used = [slot for found in merged.values() for slot in found]
+    assert len(set(used)) == len(used)
+    assert max(used, default=-1) < max(tiles.num_slots, 1)
+
+
+def decode_plan(num_sequences: int, num_pages: int, page_size: int = 32) -> Plan:
+    tables = [PageTable.own(range(i * num_pages, (i + 1) * num_pages)) for i in range(num_sequences)]
+    rows = QueryRows(np.arange(num_sequences), np.full(num_sequences, num_pages * page_size - 1))
+    return build_plan(tables, rows, page_size=page_size, num_q_heads=32, num_kv_heads=8, head_dim=128)
+
+
+H200 = Grid(page_size=32, num_groups=4, num_kv_heads=8, narrow_m=16, wide_m=64, num_at_once=264, max_split_slots=4000)
+
+
+def test_one_long_context_fills_the_device_and_many_are_left_whole() -> None:
+    alone = cut(decode_plan(1, 512).work, 1, H200)
+    assert len(alone.tile) * 8 >= 200
+    full = cut(decode_plan(33, 64).work, 33, H200)
+    assert len(full.tile) == 33
+    assert full.num_slots == len(full.merged_row) == 0
+
+
+def test_cutting_stops_at_the_bound_of_partial_results() -> None:
+    plan = decode_plan(4, 512)
+    assert cut(plan.work, 4, H200).num_slots > 20
+    assert 0 < cut(plan.work, 4, H200._replace(max_split_slots=20)).num_slots <= 20
+    assert cut(plan.work, 4, H200._replace(max_split_slots=3)).num_slots == 0
+
+
+def test_long_tiles_start_first_and_late_rows_of_a_prefill_before_early_ones() -> None:
+    tables = [PageTable.own(range(4)), PageTable.own(range(4, 68))]
+    rows = QueryRows(np.repeat((0, 1), 64), np.concatenate((np.arange(64), np.arange(1984, 2048))))
+    plan = build_plan(tables, rows, page_size=32, num_q_heads=32, num_kv_heads=8, head_dim=128)
+    first_rows = cut(plan.work, 128, H200._replace(num_at_once=8)).tile[:, 0].tolist()
+    assert first_rows == [112, 96, 80, 64, 48, 32, 16, 0]
+
+
+@given(scene=scenes(), share=st.sampled_from(["always", "never"]), data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_tiles_stay_right_when_pages_are_appended(scene: Scene, share: str, data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_tiles, "_SHORTEST_RANGE_TOKENS", data.draw(st.sampled_from([1, 2])))
+        plan = scene.plan(share=share)
+        tiles = cut(plan.work, plan.num_rows, SMALL_GRID)
+    for page in range(24, 24 + data.draw(st.integers(1, 3))):
+        if plan.page_tables:
+            sequence = data.draw(st.integers(0, len(plan.page_tables) - 1))
+            grown = plan.append_page(sequence, page, delta=data.draw(st.sampled_from([0, 7])))
+            if grown.work.page_id is plan.work.page_id:
+                plan = grown
+    assert read_by(plan.work, tiles) == wanted_reads(plan.work)
+
+
+def test_a_decode_step_uploads_positions_and_a_new_page_a_few_words() -> None:
+    plan = decode_plan(32, 64)
+    tiles = cut(plan.work, 32, H200)
+    packed = PackedWork(plan.page_size)
+    first = packed.update(plan.work, tiles, plan.position.astype(np.int32))
+    assert sum(end - start for start, end in first) > 32 * 64 * 3
+    position = int(packed.words[Header.position])
+    following = plan.with_rows(QueryRows(plan.sequence, plan.position + 1))
+    assert packed.update(following.work, tiles, following.position.astype(np.int32)) == [(position, position + 32)]
+    grown = following.append_page(5, 3000)
+    spans = packed.update(grown.work, tiles, grown.position.astype(np.int32))
+    assert sum(end - start for start, end in spans) <= 32 + 32 * 8 + 300
+    fresh = PackedWork(plan.page_size)
+    fresh.update(grown.work, tiles, grown.position.astype(np.int32))
+    for section in (Header.position, Header.run, Header.page_id, Header.page_mask):
+        begin, end = packed.words[section], packed.words[section + 1]
+        np.testing.assert_array_equal(packed.words[begin:end], fresh.words[begin:end])
+
+
+def test_sections_keep_their_places_until_one_outgrows_its_room() -> None:
+    packed = PackedWork(32)
+    begins = []
+    for num_sequences in (32, 40, 80):
+        plan = decode_plan(num_sequences, 8)
+        tiles = cut(plan.work, num_sequences, H200)
+        packed.update(plan.work, tiles, plan.position.astype(np.int32))
+        begins.append(packed.words[Header.position : Header.part + 1].tolist())
+        start = packed.words[Header.page_id]
+        np.testing.assert_array_equal(packed.words[start : start + len(plan.work.page_id)], plan.work.page_id)
+    assert begins[0] == begins[1] != begins[2]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_configurations_hold_every_number_of_groups(head_dim: int, element_bytes: int) -> None:
+    for num_groups in range(1, MAX_GROUPS + 1):
+        for config in candidates(head_dim=head_dim, element_bytes=element_bytes, num_groups=num_groups):
+            assert config.narrow_m >= num_groups
+            assert config.wide_m >= config.narrow_m >= 16
+            if element_bytes == 2:
+                assert stage_bytes(head_dim, config.block_n) * config.num_stages <= 220 * 1024
+    with pytest.raises(ValueError, match=r"^num_q_heads: at most 128 per KV head \(got 129\)"):
+        config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, phase="decode")
+
+
+def test_an_open_range_is_bounded_by_its_run_only() -> None:
+    tiles = cut(decode_plan(1, 512).work, 1, H200)
+    by_start = tiles.tile[np.argsort(tiles.tile[:, 5])]
+    assert by_start[-1, 6] == OPEN_END
+    np.testing.assert_array_equal(by_start[:-1, 6], by_start[1:, 5])

@@ -1,0 +1,259 @@
+"""Any traffic over engines that share a cache tier, and any fault of it: each request computes what it would alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.misses import Miss
+from mneme.errors import PinRefused
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.pins import pin_prefix
+from mneme.replicas.forest.nodes import Pin
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.truncation import Truncation
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.losses import lose
+from tests.replicas.played_chunks import PlayedCache, make_played_engine
+
+NUM_STEPS = 40  # in which requests arrive
+TRUNCATIONS = [None, None, None, Truncation(), Truncation(strategy="recompute")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One request, of one or more choices."""
+
+    step: int
+    engine: int
+    history: int  # which of a few texts it begins with
+    length: int  # how much of that
+    own: list[int]  # and then
+    max_tokens: int
+    salt: str
+    session: str | None
+    num_choices: int
+    abort_after: int | None  # steps
+    truncation: Truncation | None
+
+    @property
+    def ids(self) -> list[int]:
+        chance = random.Random(self.history)
+        return ([chance.randrange(5) for _ in range(40)][: self.length] + self.own) or [0]
+
+
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, NUM_STEPS),
+    engine=st.integers(0, 1),
+    history=st.integers(0, 1),
+    length=st.integers(0, 40),
+    own=st.lists(st.integers(0, 1), max_size=6),
+    max_tokens=st.integers(1, 12),
+    salt=st.sampled_from(["", "", "tenant"]),
+    session=st.sampled_from([None, None, "s", "t"]),
+    num_choices=st.integers(1, 3),
+    abort_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+    truncation=st.sampled_from(TRUNCATIONS),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """An engine's, and how its cache tier behaves."""
+
+    num_pages: int
+    page_size: int
+    num_host_pages: int
+    window: int | None
+    max_context: int
+    sharing: bool
+    max_batch_tokens: int
+    edge: str
+    read_buffer_bytes: int
+    step_chunks: int | None  # that one step loads beside others
+    seed: int
+    fault_share: float  # of reads that are misses, of loads that are late, of steps in which something else fails
+
+
+pools = st.builds(
+    Pool,
+    num_pages=st.integers(18, 40),
+    page_size=st.sampled_from([4, 8]),
+    num_host_pages=st.sampled_from([0, 0, 6, 40]),
+    window=st.sampled_from([None, None, None, 5, 11]),
+    max_context=st.sampled_from([48, 10_000]),
+    sharing=st.sampled_from([True, True, True, False]),
+    max_batch_tokens=st.integers(16, 64),
+    edge=st.sampled_from(["host", "disk", "peer_host"]),
+    read_buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
+    step_chunks=st.sampled_from([None, 1, 2]),
+    seed=st.integers(0, 2**16),
+    fault_share=st.sampled_from([0.0, 0.05, 0.3]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=10), pools)
+def test_any_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
+    Play(traffic, pool).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=3_000, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=12), pools)
+def test_much_traffic_over_a_cache_tier(traffic: list[Arrival], pool: Pool) -> None:
+    Play(traffic, pool).run()
+
+
+class Play:
+    """Two engines of one tenant pool over one store."""
+
+    def __init__(self, traffic: list[Arrival], pool: Pool) -> None:
+        self.traffic, self.pool, self.chance = traffic, pool, random.Random(pool.seed)
+        self.store = FakeStore(edge=pool.edge, fault=self._fault)  # type: ignore[arg-type]
+        self.runners = [self._runner() for _ in range(2)]
+        self.caches = [
+            PlayedCache(
+                self.store,
+                pool.page_size,
+                read_buffer_bytes=pool.read_buffer_bytes,
+                step_chunks=pool.step_chunks,
+            )
+            for _ in range(2)
+        ]
+        for cache in self.caches:
+            cache.mover.is_late = lambda: self._fails()
+        self.engines = [self._engine(runner, cache) for runner, cache in zip(self.runners, self.caches, strict=True)]
+        self.events: list[TokenEvent] = []
+        self.expected: dict[str, Arrival] = {}
+        self.num_failed_steps = 0
+        self.pins: list[tuple[Engine, Pin]] = []
+
+    def run(self) -> None:
+        for step in itertools.count():
+            for number, arrival in enumerate(self.traffic):
+                self._arrive(f"r{number}", arrival, step)
+            for engine, cache, runner in zip(self.engines, self.caches, self.runners, strict=True):
+                cache.now_s += self.chance.choice([0.1, 1, 1, 20])
+                cache.play(self.chance.choice([0, 1, None]), self.chance.choice([0, 0, 1, None]))
+                self._disturb(engine, runner)
+                self._step(engine)
+                engine.forest.check()
+            if step > NUM_STEPS + 8 and not any(engine.has_work for engine in self.engines):
+                break
+            if step > NUM_STEPS:  # a pin may be all that keeps a prompt from its pages
+                self._unpin()
+            assert step < 4_000, "some request never ends"
+        self._unpin()
+        self._check_answers()
+        for engine, cache in zip(self.engines, self.caches, strict=True):
+            cache.play()
+            assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
+            assert (cache.num_open, cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
+            engine.close()
+        assert self.store.num_open == 0
+        assert not self.store.waiting
+
+    def _arrive(self, name: str, arrival: Arrival, step: int) -> None:
+        engine = self.engines[arrival.engine]
+        names = [f"{name}.{choice}" for choice in range(arrival.num_choices)]
+        if arrival.step == step:
+            for choice, each in enumerate(names):
+                with contextlib.suppress(Exception) if self._is_too_long(engine, arrival) else contextlib.nullcontext():
+                    engine.submit(self._request(each, choice, arrival))
+                    self.expected[each] = arrival
+        if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+            engine.abort(names[0])
+
+    def _request(self, name: str, choice: int, arrival: Arrival) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tuple(arrival.ids),
+            sampling=SamplingParams(temperature=0, max_tokens=arrival.max_tokens),
+            salt=arrival.salt,
+            session_id=arrival.session,
+            choice_index=choice,
+            truncation=self._truncation(arrival),
+        )
+
+    def _truncation(self, arrival: Arrival) -> Truncation | None:
+        if self.pool.window is not None or (arrival.session is None and arrival.truncation == Truncation()):
+            return None
+        return arrival.truncation
+
+    def _is_too_long(self, engine: Engine, arrival: Arrival) -> bool:
+        return len(arrival.ids) + arrival.max_tokens > engine.capacity
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            self.events += engine.step()
+        except RuntimeError:
+            self.num_failed_steps += 1
+            self.events += engine.fail_all("the step failed")
+
+    def _disturb(self, engine: Engine, runner: FakeRunner) -> None:
+        """What else may happen between two steps."""
+        if self.pool.sharing and self.chance.random() < self.pool.fault_share / 2:
+            lose(engine, self.chance.randrange(100))
+        if self.chance.random() < self.pool.fault_share / 4:
+            runner.num_failing_transfers = 1
+        if self.chance.random() < self.pool.fault_share / 20:
+            runner.fail_next = True
+        if self.pool.sharing and self.chance.random() < 0.05:
+            with contextlib.suppress(PinRefused):
+                self.pins.append((engine, pin_prefix(engine, "", self.chance.choice(self.traffic).ids)))
+        if self.pins and self.chance.random() < 0.3:
+            self._unpin()
+
+    def _unpin(self) -> None:
+        for engine, pin in self.pins:
+            engine.scheduler.unpin(pin)
+        self.pins.clear()
+
+    def _check_answers(self) -> None:
+        for name, arrival in self.expected.items():
+            events = [event for event in self.events if event.request_id == name]
+            got = [token for event in events for token in event.token_ids]
+            ends = [event.finish_reason for event in events if event.finish_reason is not None]
+            assert len(ends) == 1, name
+            if ends == ["error"]:
+                is_refused = self._is_too_long(self.engines[arrival.engine], arrival)  # when its session's turn came
+                assert self.num_failed_steps or self.pool.fault_share or is_refused, name
+            if not self._is_truncated(arrival):
+                assert got == continuation(arrival.ids, arrival.max_tokens, 5)[: len(got)]
+            assert len(got) == arrival.max_tokens or ends[0] in ("abort", "error")
+
+    def _is_truncated(self, arrival: Arrival) -> bool:
+        return self._truncation(arrival) is not None and self._is_too_long(self.engines[arrival.engine], arrival)
+
+    def _fault(self, header: ChunkHeader, layer: int) -> Miss | None:
+        return self.chance.choice([Miss.BAD_CHECKSUM, Miss.SHORT, Miss.ABSENT]) if self._fails() else None
+
+    def _fails(self) -> bool:
+        return self.chance.random() < self.pool.fault_share
+
+    def _runner(self) -> FakeRunner:
+        pool = self.pool
+        options: dict[str, Any] = {"num_host_pages": pool.num_host_pages, "window": pool.window}
+        return FakeRunner(pool.num_pages, pool.page_size, max_context=pool.max_context, **options)
+
+    def _engine(self, runner: FakeRunner, cache: PlayedCache) -> Engine:
+        pool = self.pool
+        return make_played_engine(
+            runner,
+            cache,
+            itertools.count().__next__,
+            max_batch_tokens=pool.max_batch_tokens,
+            prefix_sharing=pool.sharing,
+        )

@@ -1,0 +1,157 @@
+"""Fetches of an engine without their threads: how they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.policy.load_controller import LoadController
+from mneme.cachetier.store import ChainQuery
+from mneme.replicas.connector.fetch import Fetch
+from mneme.replicas.connector.fetches import Fetches
+from mneme.replicas.connector.workers import Task
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
+from tests.cachetier.cost_cases import PlayedClock
+from tests.replicas.chunk_stores import FakeStore, SlowRows
+from tests.replicas.played_chunks import PlayedWorkers
+
+IDS = list(range(3 * CHUNK_TOKENS))
+NUM_LAYERS = FINGERPRINT.layout.num_layers
+
+
+class Inline:
+    """`Workers` without threads."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        pass
+
+    def run(self, task: Task) -> None:
+        task()
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class Costs(SlowRows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self.missed: list[str] = []
+        self.meanwhile: Any = lambda: None
+
+    def note_edge(self, edge: Any, *args: Any, is_complete: bool = True) -> None:
+        self.told.append(edge)
+        self.missed += [] if is_complete else [edge]
+        self.meanwhile()
+
+
+def make_fetches(store: FakeStore, costs: Costs, clock: PlayedClock, make: Any = Inline) -> Fetches:
+    """The store has all of `IDS`."""
+    store.chunks = {chunk.header.key: chunk for chunk in chain_of(IDS)}
+    controller = LoadController(costs, clock, num_layers=NUM_LAYERS)
+    return Fetches(store, controller, costs, read_buffer_bytes=1 << 20, clock=clock, make_workers=make)
+
+
+def begin(fetches: Fetches) -> Fetch:
+    return fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r"), 0)
+
+
+def test_a_read_that_ends_after_its_fetch_does_not_disturb_what_is_told_of_it() -> None:
+    """A load thread may still read from memory, of an edge that was not used before."""
+    store, costs = FakeStore(edge="disk"), Costs()
+    fetches = make_fetches(store, costs, PlayedClock())
+    fetch = begin(fetches)
+
+    def read_late() -> None:
+        store.edge = "host"
+        fetch.take(0, 0)
+
+    costs.meanwhile = read_late
+    fetch.close()
+    assert costs.told == ["disk"]
+    assert (fetches.num_open, store.num_open, store.waiting) == (0, 0, set())
+
+
+def test_what_was_brought_while_an_earlier_request_ran_is_in_time() -> None:
+    store, clock = FakeStore(edge="disk"), PlayedClock()
+    fetch = begin(make_fetches(store, Costs(), clock))
+    clock.now_s += 100.0
+    assert fetch.is_ready(is_alone=False)
+    fetch.begin_load()
+    assert min(fetch.left_s(layer) for layer in range(NUM_LAYERS)) > 0
+
+
+def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame() -> None:
+    """Both threads are at the chunks of others."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    workers: dict[str, PlayedWorkers] = {}
+    fetches = make_fetches(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    fetch = begin(fetches)
+    workers["kv-look"].play()
+    clock.now_s += 100.0  # it is not its turn
+    assert not fetch.is_ready(is_alone=False)
+    assert fetch.plan is not None
+    clock.now_s += fetch.plan.slack_s * 1.01
+    assert fetch.is_ready(is_alone=False)
+    workers["kv-read"].play()
+    assert (costs.told, costs.missed) == ([], [])
+    assert fetches.num_given_up == {"waiting": 1}
+
+
+@pytest.mark.parametrize(("slowness", "missed"), [(1.0, []), (4.0, ["disk"])])
+def test_only_an_edge_that_was_slower_than_predicted_is_to_blame(slowness: float, missed: list[str]) -> None:
+    """Two layers of each chunk had come when it was given up."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    size = chain_of(IDS)[0].header.layer_bytes
+    layer_s = costs.edge_s("disk", 2 * size, 2 / NUM_LAYERS) - costs.edge_s("disk", size, 1 / NUM_LAYERS)
+
+    def read(layer: int) -> None:
+        clock.now_s += layer_s * slowness
+        if layer == 1:
+            fetch_by_name["fetch"].give_up("waiting", 2)
+            fetch_by_name["fetch"].abandon()
+
+    workers: dict[str, PlayedWorkers] = {}
+    fetches = make_fetches(store, costs, clock, lambda name, _: workers.setdefault(name, PlayedWorkers()))
+    store.before_read = read
+    fetch_by_name = {"fetch": begin(fetches)}
+    for name in ("kv-look", "kv-read"):
+        workers[name].play()
+    assert costs.missed == missed
+    assert costs.told == ["disk"]
+
+
+def test_an_edge_that_was_in_time_is_not_to_blame_for_another() -> None:
+    """A read from memory that took long, of a load that was given up for the disk."""
+    store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()
+    fetch = begin(make_fetches(store, costs, clock))
+
+    def slow(layer: int) -> None:
+        clock.now_s += 100.0
+
+    store.edge, store.before_read = "host", slow
+    fetch.take(0, 0)
+    store.edge = "disk"
+    clock.now_s += 100.0
+    fetch.reads["disk"].seconds += 100.0
+    fetch.give_up("loading", 2)
+    fetch.close()
+    assert sorted(costs.told) == ["disk", "host"]
+    assert costs.missed == ["disk"]
+
+
+def test_a_read_that_hangs_when_its_load_is_given_up_is_to_blame() -> None:
+    """From memory; it ends after its fetch."""
+    store, costs, clock = FakeStore(edge="host"), Costs(), PlayedClock()
+    fetch = begin(make_fetches(store, costs, clock))
+    fetch.take(0, 0)
+
+    def hang(layer: int) -> None:
+        clock.now_s += 100.0
+        fetch.give_up("loading", 0)
+        fetch.close()
+
+    store.before_read = hang
+    fetch.take(0, 1)
+    assert costs.missed == ["host"]

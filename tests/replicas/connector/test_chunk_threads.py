@@ -1,0 +1,370 @@
+"""The threads of an engine's cache tier: nothing that they are at, and no end of an engine, leaves anything behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.node.node_admin import NodeAdmin
+from mneme.replicas.connector import saver as chunk_saver
+from mneme.replicas.connector.saver import ChunkSaver
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.kv_commands import DropKv, DropTenantKv, KvTier, answer_kv, engine_part
+from mneme.replicas.llm import LLM
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.request import SamplingParams
+from tests.cachetier.nodes import make_node
+from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.connector.test_chunk_cache import wait_for_store
+from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
+
+NUM_NEW = 3
+WAIT_S = 60.0
+CONFIRMATIONS = [("confirm", 0), ("confirm", 1)]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder("llama-3", tmp_path_factory.mktemp("llama-3"))
+
+
+@pytest.fixture
+def filled(decoder: Decoder) -> FakeStore:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    run(engine)
+    engine.close()
+    assert store.chunks
+    return store
+
+
+class NumpyWithoutMemory:
+    def empty(self, *_: object) -> None:
+        raise MemoryError
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+
+class Gate:
+    """Reads that stop until they are let go on; says when the first has come."""
+
+    def __init__(self) -> None:
+        self.has_come, self._goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, layer: int) -> None:
+        self.has_come.set()
+        assert self._goes_on.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._goes_on.set()
+
+
+def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> None:
+    """Once its threads have ended. A store that is closed by then is not told who waits no longer (`hung`)."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
+            thread.join(WAIT_S)
+    mover, cache = engine._runner.chunks, engine.chunks
+    assert mover is not None
+    assert cache is not None
+    assert store.num_open == 0
+    assert hung or not store.waiting
+    assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
+    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
+
+
+@pytest.mark.parametrize("edge", ["disk", "peer_host"])
+def test_an_engine_closes_while_a_read_hangs(decoder: Decoder, filled: FakeStore, edge: str) -> None:
+    gate = Gate()
+    filled.edge, filled.before_read = edge, gate  # type: ignore[assignment]
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.close()  # returns, although the read does not
+    gate.open()
+    check_closed(engine, filled, hung=True)
+
+
+def gate_before_locate(store: FakeStore) -> Gate:
+    """The store answers no question before it is open."""
+    gate, locate = Gate(), store.locate
+
+    def slow(query: object, timeout_s: float) -> object:
+        gate(0)
+        return locate(query, timeout_s)  # type: ignore[arg-type]
+
+    store.locate = slow  # type: ignore[method-assign,assignment]
+    return gate
+
+
+def test_an_engine_closes_while_the_store_is_asked(decoder: Decoder, filled: FakeStore) -> None:
+    gate = gate_before_locate(filled)
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.close()
+    gate.open()
+    check_closed(engine, filled, hung=True)
+
+
+def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longer(
+    decoder: Decoder, filled: FakeStore
+) -> None:
+    """The store learns of the request after it has ended; it is told of the end after that."""
+    gate = gate_before_locate(filled)
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert gate.has_come.wait(WAIT_S)
+    engine.abort("a")
+    gate.open()
+    until_s = time.monotonic() + WAIT_S
+    assert engine.chunks is not None
+    while engine.chunks._fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
+        time.sleep(0.001)
+    engine.close()
+    check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("how", ["raises", "finds what raises"])
+def test_a_store_that_raises_costs_a_computation(decoder: Decoder, filled: FakeStore, how: str) -> None:
+    def broken(*_: object) -> Miss | None:
+        raise RuntimeError("a bug")
+
+    if how == "raises":
+        filled.locate = broken  # type: ignore[method-assign,assignment]
+    else:
+        filled.edge, filled.fault = "disk", broken
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert answers(run(engine))["a"] == full_prefill(decoder, draw(1, 150), NUM_NEW)[0]
+    engine.close()
+    check_closed(engine, filled)
+
+
+def test_a_failed_step_lets_go_of_pages_at_once(
+    decoder: Decoder, filled: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the next one begins."""
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(2, 150), NUM_NEW)
+
+    def fails(*_: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "_attend", fails)
+        wait_for_store(engine)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.fail_all("gone")
+    mover = engine._runner.chunks
+    assert mover is not None
+    mover.saver.before_reuse(np.arange(64))  # returns
+    engine.close()
+    check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize(("name", "number"), [("_buffer", 1), *(("copy_layer", n) for n in range(4)), *CONFIRMATIONS])
+def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str, number: int, is_after: bool
+) -> None:
+    """Ctrl-C, of a step's saves or of those of a request's end."""
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(3, 150), 1)
+    call, numbers = getattr(ChunkSaver, name), itertools.count()
+
+    def interrupted(*args: object) -> object:
+        is_now = next(numbers) == number
+        if is_now and not is_after:
+            raise KeyboardInterrupt
+        result = call(*args)
+        if is_now:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkSaver, name, interrupted)
+        wait_for_store(engine)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        engine.fail_all("interrupted")
+    mover = engine._runner.chunks
+    assert mover is not None
+    assert mover.saver.settle(5.0)
+    mover.saver.before_reuse(np.arange(64))  # returns
+    engine.close()
+    check_closed(engine, store)
+
+
+def test_no_memory_for_a_copy_is_a_chunk_that_is_not_saved(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    with monkeypatch.context() as patched:
+        patched.setattr(chunk_saver, "np", NumpyWithoutMemory())
+        submit(engine, "a", draw(3, 150), NUM_NEW)
+        events = run(engine)
+    assert answers(events)["a"] == full_prefill(decoder, draw(3, 150), NUM_NEW)[0]
+    mover = engine._runner.chunks
+    assert mover is not None
+    assert mover.saver.counts.dropped == 3
+    engine.close()
+    check_closed(engine, store)
+
+
+def test_threads_end_with_an_engine_that_nobody_closes(decoder: Decoder) -> None:
+    before = set(threading.enumerate())
+    engine = make_cached_engine(decoder, FakeStore())
+    submit(engine, "a", draw(4, 100), NUM_NEW)
+    run(engine)
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(started) >= 7  # two that look, two that read, one that loads, two that save
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread.name
+
+
+def test_a_header_of_a_source_is_not_touched_behind_its_end(decoder: Decoder, filled: FakeStore) -> None:
+    """A load that is given up in its first layer reads on into nothing."""
+    gate = Gate()
+
+    def hang(header: ChunkHeader, layer: int) -> Miss | None:
+        gate(layer)
+        return None
+
+    filled.fault = hang
+    engine = make_cached_engine(decoder, filled)
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    wait_for_store(engine)
+    stepping = threading.Thread(target=lambda: engine.step())
+    stepping.start()
+    assert gate.has_come.wait(WAIT_S)
+    gate.open()
+    stepping.join(WAIT_S)
+    assert not stepping.is_alive()
+    run(engine)
+    engine.close()
+    check_closed(engine, filled)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_of_an_llm_that_ends_early_leaves_nothing_to_match(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """What it was to compute is not there: the same prompt is computed anew, also after Ctrl-C."""
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm, prompt = LLM(dtype="float32", config={"num_pages": 64}), list(range(40, 140))
+    attend, num_calls = Decoder._attend, []
+
+    def interrupted(self: Decoder, *args: object) -> object:
+        num_calls.append(1)
+        if len(num_calls) == 2:
+            raise error
+        return attend(self, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoder, "_attend", interrupted)
+        with pytest.raises(error):
+            llm.generate([prompt], greedy)
+    found = llm.generate([prompt], greedy)[0]
+    llm.close()
+    fresh = LLM(dtype="float32", config={"num_pages": 64})
+    assert found.outputs[0].token_ids == fresh.generate([prompt], greedy)[0].outputs[0].token_ids
+    assert found.metrics.cached_tokens == 0
+    fresh.close()
+
+
+def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
+    """Or it would come into the tier behind the deletion, and stay."""
+    store, gate = FakeStore(), Gate()
+    put = store.put
+
+    def slow(chunk: Chunk, lineage: Lineage) -> bool:
+        gate(0)
+        return put(chunk, lineage)
+
+    store.put = slow  # type: ignore[method-assign]
+    engine = make_cached_engine(decoder, store)
+    assert engine.chunks is not None
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    run(engine)
+    assert gate.has_come.wait(WAIT_S)
+    admin, fingerprint = NodeAdmin(make_node(), "node"), engine.chunks.fingerprint
+    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.chunks.settle_saves)
+    num_there: list[int] = []
+
+    def delete() -> None:
+        answer_kv(DropTenantKv("", in_tier=False), lambda query: engine_part(engine, query), tier)
+        num_there.append(len(store.chunks))
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    thread.join(0.2)
+    assert num_there == []
+    gate.open()
+    thread.join(WAIT_S)
+    engine.close()
+    assert num_there == [len(store.chunks)] == [3]
+
+
+@pytest.mark.parametrize("session_id", [None, "public:deleted"])
+def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
+    decoder: Decoder, session_id: str | None
+) -> None:
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    submit(engine, "a", draw(1, 40), NUM_NEW, session_id=session_id)
+    while engine.is_blocked or not engine.scheduler.running:
+        engine.step()
+    engine_part(engine, DropTenantKv("", in_tier=False))
+    assert answers(run(engine))["a"]
+    engine.close()
+    assert store.chunks == {}
+
+
+@pytest.mark.parametrize(("last", "are_saved"), [(0, False), (1, True)])
+def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_it(
+    decoder: Decoder, last: int, are_saved: bool
+) -> None:
+    """One that only begins alike does."""
+    store = FakeStore()
+    engine = make_cached_engine(decoder, store)
+    ids = draw(1, 40)
+    submit(engine, "a", ids, NUM_NEW)
+    while engine.is_blocked or not engine.scheduler.running:
+        engine.step()
+    engine_part(engine, DropKv("", (*ids[:29], ids[29] + last), in_tier=False))
+    engine_part(engine, DropKv("other", tuple(ids), in_tier=False))
+    assert answers(run(engine))["a"]
+    engine.close()
+    assert bool(store.chunks) == are_saved
+
+
+def test_nothing_is_left_of_a_request_that_could_not_begin(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_cached_engine(decoder, FakeStore())
+    assert engine.chunks is not None
+
+    def fail(*_args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.chunks, "_query", fail)
+        with pytest.raises(MemoryError):
+            submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert engine.in_flight == {}
+    submit(engine, "a", draw(1, 150), NUM_NEW)
+    assert answers(run(engine))["a"]
+    engine.close()

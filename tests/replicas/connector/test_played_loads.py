@@ -1,0 +1,563 @@
+"""Loads that fail at bad moments, step by step; the fake runner checks what every row sees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.misses import Miss
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.truncation import Truncation
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
+
+IDS = [(7 * i + i // 5) % 5 for i in range(60)]
+WINDOW = 48
+
+
+class Played:
+    """An engine over a store that another one filled."""
+
+    def __init__(self, store: FakeStore, **options: Any) -> None:
+        self.store = store
+        self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
+        self.cache = PlayedCache(
+            store, 4, step_chunks=options.pop("step_chunks", None), load=options.pop("load", "auto")
+        )
+        self.engine: Engine = make_played_engine(
+            self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
+        )
+
+    def submit(self, name: str, ids: list[int], num_tokens: int = 3, **more: Any) -> None:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens)
+        self.engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=params, **more))
+
+    def check_rest(self) -> None:
+        self.cache.play()
+        assert (self.engine.forest.num_in_use, self.engine.in_flight) == (0, {})
+        assert (self.cache.num_open, self.cache.cache.stats()["read_buffer_bytes"]) == (0, 0)
+        assert (self.store.num_open, self.store.waiting) == (0, set())
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    """It has the first 24 tokens."""
+    store = FakeStore()
+    filling = Played(store)
+    filling.submit("fill", IDS[:25], 1)
+    filling.cache.play()
+    run(filling.engine)
+    filling.check_rest()
+    assert len(store.chunks) == 3
+    return store
+
+
+def without_a_tier(ids: list[int], **more: Any) -> list[int]:
+    engine = make_engine(runner=FakeRunner(64, 4, max_context=WINDOW))
+    engine.submit(make_request("a", ids, SamplingParams(temperature=0, max_tokens=3), **more))
+    return tokens_of(run(engine), "a")
+
+
+def lose_from(chunk: int) -> Any:
+    def fault(header: ChunkHeader, layer: int) -> Miss | None:
+        return Miss.BAD_CHECKSUM if int(header.slot_position[0]) >= chunk * CHUNK_TOKENS and layer == 1 else None
+
+    return fault
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_who_keeps_only_what_was_computed_behind_a_lost_chunk_goes_back_too(store: FakeStore, chunk: int) -> None:
+    """A session drops the first half of what another request loads and computes in the same step."""
+    case = Played(store)
+    store.fault = lose_from(chunk)
+    case.submit("a", IDS[:44])
+    case.submit("b", IDS[:50], session_id="s", truncation=Truncation())
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:44], 3, 5)
+    assert tokens_of(events, "b") == without_a_tier(IDS[:50], session_id="s", truncation=Truncation())
+    assert case.engine.scheduler.num_retracted == 2
+    case.check_rest()
+
+
+@pytest.mark.parametrize("strategy", ["reuse_kv", "recompute"])
+def test_what_was_found_of_a_prompt_is_not_loaded_once_it_was_cut(store: FakeStore, strategy: Any) -> None:
+    """Chunks are found by the whole prompt; what stays of it has other tokens at their positions."""
+    case = Played(store)
+    more = {"session_id": "s", "truncation": Truncation(strategy=strategy)}
+    case.submit("a", IDS, **more)
+    case.cache.play()
+    assert tokens_of(run(case.engine), "a") == without_a_tier(IDS, **more)
+    case.check_rest()
+
+
+LONG_S = 1e6
+
+
+def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    assert case.engine.is_blocked
+    case.cache.now_s += LONG_S
+    assert not case.engine.is_blocked
+    assert case.engine.step() == []
+    assert case.runner.num_rows == CHUNK_TOKENS  # no more: what the store says may be of use behind them
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.usage is not None)
+    assert (usage.host_tokens, usage.cached_tokens) == (24 - CHUNK_TOKENS, 24 - CHUNK_TOKENS)
+    assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
+def test_who_always_loads_waits_for_the_store(store: FakeStore) -> None:
+    case = Played(store, load="always")
+    case.submit("a", IDS[:30])
+    case.cache.now_s += 10.0
+    assert case.engine.is_blocked
+    case.cache.play()
+    events = run(case.engine)
+    assert next(event.usage for event in events if event.usage is not None).host_tokens == 24
+    case.check_rest()
+
+
+def test_who_never_loads_asks_for_nothing_and_saves(store: FakeStore) -> None:
+    case = Played(store, load="never")
+    case.submit("a", IDS[:40])
+    events = run(case.engine)
+    assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
+    assert case.cache.cache.counts["lookups"] == 0
+    assert len(store.chunks) > 3
+    case.check_rest()
+
+
+def test_what_is_found_after_the_last_row_is_not_used(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.now_s += LONG_S
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert case.runner.num_rows == 30 + 2
+    assert case.cache.cache.stats()["given_up"] == {"lookup": 1}
+    case.check_rest()
+
+
+def test_what_is_found_late_is_waited_for_beside_others_only(store: FakeStore) -> None:
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("stream", [4] * 5, 20)
+    case.cache.play()
+    case.engine.step()
+    case.submit("a", IDS[:30])
+    case.cache.now_s += LONG_S
+    case.engine.step()
+    case.cache.play(num_reads=0)
+    before = case.runner.num_rows
+    events = [event for _ in range(5) for event in case.engine.step()]
+    assert {event.request_id for event in events} == {"stream"}
+    assert case.runner.num_rows == before + 5
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert next(event.usage for event in events if event.usage is not None).disk_tokens == 24 - CHUNK_TOKENS
+    case.check_rest()
+
+
+@pytest.mark.parametrize("other", [None, IDS[1:30]])
+def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_read(
+    store: FakeStore, other: list[int] | None
+) -> None:
+    """Alone it is, layer by layer."""
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    if other is not None:
+        case.submit("b", other)
+    case.cache.play(num_reads=0)
+    assert case.engine.is_blocked == (other is not None)
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert next(event.usage for event in events if event.request_id == "a" and event.usage).disk_tokens == 24
+    assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
+def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("before", [4] * 20)
+    case.cache.play()
+    run(case.engine)
+    stats, chunks, cached = case.engine.stats(), dict(store.chunks), case.engine.forest.num_cached
+    for number in range(2):
+        case.submit(f"w{number}", IDS[:30], salt=WARM_UP_SALT)
+        events = run(case.engine)
+        assert tokens_of(events, f"w{number}") == continuation(IDS[:30], 3, 5)
+        assert next(event.usage for event in events if event.usage is not None).cached_tokens == 0
+    assert (case.engine.stats(), store.chunks, case.engine.forest.num_cached) == (stats, chunks, cached)
+    assert len(case.engine.explanations) == 1
+    case.check_rest()
+
+
+def test_all_choices_follow_one_load(store: FakeStore) -> None:
+    case = Played(store)
+    for choice in range(3):
+        case.submit(f"a{choice}", IDS[:30], choice_index=choice)
+    case.cache.play()
+    events = run(case.engine)
+    for choice in range(3):
+        assert tokens_of(events, f"a{choice}") == continuation(IDS[:30], 3, 5)
+    assert case.cache.cache.counts["lookups"] == 1
+    assert case.cache.mover.num_loaded == 1
+    case.check_rest()
+
+
+def test_who_comes_beside_others_is_not_planned_as_if_alone(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.submit("b", [4] * 30)
+    case.submit("c", IDS[1:30])
+    found = [sequence.found for sequence in case.engine.scheduler.waiting]
+    assert [fetch is not None and fetch.is_alone for fetch in found] == [True, False, False]
+    case.cache.play()
+    run(case.engine)
+    case.submit("d", IDS[2:30])
+    (last,) = case.engine.scheduler.waiting
+    assert last.found is not None
+    assert last.found.is_alone
+    case.cache.play()
+    run(case.engine)
+    case.check_rest()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_a_tier_that_fails_with_a_load_is_tried_again_but_not_for_ever(store: FakeStore, num_failures: int) -> None:
+    """Nothing of the load stays open, and no request runs for ever."""
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    case.runner.num_failing_transfers = num_failures
+    events = run(case.engine)
+    if num_failures <= 2:
+        assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    else:
+        assert [event.finish_reason for event in events] == ["error"]
+    case.check_rest()
+
+
+@pytest.mark.parametrize("plays", [(0, 0), (1, 0), (None, None)])
+@pytest.mark.parametrize("how", ["abort", "fail_all", "close"])
+def test_a_request_ends_while_its_chunks_are_looked_for_or_brought(
+    store: FakeStore, plays: tuple[int | None, int | None], how: str
+) -> None:
+    store.edge = "disk"
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play(*plays)
+    if how == "abort":
+        case.engine.abort("a")
+    elif how == "fail_all":
+        case.engine.fail_all("gone")
+    else:
+        case.engine.close()
+        case.engine.abort("a")
+    case.check_rest()
+
+
+def test_a_step_that_raises_with_a_load_under_way_leaves_nothing_open(store: FakeStore) -> None:
+    case = Played(store)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    case.runner.fail_next = True
+    with pytest.raises(RuntimeError):
+        case.engine.step()
+    events = case.engine.fail_all("gone")
+    assert [event.finish_reason for event in events] == ["error"]
+    case.check_rest()
+    case.submit("b", IDS[:30])
+    case.cache.play()
+    assert tokens_of(run(case.engine), "b") == continuation(IDS[:30], 3, 5)
+    case.check_rest()
+
+
+def test_a_chunk_that_cannot_be_brought_costs_only_what_is_behind_it(store: FakeStore) -> None:
+    """It is known before pages are taken: nobody goes back."""
+    store.edge, store.fault = "disk", lose_from(1)
+    case = Played(store)
+    case.submit("other", [4] * 10, 20)
+    run_some(case.engine, 2)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.request_id == "a" and event.usage is not None)
+    assert usage.disk_tokens == CHUNK_TOKENS
+    assert case.engine.scheduler.num_retracted == 0
+    case.check_rest()
+
+
+def run_some(engine: Engine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
+
+
+class Parts:
+    """A history of three chunks is loaded beside a stream, one chunk in each step; the first step has been."""
+
+    def __init__(self, store: FakeStore, num_choices: int = 1, **options: Any) -> None:
+        self.case = Played(store, step_chunks=1, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for choice in range(num_choices):
+            self.case.submit(f"a{choice}", IDS[:30], choice_index=choice)
+        self.case.cache.play()
+        self.engine = self.case.engine
+        self.events: list[TokenEvent] = []
+        self.step()
+
+    def step(self) -> int:
+        """How many rows it has."""
+        before = self.case.runner.num_rows
+        self.events += self.engine.step()
+        self.engine.forest.check()
+        return self.case.runner.num_rows - before
+
+    def finish(self, *names: str) -> None:
+        self.events += run(self.engine)
+        for name in names:
+            assert tokens_of(self.events, name) == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+@pytest.mark.parametrize("edge", ["host", "disk"])
+def test_a_long_history_comes_in_parts_beside_a_stream(store: FakeStore, edge: Any) -> None:
+    """Who follows it waits with it."""
+    store.edge = edge
+    parts = Parts(store, num_choices=3)
+    assert [parts.step(), parts.step()] == [1, 1 + 6]  # the stream's, then the prompt's last tokens too
+    assert parts.step() == 1 + 1 + 2
+    assert parts.case.cache.mover.num_lost == 0
+    parts.finish("a0", "a1", "a2")
+    usage = next(event.usage for event in parts.events if event.request_id == "a0" and event.usage is not None)
+    assert usage.cached_tokens == 24
+
+
+def test_alone_a_history_comes_in_one_step(store: FakeStore) -> None:
+    case = Played(store, step_chunks=1)
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    assert tokens_of(case.engine.step(), "a")
+    run(case.engine)
+    case.check_rest()
+
+
+def test_the_rest_of_a_history_is_computed_if_a_later_part_does_not_come(store: FakeStore) -> None:
+    store.fault = lose_from(1)
+    parts = Parts(store)
+    parts.finish("a0")
+    assert parts.engine.scheduler.num_retracted == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "fail_all", "suspend"])
+def test_a_request_ends_between_two_parts(store: FakeStore, how: str) -> None:
+    parts = Parts(store)
+    if how == "abort":
+        parts.engine.abort("a0")
+    elif how == "fail_all":
+        parts.engine.fail_all("gone")
+    else:
+        parts.engine.scheduler._suspend(parts.engine.scheduler.running[-1])
+    parts.finish(*(["a0"] if how == "suspend" else []))
+
+
+def test_parts_may_be_all_that_a_step_has(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the stream's end waits for nobody's rows."""
+    parts = Parts(store)
+    monkeypatch.setattr(type(parts.engine.scheduler), "_has_streams", property(lambda self: True))
+    parts.engine.abort("other")
+    assert parts.step() == 0
+    parts.finish("a0")
+
+
+class Queue:
+    """A stream runs, and a head waits for the disk."""
+
+    def __init__(self, store: FakeStore, **options: Any) -> None:
+        store.edge = "disk"
+        self.case = Played(store, **options)
+        self.case.submit("other", [4] * 10, 20)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        self.case.submit("head", IDS[:30])
+
+    def step(self) -> list[str]:
+        """Who runs after it, besides the stream; the store answers before, and reads nothing."""
+        self.case.cache.play(None, 0)
+        self.case.engine.step()
+        self.case.engine.forest.check()
+        return [s.request.request_id for s in self.case.engine.scheduler.running[1:]]
+
+    def finish(self) -> None:
+        self.case.cache.play()
+        events = run(self.case.engine)
+        assert tokens_of(events, "head") == continuation(IDS[:30], 3, 5)
+        self.case.check_rest()
+
+
+def test_short_prompts_overtake_a_head_that_waits_for_its_chunks(store: FakeStore) -> None:
+    queue = Queue(store)
+    for token, name in enumerate(("b", "c")):
+        queue.case.submit(name, [3, token] * 4, session_id=name)
+    assert queue.step() == ["b", "c"]
+    assert queue.case.engine.scheduler.waiting.head.request.request_id == "head"
+    queue.finish()
+
+
+def test_nothing_that_holds_a_head_up_overtakes_it(store: FakeStore) -> None:
+    """Its own choices, which follow it; what takes more than a step; what waits for chunks too."""
+    queue = Queue(store, max_batch_tokens=32)
+    queue.case.submit("choice", IDS[:30], choice_index=1)
+    queue.case.submit("long", [3] * 35)
+    queue.case.submit("disk", IDS[:28])
+    assert queue.step() == []
+    queue.finish()
+
+
+@pytest.mark.parametrize(("options", "who"), [({"max_running": 2}, []), ({"max_running": 3}, ["b"])])
+def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: Any, who: list[str]) -> None:
+    queue = Queue(store, **options)
+    queue.case.submit("b", [3] * 4)
+    queue.case.submit("c", [2] * 4)
+    assert queue.step() == who
+    queue.finish()
+
+
+def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
+    """Of 64 pages of 4 tokens the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
+    queue = Queue(store, max_batch_tokens=256)
+    for index in range(6):
+        queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))
+    assert len(queue.step()) == 4
+    left = queue.case.engine.forest.num_available
+    assert left >= 9 + queue.case.engine.forest.num_reserved
+    queue.finish()
+
+
+class Many:
+    """Histories of three chunks each, of as many sessions, come back at once beside a stream."""
+
+    def __init__(self, histories: list[list[int]], edge: Any = "host", **options: Any) -> None:
+        """Nothing is read from the disk before a step loads it."""
+        store = FakeStore()
+        for ids in histories:
+            filling = Played(store)
+            filling.submit("fill", ids[:25], 1)
+            filling.cache.play()
+            run(filling.engine)
+        store.waiting.clear()
+        store.edge = edge
+        self.case, self.histories = Played(store, step_chunks=1, **options), histories
+        self.case.submit("other", [4] * 10, 30)
+        self.case.cache.play()
+        run_some(self.case.engine, 2)
+        for index, ids in enumerate(histories):
+            self.case.submit(f"a{index}", ids, session_id=f"s{index}")
+        self.case.cache.play(None, 0)
+        self.events: list[TokenEvent] = []
+        self.num_loaded = count_loads(self.case)
+
+    def finish(self) -> None:
+        while self.case.engine.has_work:
+            self.events += self.case.engine.step()
+            self.case.engine.forest.check()
+        for index, ids in enumerate(self.histories):
+            assert tokens_of(self.events, f"a{index}") == continuation(ids, 3, 5)
+        self.case.check_rest()
+
+
+def count_loads(case: Played) -> list[int]:
+    """Chunks that each step loads from now on."""
+    mover, load, num_loaded = case.cache.mover, case.cache.mover.load, list[int]()
+
+    def counted(grafts: Any, slots: Any) -> Any:
+        num_loaded.append(sum(len(graft.pieces) for graft in grafts))
+        return load(grafts, slots)
+
+    mover.load = counted  # type: ignore[method-assign]
+    return num_loaded
+
+
+def history(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(5), k=30)
+
+
+@pytest.mark.parametrize(
+    ("histories", "num_chunks"),
+    [
+        ([history(i) for i in range(4)], 12),
+        ([history(0)] * 4, 3),
+        ([[*history(0)[:8], *history(i)[8:]] for i in range(4)], 1 + 4 * 2),  # they part behind the first chunk
+    ],
+)
+def test_what_a_step_loads_beside_a_stream_is_bounded_for_all_together(
+    histories: list[list[int]], num_chunks: int
+) -> None:
+    many = Many(histories)
+    many.finish()
+    assert many.num_loaded == [1] * num_chunks
+    assert many.case.cache.mover.num_lost == 0
+
+
+def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> None:
+    """Its chunks would come before the head's."""
+    queue = Queue(store, step_chunks=1)
+    queue.case.submit("b", IDS[:25], session_id="b")
+    queue.case.cache.play(None, 0)
+    readers = queue.case.cache.workers["kv-read"]
+    readers.tasks.rotate(-1)
+    readers.play(1)  # all of its three chunks
+    assert queue.step() == []
+    queue.finish()
+
+
+def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
+    """It is read layer by layer, of all chunks: those of a later part would be read with the first. One in a step."""
+    many = Many([history(i) for i in range(3)], edge="disk")
+    for sequence in many.case.engine.scheduler.waiting:
+        assert sequence.found is not None
+        sequence.found._is_there = True  # as far as it can be
+    many.finish()
+    assert many.num_loaded[0] == 3
+    assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
+
+
+@pytest.mark.parametrize("what", ["running", "budget", "suspended"])
+def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: FakeStore, what: str) -> None:
+    """It was asked for once; then others take the places or the rows, or are suspended and go before it."""
+    queue = Queue(store, max_running=2)
+    assert queue.step() == []
+    scheduler = queue.case.engine.scheduler
+    if what == "running":
+        scheduler._max_running = 1
+    elif what == "budget":
+        scheduler._max_batch_tokens = 1
+    else:
+        scheduler._suspend(scheduler.running[0])
+        scheduler._max_running = 0
+    queue.step()
+    queue.case.cache.now_s += 1000.0
+    queue.step()
+    scheduler._max_running, scheduler._max_batch_tokens = 2, 128
+    queue.step()
+    assert queue.case.cache.cache.stats()["given_up"] == {}
+    queue.finish()
+    assert queue.case.cache.mover.num_loaded == 1

@@ -1,0 +1,168 @@
+"""Steps are measured with the runner that serves, and nothing of it is left in the engine."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.policy.cost_file import CostFile
+from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine import calibration as module
+from mneme.replicas.engine.calibration import calibrate, machine_of, remembered_costs
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.load import load_engine
+from mneme.replicas.model.runner import Runner
+from tests.kernels.cases import needs_native
+from tests.replicas.tiered_engine import answers, draw, run, submit
+
+SMALL = EngineConfig(
+    device="cpu",
+    dtype="float32",
+    page_size=16,
+    num_pages=64,
+    max_batch_tokens=64,
+    max_running=32,
+    host_cache_bytes=1 << 20,
+)
+
+
+def runner_of(engine: Engine) -> Runner:
+    return engine._runner
+
+
+def small_engine(**changes: Any) -> Engine:
+    return load_engine("mneme-tiny", replace(SMALL, **changes))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return small_engine()
+
+
+def settled(engine: Engine) -> dict[str, Any]:
+    engine.forest.check()
+    return engine.stats()
+
+
+def test_the_engine_is_as_it_was(engine: Engine) -> None:
+    before, runner = settled(engine), runner_of(engine)
+    found = calibrate(runner, SMALL, budget_s=0.5)
+    assert settled(engine) == before
+    assert engine.forest.num_free == SMALL.num_pages
+    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
+    assert sum(found.prefill) > 0
+    assert sum(found.decode) > 0
+    assert found.step_rows == 64
+    assert found.kv_bytes_per_token == 2 * runner.pool.k_pages[:, :, 0, 0, :].numel() * 4
+    assert set(found.edges) == {"host"}
+
+
+def test_answers_are_those_of_an_engine_that_was_not_measured() -> None:
+    prompts = {f"r{index}": draw(index, 40 + 90 * index) for index in range(3)}
+    given = []
+    for is_measured in (False, True):
+        engine = small_engine()
+        if is_measured:
+            calibrate(runner_of(engine), SMALL, budget_s=0.2)
+        for name, ids in prompts.items():
+            submit(engine, name, ids, 12)
+        given.append(answers(run(engine)))
+        engine.close()
+    assert given[0] == given[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_pages": 4, "max_running": 1},
+        {"num_pages": 3, "max_batch_tokens": 16, "max_running": 16},
+        {"max_context": 24},
+        {"prefix_sharing": False},
+        {"host_cache_bytes": 0, "max_running": 2},
+    ],
+)
+def test_small_pools_and_short_contexts_are_measured_too(changes: dict[str, Any]) -> None:
+    engine = small_engine(**changes)
+    config = replace(SMALL, **changes)
+    before = settled(engine)
+    found = calibrate(runner_of(engine), config, budget_s=0.1)
+    costs = CostModel(found)
+    assert costs.prefill_s(10, 0) > 0
+    assert costs.decode_s(2, 20) > 0
+    assert settled(engine) == before
+
+
+def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> None:
+    """On a clock that says a tenth of a second has passed whenever it is asked."""
+    runner = runner_of(engine)
+
+    def measured(budget_s: float, config: EngineConfig = SMALL) -> list[module.Step]:
+        ticks = itertools.count()
+        steps = module._measured_steps(runner, config, budget_s, lambda: 0.1 * next(ticks))
+        runner.pool.slot_position.fill_(FREE_SLOT_POSITION)
+        return steps
+
+    rich = [shape for ((shape, *others), _) in measured(6.0) if shape[0] > 1]
+    assert [rows for rows, _ in rich] == [32, 64, 64, 64, 64, 64]  # as many rows as a step may have
+    assert [context for _, context in rich] == [0, 32, 96, 160, 224, 288]
+    assert [each for (each, *_), _ in measured(6.0, replace(SMALL, prefix_sharing=False)) if each[0] > 1] == rich
+    poor = [shape for ((shape, *others), _) in measured(0.0) if shape[0] > 1]
+    assert poor == [(32, 0)]
+
+
+@needs_native  # without, nothing is worth sharing here
+def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(module._Bench, "_drawn", lambda _, num_tokens: [7] * num_tokens)
+    monkeypatch.setattr(module, "measured_edges", lambda *_, **__: {})
+    decode = module._Bench._decode
+
+    def watched(bench: Any, prompts: list[list[int]]) -> None:
+        decode(bench, prompts)
+        counted.append(runner_of(engine).num_shared_segments)
+
+    monkeypatch.setattr(module._Bench, "_decode", watched)
+    before = settled(engine)
+    calibrate(runner_of(engine), SMALL, budget_s=1.0)
+    assert counted[-1] > before["shared_segments"]
+    assert settled(engine) == before
+
+
+def test_a_pool_in_use_is_not_measured() -> None:
+    engine = small_engine()
+    submit(engine, "a", draw(1, 40), 4)
+    run(engine)
+    with pytest.raises(AssertionError, match="pool"):
+        calibrate(runner_of(engine), SMALL)
+
+
+def test_an_earlier_start_is_remembered(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(engine)
+    file = CostFile(tmp_path, bytes(32), machine_of(runner, SMALL))
+    first = remembered_costs(runner, SMALL, file, budget_s=0.1)
+    measured: list[Calibration] = []
+
+    def counted(*args: Any, **options: Any) -> Calibration:
+        measured.append(calibrate(*args, **options))
+        return measured[-1]
+
+    monkeypatch.setattr(module, "calibrate", counted)
+    again = remembered_costs(runner, SMALL, file, budget_s=0.1)
+    assert again.calibration == first.calibration
+    assert not measured
+    for _ in range(10):  # it turns out that the machine was busy then
+        again.note_step([(50, 0)], again.prefill_s(50, 0) / 20)
+    file.write(again)
+    assert remembered_costs(runner, SMALL, file, budget_s=0.1).calibration == measured[0]
+
+
+def test_machines_differ_by_what_steps_depend_on(engine: Engine) -> None:
+    runner = runner_of(engine)
+    assert machine_of(runner, SMALL) == machine_of(runner, replace(SMALL, max_waiting=7))
+    assert machine_of(runner, SMALL) != machine_of(runner, replace(SMALL, max_batch_tokens=128))

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.workers import Workers
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.schedule.test_engine_policy import make_request
+
+LONG = SamplingParams(temperature=0, max_tokens=5_000)
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def loop():
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig())  # type: ignore[arg-type]
+    loop = EngineLoop(engine)
+    loop.start()
+    yield loop
+    loop.stop()
+
+
+def subscribe(loop: EngineLoop, name: str) -> queue.Queue[StepMessage]:
+    messages: queue.Queue[StepMessage] = queue.Queue()
+    loop.subscribe(name, messages.put)
+    return messages
+
+
+def until_finished(messages: queue.Queue[StepMessage], request_id: str) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    while True:
+        for event in messages.get(timeout=WAIT_S).events:
+            if event.request_id == request_id:
+                tokens.extend(event.token_ids)
+                if event.finish_reason is not None:
+                    return tokens, event.finish_reason
+
+
+def test_each_subscriber_hears_of_its_own_requests_without_gaps(loop: EngineLoop) -> None:
+    streams = {name: subscribe(loop, name) for name in ("one", "two")}
+    answers = loop.submit_many([make_request(name, [1, 2], subscriber=name) for name in streams])
+    assert answers == [None, None]
+    for name, messages in streams.items():
+        received = [messages.get(timeout=WAIT_S) for _ in range(4)]
+        assert [message.seq for message in received] == [0, 1, 2, 3]
+        assert {message.epoch for message in received} == {loop.epoch}
+        assert {event.request_id for message in received for event in message.events} == {name}
+        tokens = [token for message in received for event in message.events for token in event.token_ids]
+        assert tokens == continuation([1, 2], 4, 5)
+
+
+def test_refusals_come_back_and_harm_nobody(loop: EngineLoop) -> None:
+    messages = subscribe(loop, "")
+    answers = loop.submit_many([make_request("bad", [99]), make_request("good", [1])])
+    assert isinstance(answers[0], InvalidRequest)
+    assert answers[1] is None
+    assert until_finished(messages, "good")[1] == "length"
+
+
+def test_abort_ends_a_request_and_frees_its_pages(loop: EngineLoop) -> None:
+    messages = subscribe(loop, "")
+    loop.submit_many([make_request("long", [1], LONG)])
+    loop.abort(["long", "unknown"])
+    assert until_finished(messages, "long")[1] == "abort"
+    loop.submit_many([make_request("after", [1])])
+    until_finished(messages, "after")
+    assert loop.engine.forest.num_in_use == 0
+
+
+def test_a_gone_subscriber_leaves_nothing_running(loop: EngineLoop) -> None:
+    subscribe(loop, "gone")
+    here = subscribe(loop, "")
+    loop.submit_many([make_request("orphan", [1], LONG, subscriber="gone")])
+    loop.unsubscribe("gone")
+    loop.submit_many([make_request("after", [1])])
+    until_finished(here, "after")
+    assert loop.stats()["requests"]["running"] == 0
+
+
+def test_a_failed_step_is_answered_and_the_engine_goes_on(loop: EngineLoop, caplog: pytest.LogCaptureFixture) -> None:
+    messages = subscribe(loop, "")
+    loop.engine._runner.fail_next = True  # type: ignore[attr-defined]
+    loop.submit_many([make_request("unlucky", [1])])
+    assert until_finished(messages, "unlucky") == ([], "error")
+    assert "step failed" in caplog.text
+    loop.submit_many([make_request("next", [1])])
+    assert until_finished(messages, "next")[1] == "length"
+
+
+def test_a_subscriber_that_raises_does_not_stop_the_others(loop: EngineLoop, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(message: StepMessage) -> None:
+        raise OSError("closed")
+
+    loop.subscribe("broken", broken)
+    here = subscribe(loop, "")
+    loop.submit_many([make_request("a", [1], subscriber="broken"), make_request("b", [1])])
+    assert until_finished(here, "b")[1] == "length"
+    assert "could not take its message" in caplog.text
+
+
+def test_stop_aborts_what_runs_and_refuses_what_comes() -> None:
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig())  # type: ignore[arg-type]
+    loop = EngineLoop(engine)
+    messages = subscribe(loop, "")
+    loop.start()
+    loop.submit_many([make_request("long", [1], LONG)])
+    loop.stop()
+    assert until_finished(messages, "long")[1] == "abort"
+    assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
+    assert not any(thread.name == "engine" for thread in threading.enumerate())
+    assert not engine._runner.can_copy  # closed
+
+
+def test_a_request_without_a_token_stream_is_refused(loop: EngineLoop) -> None:
+    assert isinstance(loop.submit_many([make_request("deaf", [1], subscriber="nobody")])[0], ReplicaUnavailable)
+    assert not loop.engine.has_work
+
+
+def test_an_engine_that_breaks_on_a_request_answers_it(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = subscribe(loop, "")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.engine, "submit", lambda request: 1 / 0)
+        assert type(loop.submit_many([make_request("a", [1])])[0]) is MnemeError
+    loop.submit_many([make_request("b", [1])])
+    assert until_finished(messages, "b")[1] == "length"
+
+
+def test_a_thread_that_has_ended_is_noticed_by_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeRunner(4_000, 4), None, EngineConfig())  # type: ignore[arg-type]
+    loop = EngineLoop(engine)
+    subscribe(loop, "")
+    loop.start()
+    loop.check_health()
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    loop.submit_many([make_request("last", [1])])
+    assert loop._has_ended.wait(WAIT_S)  # nothing public says so without an answer
+    with pytest.raises(ReplicaUnavailable):
+        loop.check_health()
+    assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
+    loop.stop()
+
+
+def test_the_thread_that_makes_an_engine_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread has of its own is then warm when requests come: see `load_engine_loop`."""
+    made_by: list[int] = []
+    stepped_by: list[int] = []
+    step = Engine.step
+
+    def make() -> Engine:
+        made_by.append(threading.get_ident())
+        return Engine(FakeRunner(64, 4), None, EngineConfig())  # type: ignore[arg-type]
+
+    def noted(engine: Engine) -> list[TokenEvent]:
+        stepped_by.append(threading.get_ident())
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", noted)
+    thread = Workers("engine", 1)
+    loop = EngineLoop(thread.call(make), thread)
+    messages = subscribe(loop, "")
+    loop.start()
+    loop.submit_many([make_request("a", [1])])
+    until_finished(messages, "a")
+    loop.stop()
+    assert set(stepped_by) == set(made_by) != {threading.get_ident()}
+
+
+def test_what_a_thread_cannot_make_is_raised_where_it_was_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Workers("engine", 1).call(lambda: 1 / 0)

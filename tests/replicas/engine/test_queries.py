@@ -1,0 +1,218 @@
+"""What an engine says of its sessions and of recent prompts; no tensors, milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
+from mneme.replicas.engine.commands import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.explanations import MAX_EXPLANATIONS
+from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.forest.paths import Rows
+from mneme.replicas.request import PromptUsage, SamplingParams
+from mneme.replicas.sequence import Sequence
+from tests.replicas.fake_runner import continuation
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
+
+KEY = ("", "public:s")
+
+
+def session(engine: Engine, key: tuple[str, str] = KEY) -> dict[str, Any]:
+    found: dict[str, Any] = answer(engine, GetSession(key))
+    return found
+
+
+def explained(engine: Engine, http_id: str, salt: str = "") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = answer(engine, ExplainPrompt(salt, http_id))
+    return found
+
+
+def test_a_session_tells_its_tokens_turns_tiers_and_hits() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
+    run(engine)
+    engine.submit(make_request("two.0", [4, 1], session_id=KEY[1], append=True))
+    run(engine)
+    found = session(engine)
+    assert (found["tokens"], found["turns"], found["answering"], found["queued"]) == (13, 2, False, 0)
+    assert found["kv"] == {"device": 12, "host": 0, "absent": 1}  # the last token was never fed
+    assert found["hit_history"] == [
+        {"prompt_tokens": 3, "cached_tokens": 0},
+        {"prompt_tokens": 9, "cached_tokens": 6},
+    ]
+    assert answer(engine, GetSession(("other", KEY[1]))) is None
+
+
+def test_looking_changes_nothing() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
+    run(engine)
+    before = engine.stats()
+    session(engine)
+    assert engine.stats() == before
+    engine.forest.check()
+    assert engine.forest.resident("nobody", [1, 2]) == (0, 0)
+    assert engine.forest.num_in_use == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_what_is_resident_is_what_a_request_would_find(prompts: list[list[int]]) -> None:
+    engine = make_engine()
+    for index, prompt in enumerate(prompts):
+        engine.submit(make_request(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=2)))
+    run(engine)
+    for prompt in [*prompts, [*prompts[0], 1, 2, 0]]:
+        found = engine.forest.resident("", prompt).device
+        path = engine.forest.open_path("")
+        assert engine.forest.extend(path, prompt, len(prompt)) == found
+        engine.forest.release(path)
+
+
+def test_ranges_say_where_a_prompt_came_from_and_sum_up() -> None:
+    engine = make_engine(max_batch_tokens=16)
+    long = [i % 5 for i in range(40)]
+    engine.submit(make_request("aa-0.0", long))
+    run(engine)
+    engine.submit(make_request("bb.0", [*long, 1, 1, 1], salt=""))
+    events = run(engine)
+    (first,), (second,) = explained(engine, "aa"), explained(engine, "bb")
+    assert first["ranges"] == [{"start": 0, "end": 40, "source": "recomputed"}]
+    cached = usage_of(events, "bb.0")[1]
+    assert second["ranges"] == [
+        {"start": 0, "end": cached, "source": "device"},
+        {"start": cached, "end": 43, "source": "recomputed"},
+    ]
+    assert second["kv_details"] == {
+        "device": cached, "host": 0, "disk": 0, "peer": 0, "recomputed": 43 - cached, "dropped": 0,
+        "truncated": 0,
+    }  # fmt: skip
+    assert explained(engine, "bb", salt="another key") == []
+    assert explained(engine, "b") == explained(engine, "aa-0.0") == []
+
+
+def test_prompts_computed_side_by_side_say_who_computed_what() -> None:
+    engine = make_engine(max_batch_tokens=16)
+    prompt = [i % 5 for i in range(90)]
+    for index in range(3):
+        engine.submit(make_request(f"r.{index}", prompt, choice_index=index))
+    run(engine)
+    for entry in explained(engine, "r"):
+        tokens = {"device": 0, "recomputed": 0}
+        for part in entry["ranges"]:
+            tokens[part["source"]] += part["end"] - part["start"]
+        assert {name: entry["kv_details"][name] for name in tokens} == tokens
+        assert sum(entry["kv_details"].values()) == entry["prompt_tokens"] == 90
+        assert [part["start"] for part in entry["ranges"][1:]] == [part["end"] for part in entry["ranges"][:-1]]
+    assert [entry["kv_details"]["device"] for entry in explained(engine, "r")] == [0, 89, 89]
+
+
+def test_explanations_are_bounded() -> None:
+    engine = make_engine()
+    for index in range(MAX_EXPLANATIONS + 50):
+        engine.submit(make_request(f"{index}x.0", [1, 2], SamplingParams(temperature=0, max_tokens=1)))
+        run(engine)
+    assert len(engine.explanations) == MAX_EXPLANATIONS
+    assert explained(engine, "0x") == []
+    assert len(explained(engine, f"{MAX_EXPLANATIONS}x")) == 1
+
+
+def test_a_fork_in_the_middle_of_an_answer_shares_to_the_token() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=20), session_id=KEY[1]))
+    for _ in range(7):
+        engine.step()
+    forked = answer(engine, ForkSession(KEY, "public:f"))
+    said = continuation([1, 2, 3], 7, 5)
+    assert (forked["tokens"], forked["kv"]["device"]) == (10, 9)
+    engine.submit(make_request("two.0", [4], session_id="public:f", append=True))
+    events = run(engine)
+    assert usage_of(events, "two.0") == (11, 10)  # the last one is computed in this very step
+    assert tokens_of(events, "two.0") == continuation([1, 2, 3, *said, 4], 4, 5)
+    assert session(engine)["tokens"] == 23
+    assert engine.forest.num_in_use == 0
+
+
+def test_a_session_deleted_while_it_answers_ends_well() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
+    engine.submit(make_request("two.0", [1], session_id=KEY[1]))
+    engine.submit(make_request("three.0", [4], session_id=KEY[1], append=True))
+    events = engine.step()
+    assert answer(engine, DeleteSession(KEY)) is True
+    assert session(engine) is None
+    events += run(engine)
+    assert tokens_of(events, "one.0") == continuation([1, 2, 3], 4, 5)
+    assert tokens_of(events, "two.0") == continuation([1], 4, 5)
+    assert tokens_of(events, "three.0") == continuation([1, *continuation([1], 4, 5), 4], 4, 5)
+    assert session(engine)["turns"] == 2
+    assert answer(engine, DeleteSession(KEY)) is True
+    assert answer(engine, DeleteSession(KEY)) is False
+    assert len(engine.sessions) == 0
+    assert engine.forest.num_in_use == 0
+
+
+def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2], session_id=KEY[1]))
+    engine.submit(make_request("two.0", [4], session_id=KEY[1], append=True))
+    answer(engine, DeleteSession(KEY))
+    events = run(engine)
+    (event,) = [event for event in events if event.request_id == "two.0"]
+    assert "no such session" in (event.error or "")
+    assert isinstance(event.refusal, SessionNotFound)
+    with pytest.raises(SessionNotFound):
+        engine.submit(make_request("three.0", [4], session_id=KEY[1], append=True))
+    assert len(engine.sessions) == 0
+
+
+def test_choices_share_the_session() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
+    run(engine)
+    for index in range(3):
+        engine.submit(make_request(f"two.{index}", [4], session_id=KEY[1], append=True, choice_index=index))
+    events = run(engine)
+    answers = [tokens_of(events, f"two.{index}") for index in range(3)]
+    assert answers == [continuation([1, 2, 3, *continuation([1, 2, 3], 4, 5), 4], 4, 5)] * 3
+    assert session(engine)["tokens"] == 12
+
+
+def test_a_loop_returns_errors_and_outlives_questions(caplog: pytest.LogCaptureFixture) -> None:
+    loop = EngineLoop(make_engine())
+    loop.start()
+    try:
+        assert loop.query(GetSession(KEY)) is None
+        assert isinstance(loop.query(ForkSession(KEY, "public:f")), InvalidRequest)
+        assert type(loop.query(GetSession([]))) is MnemeError  # type: ignore[arg-type]
+        loop.check_health()
+    finally:
+        loop.stop()
+    assert "query failed" in caplog.text
+
+
+@given(st.lists(st.tuples(st.integers(0, 24), st.integers(1, 6)), max_size=8))
+def test_computed_ranges_are_those_that_were_computed(rows: list[tuple[int, int]]) -> None:
+    """Chunks follow each other, skip what was found, or begin again further back after a suspension."""
+    sequence = Sequence(request=make_request("r", [1]), ids=[1] * 20, num_prompt=20, max_tokens=4, arrival=0)
+    expected = ["device"] * 20
+    for start, count in rows:
+        sequence.note_rows(Rows([(start, start + count)], [], 0, []))
+        for position in range(start, min(start + count, 20)):
+            expected[position] = "recomputed"
+    if "recomputed" in expected:
+        last = 19 - expected[::-1].index("recomputed")
+        expected[last:] = ["recomputed"] * (20 - last)  # what was not begun
+    else:
+        expected = ["recomputed"] * 20
+    ranges = sequence.origins.ranges(20)
+    assert [each.source for each in ranges for _ in range(each.start, each.end)] == expected
+    assert sequence.usage == PromptUsage(20, expected.count("device"))
+    sequence.append(1)
+    sequence.note_rows(Rows([(0, 20)], [], 0, []))  # suspended in decode: no longer the prompt's first computation
+    assert sequence.origins.ranges(20) == ranges

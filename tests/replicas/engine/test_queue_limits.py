@@ -1,0 +1,340 @@
+"""Limits of the queue, when to come again, deadlines, and shares of a step: the engine with a fake runner and clock."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.config import parse
+from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.commands import GetSession, answer
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.limits import MAX_RETRY_S, MIN_RETRY_S, DrainRate
+from mneme.replicas.engine.request_deadlines import RequestDeadlines
+from mneme.replicas.request import SamplingParams, TokenEvent
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
+
+LONG = SamplingParams(temperature=0, max_tokens=40)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def engine_with_clock(num_pages: int = 64, page_size: int = 4, **options: Any) -> tuple[Engine, Clock]:
+    config, clock = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options}), Clock()
+    return Engine(FakeRunner(num_pages, page_size), None, config, clock=clock), clock  # type: ignore[arg-type]
+
+
+def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> None:
+    engine = make_engine(max_waiting_tokens=100)
+    engine.submit(make_request("larger.0", [1] * 150))
+    engine.submit(make_request("larger.1", [1] * 150, choice_index=1))  # the same request
+    with pytest.raises(Overloaded, match="300 prompt tokens are waiting, of at most 100"):
+        engine.submit(make_request("small", [2]))
+    engine.step()
+    engine.submit(make_request("a", [2] * 99))
+    engine.submit(make_request("b", [3]))
+    assert engine.stats()["waiting_tokens"] == 100
+    refused = make_request("c", [3])
+    assert not engine.has_room_for(refused)
+    with pytest.raises(Overloaded):
+        engine.submit(refused)
+    assert engine.stats()["refused"] == {"requests": 0, "tokens": 2, "session": 0}
+    assert sum(event.finish_reason == "length" for event in run(engine)) == 4
+    assert engine.stats()["waiting_tokens"] == 0
+
+
+def test_queued_turns_count() -> None:
+    engine = make_engine(max_waiting_tokens=20, max_waiting=3)
+    engine.submit(make_request("one.0", [1] * 30, session_id="s"))
+    engine.step()
+    engine.submit(make_request("two.0", [1] * 15, session_id="s"))
+    assert engine.stats()["waiting_tokens"] == 15
+    with pytest.raises(Overloaded, match="tokens"):
+        engine.submit(make_request("other.0", [2] * 6))
+    for name in ("three.0", "four.0"):
+        engine.submit(make_request(name, [1] * 2, session_id="s"))
+    with pytest.raises(Overloaded, match="3 requests are waiting"):
+        engine.submit(make_request("other.0", [2]))
+    engine.abort("three.0")
+    assert engine.stats()["waiting_tokens"] == 17
+    run(engine)
+    assert engine.stats()["waiting_tokens"] == 0
+
+
+def test_too_many_turns_of_one_session_are_refused_with_a_time() -> None:
+    engine = make_engine()
+    for number in range(65):
+        engine.submit(make_request(f"{number}.0", [1], session_id="s"))
+    with pytest.raises(Overloaded, match="64 requests of this session") as refused:
+        engine.submit(make_request("66.0", [1], session_id="s"))
+    assert refused.value.retry_after_s == MIN_RETRY_S
+    assert engine.stats()["refused"]["session"] == 1
+    assert sum(event.finish_reason == "length" for event in run(engine)) == 65
+
+
+def test_retry_after_is_what_the_queue_takes_to_drain() -> None:
+    engine, clock = engine_with_clock(max_running=1, max_waiting=10)
+    for number in range(10):  # of 10 tokens and four steps of 0.5 s each
+        engine.submit(make_request(f"r{number}", [number % 5, number // 5, *[0] * 8]))
+    with pytest.raises(Overloaded) as refused:
+        engine.submit(make_request("one more", [1]))
+    assert refused.value.retry_after_s == MIN_RETRY_S  # nothing is measured yet
+    for number in range(10, 13):
+        for _ in range(4):
+            engine.step()
+            clock.now_s += 0.5
+        engine.submit(make_request(f"r{number}", [number % 5, number // 5, *[0] * 8]))
+    with pytest.raises(Overloaded) as refused:
+        engine.submit(make_request("one more", [1]))
+    assert refused.value.retry_after_s == pytest.approx(10 * 2.0, rel=0.1)
+    clock.now_s += 1000  # one step that takes very long
+    engine.step()
+    engine.submit(make_request("one more", [1]))
+    with pytest.raises(Overloaded) as refused:
+        engine.submit(make_request("and one", [1]))
+    assert refused.value.retry_after_s == MAX_RETRY_S
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1000), st.booleans()), max_size=30), st.integers(0, 10**9))
+def test_retry_after_is_from_1_to_60_seconds(steps: list[tuple[float, int, bool]], num_tokens: int) -> None:
+    clock, taken = Clock(), 0
+    rate = DrainRate(clock)
+    assert rate.drain_s(num_tokens) == MIN_RETRY_S
+    for elapsed_s, num_taken, is_waiting in steps:
+        clock.now_s += elapsed_s
+        taken += num_taken
+        rate.note(taken, is_waiting=is_waiting)
+        assert MIN_RETRY_S <= rate.drain_s(num_tokens) <= MAX_RETRY_S
+
+
+def test_idle_time_does_not_slow_the_measured_rate() -> None:
+    clock = Clock()
+    rate = DrainRate(clock)
+    for taken in (0, 100, 200):
+        rate.note(taken, is_waiting=taken < 200)
+        clock.now_s += 1
+    clock.now_s += 1000
+    rate.note(200, is_waiting=True)
+    assert rate.drain_s(500) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf"), 86_401.0])
+def test_bad_timeouts_are_refused(timeout_s: float) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        engine.submit(make_request("a", [1], timeout_s=timeout_s))
+    with pytest.raises(ConfigError, match=r"engine\.request_timeout_s"):
+        EngineConfig(request_timeout_s=timeout_s)
+    assert not engine.has_work
+
+
+def test_limits_in_a_configuration() -> None:
+    config = parse(EngineConfig, {"max_waiting_tokens": None, "request_timeout_s": 30})
+    assert (config.max_waiting_tokens, config.request_timeout_s) == (None, 30.0)
+    with pytest.raises(ConfigError, match=r"engine\.max_waiting_tokens"):
+        EngineConfig(max_waiting_tokens=0)
+
+
+def ends(events: list[TokenEvent]) -> dict[str, Any]:
+    return {event.request_id: event.refusal or event.finish_reason for event in events if event.finish_reason}
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    engine, clock = engine_with_clock(max_running=1, num_pages=24)
+    engine.submit(make_request("runs.0", [1, 2], LONG, session_id="s", timeout_s=10))
+    engine.submit(make_request("queued.0", [1, 2, 3], LONG, session_id="s", timeout_s=5))
+    engine.submit(make_request("waits", [3] * 9, LONG, timeout_s=5.5))
+    engine.submit(make_request("in time", [4], timeout_s=60))
+    engine.step()
+    engine.step()
+    clock.now_s = 5.2
+    assert list(ends(engine.step())) == ["queued.0"]
+    clock.now_s = 5.6
+    assert list(ends(engine.step())) == ["waits"]
+    assert engine.stats()["requests"]["waiting"] == 1
+    engine.step()
+    clock.now_s = 10.1
+    last = engine.step()
+    assert isinstance(ends(last)["runs.0"], DeadlineExceeded)
+    assert engine.num_missed_deadlines == 3
+    found: dict[str, Any] = answer(engine, GetSession(("", "s")))
+    assert found["tokens"] == 2 + 5  # the session keeps what was generated in five steps, as after an abort
+    assert tokens_of(last + run(engine), "in time") == continuation([4], 4, 5)
+    assert engine.forest.num_in_use == 0
+    assert (engine.in_flight, len(engine._deadlines)) == ({}, 0)
+
+
+def test_usage_says_how_long_a_request_waited_and_how_long_its_prompt_took() -> None:
+    engine, clock = engine_with_clock(max_running=1)  # 16 rows a step
+    clock.now_s = 1.0
+    for name, length in (("a", 20), ("b", 3)):
+        engine.submit(make_request(name, [1 + (name == "b")] * length, SamplingParams(temperature=0, max_tokens=2)))
+    usages = {}
+    while engine.has_work:
+        clock.now_s += 1.0
+        usages.update({event.request_id: event.usage for event in engine.step() if event.usage is not None})
+    waited = {name: (usage.queue_s, usage.prefill_s) for name, usage in usages.items()}
+    # The first step is at 2 s; the prompt of `a` takes two steps, its answer one more.
+    assert waited == {"a": (1.0, 1.0), "b": (4.0, 0.0)}
+    assert engine.num_tokens["device"] + engine.num_tokens["recomputed"] == engine.num_tokens["prompt"] == 23
+
+
+def test_a_suspended_sequence_has_its_deadline_too() -> None:
+    engine, clock = engine_with_clock(num_pages=8)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", [index, 1, 2], params, timeout_s=9))
+    while not engine.scheduler.num_suspensions:
+        engine.step()
+    clock.now_s = 10
+    found = ends(engine.step())
+    assert [type(end) for end in found.values()] == [DeadlineExceeded] * 4
+    assert not engine.has_work
+    assert engine.forest.num_in_use == 0
+
+
+def test_the_default_is_for_requests_that_name_none() -> None:
+    engine, clock = engine_with_clock(request_timeout_s=5)
+    engine.submit(make_request("default", [1], LONG))
+    engine.submit(make_request("own", [2], timeout_s=60))
+    clock.now_s = 6
+    found = ends(run(engine))
+    assert (type(found["default"]), found["own"]) == (DeadlineExceeded, "length")
+
+
+def test_an_id_that_comes_again_has_its_own_deadline() -> None:
+    engine, clock = engine_with_clock()
+    engine.submit(make_request("a", [1], timeout_s=5))
+    run(engine)
+    clock.now_s = 4
+    engine.submit(make_request("a", [1], LONG, timeout_s=50))
+    clock.now_s = 6
+    assert ends(run(engine)) == {"a": "length"}
+
+
+def test_deadlines_of_requests_that_ended_cost_nothing() -> None:
+    deadlines = RequestDeadlines(Clock(), None)
+    for number in range(5000):
+        deadlines.add(str(number), 60.0)
+        deadlines.discard(str(number))
+    assert (len(deadlines), len(deadlines._heap) < 200) == (0, True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 20),
+            st.lists(st.integers(0, 1), min_size=1, max_size=20),
+            st.integers(1, 12),
+            st.sampled_from([None, "s", "t"]),
+            st.one_of(st.none(), st.integers(1, 20)),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_any_deadlines_give_one_end_each_and_only_their_own(traffic: list[Any]) -> None:
+    engine, clock = engine_with_clock(num_pages=12, max_running=3)
+    events: list[TokenEvent] = []
+    for step in itertools.count():
+        clock.now_s = float(step)
+        for index, (arrival, ids, max_tokens, session, timeout_s) in enumerate(traffic):
+            if arrival == step:
+                params = SamplingParams(temperature=0, max_tokens=max_tokens)
+                engine.submit(make_request(f"r{index}.0", ids, params, session_id=session, timeout_s=timeout_s))
+        events += engine.step()
+        engine.forest.check()
+        if step > 20 and not engine.has_work:
+            break
+        assert step < 1000
+    for index, (_, ids, max_tokens, _, timeout_s) in enumerate(traffic):
+        name = f"r{index}.0"
+        (end,) = [event for event in events if event.request_id == name and event.finish_reason]
+        got = tokens_of(events, name)
+        assert got == continuation(ids, max_tokens, 5)[: len(got)]
+        assert (len(got) == max_tokens) == (end.finish_reason == "length")
+        assert end.finish_reason == "length" or isinstance(end.refusal, DeadlineExceeded)
+        assert timeout_s is not None or end.finish_reason == "length"
+        assert timeout_s is None or len(got) <= timeout_s + 1, "it ran on after its time"
+    assert engine.num_missed_deadlines == sum(event.refusal is not None for event in events)
+    assert engine.forest.num_in_use == 0
+    assert (engine.in_flight, len(engine._deadlines)) == ({}, 0)
+
+
+def test_errors_cross_processes() -> None:
+    for error in (DeadlineExceeded(), Overloaded("full", retry_after_s=7.0)):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def first_token_step(engine: Engine, name: str) -> int:
+    for step in range(1, 1000):
+        if tokens_of(engine.step(), name):
+            return step
+    raise AssertionError("it has no first token")
+
+
+def test_a_short_prompt_behind_a_huge_one_does_not_wait_for_all_of_it() -> None:
+    engine = make_engine(num_pages=200, max_batch_tokens=32)
+    engine.submit(make_request("huge", [i % 3 for i in range(320)]))
+    engine.step()
+    engine.submit(make_request("short", [4] * 12))
+    assert first_token_step(engine, "short") == 1
+    events = run(engine)
+    # Twelve rows of "short", and its four decodes, are all that the huge one lost: 321 and 15 rows in steps of 32.
+    assert engine.num_steps == -(-(320 + 12) // 32) + 3
+    assert tokens_of(events, "huge") == continuation([i % 3 for i in range(320)], 4, 5)
+
+
+def test_prompts_in_a_step_have_halves_of_what_is_left_and_no_row_is_wasted() -> None:
+    engine = make_engine(num_pages=400, page_size=4, max_batch_tokens=64)
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", [index, *[i % 5 for i in range(200)]]))
+    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    engine.step()
+    rows = [sequence.path.num_tokens for sequence in engine.scheduler.running if sequence.path]
+    assert rows == [32, 16, 8, 8]
+    assert runner.num_rows == 64
+
+
+def test_prompts_of_one_length_end_in_their_order() -> None:
+    engine = make_engine(num_pages=400, max_batch_tokens=64)
+    for index in range(6):
+        engine.submit(make_request(f"r{index}", [index % 5, index // 5, *[i % 5 for i in range(100)]]))
+    assert list(ends(run(engine))) == [f"r{index}" for index in range(6)]
+    assert engine.num_steps <= 6 * 102 // 64 + 6
+
+
+def test_an_equal_prompt_that_comes_later_follows_and_takes_no_rows() -> None:
+    engine = make_engine(num_pages=100, max_batch_tokens=16)
+    prompt = [i % 5 for i in range(80)]
+    for name in ("leads", "follows"):
+        engine.submit(make_request(name, prompt))
+    engine.submit(make_request("short", [4, 4, 4]))
+    events = engine.step()
+    assert tokens_of(events, "short")  # it need not wait for those before it
+    events += run(engine)
+    assert (usage_of(events, "leads"), usage_of(events, "follows")) == ((80, 0), (80, 79))
+
+
+def test_a_prompt_that_was_cut_keeps_the_pages_that_it_will_need() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=64)
+    engine.submit(make_request("first", [0] * 120))
+    engine.submit(make_request("second", [1] * 60))
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.num_suspensions == 0

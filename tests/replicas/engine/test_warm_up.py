@@ -1,0 +1,242 @@
+"""What runs before traffic leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.errors import ConfigError
+from mneme.kernels.attention import Plan
+from mneme.kernels.page_table import FREE_SLOT_POSITION
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.load import load_engine, load_engine_loop
+from mneme.replicas.engine.warm_up import warm_up
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.model.graphs import DecodeGraphs, Graph, MakeGraphs, Run
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.engine.test_engine_loop import subscribe, until_finished
+from tests.replicas.model.test_cuda_capture import out_of_shared_memory
+from tests.replicas.played_device import PlayedDevice
+from tests.replicas.schedule.test_engine_policy import run
+
+CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
+
+
+def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
+    disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
+    engine = load_engine("mneme-tiny", EngineConfig(num_pages=64, dtype="float32"), cache=CacheConfig(disk=disk))
+    try:
+        stats = engine.stats()
+        assert (engine.num_steps, dict(engine.num_tokens), dict(engine.num_finished)) == (0, {}, {})
+        assert (engine.forest.num_in_use, engine.forest.num_cached) == (0, 0)
+        assert stats["cache"]["plans"] == {}
+        assert "lookups" not in stats["cache"]
+        assert bool((engine._runner.pool.slot_position == FREE_SLOT_POSITION).all())  # what nobody is told
+        assert engine._runner.num_shared_segments == 0
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        ids = tuple(range(64))  # as it was warmed with
+        engine.submit(GenerationRequest(request_id="first", prompt_token_ids=ids, sampling=sampling))
+        events = run(engine)
+        usage = next(event.usage for event in events if event.usage is not None)
+        assert usage.cached_tokens == 0
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama-3")
+    write_checkpoint("llama-3", directory)
+    return directory
+
+
+def with_played_device(
+    directory: Path,
+    capture: Callable[[Callable[[], None]], Graph] | None,
+    make_key: Callable[[Decoder, KvPool], Callable[[Plan], Hashable]] | None = None,
+) -> Runner:
+    """A runner whose decode steps are captured by a device that is played, or by `capture`."""
+    config = load_model_config(directory)
+    decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="auto")
+
+    def make(run: Callable[..., torch.Tensor], pool: KvPool) -> DecodeGraphs:
+        device = PlayedDevice(run)
+        device.key = make_key(decoder, pool) if make_key else device.key
+        return DecodeGraphs(
+            device.run, device.stage, capture or device.capture,
+            max_rows=CONFIG.max_running, vocab_size=config.vocab_size, device=torch.device("cpu"),
+        )  # fmt: skip
+
+    return Runner(decoder, 64, 16, make)
+
+
+def test_each_decode_bucket_is_captured_before_an_engine_is_ready_and_no_trace_is_left(checkpoint: Path) -> None:
+    runner = with_played_device(checkpoint, None)
+    assert runner.graphs is not None
+    reported: list[tuple[str, float]] = []
+    warm_up(runner, None, CONFIG, lambda what, share: reported.append((what, share)))
+    assert runner.graphs.num_graphs == 4  # 8, 4, 2, 1
+    assert {what for what, _ in reported} == {"CUDA graphs"}
+    shares = [share for _, share in reported]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert (runner.graphs.num_replays, runner.num_shared_segments) == (0, 0)
+    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
+    engine = Engine(runner, None, CONFIG)
+    sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for index in range(8):
+        ids = tuple(range(index, index + 20))
+        engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+    run(engine)
+    assert runner.graphs.num_replays >= 3  # from the first decode step on
+    assert runner.graphs.num_graphs == 4
+
+
+def test_traffic_over_the_whole_pool_keeps_the_buffers_that_captured_graphs_point_to(checkpoint: Path) -> None:
+    """As the Triton backend tells shapes apart: by tiles, merged rows and the addresses of its buffers."""
+    backend = pytest.importorskip("mneme.kernels.triton.backend")
+    keys: list[tuple[int, ...]] = []
+
+    def make_key(decoder: Decoder, pool: KvPool) -> Callable[[Plan], Hashable]:
+        def key(plan: Plan) -> Hashable:
+            keys.append(backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions))
+            return keys[-1]
+
+        return key
+
+    with pytest.importorskip("mneme.kernels.triton.step").OwnStep(torch.device("cpu")):
+        runner = with_played_device(checkpoint, None, make_key)
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
+        assert runner.graphs is not None
+        assert runner.graphs.num_graphs == 6  # 8, 5, 4, 3, 2, 1: 5 and 3 have rows of padding
+        engine = Engine(runner, None, CONFIG)
+        sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for index in range(8):  # seven pages each, of 64
+            ids = tuple(range(index, index + 100))
+            engine.submit(GenerationRequest(request_id=f"{index}", prompt_token_ids=ids, sampling=sampling))
+        run(engine)
+    *_, addresses = zip(*keys, strict=True)
+    assert len(set(addresses)) == 1
+
+
+def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each thread has buffers of its own on a device: graphs of one thread read nothing of another's."""
+    backend = pytest.importorskip("mneme.kernels.triton.backend")
+
+    def graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs:
+        def make(run: Run, pool: KvPool) -> DecodeGraphs:
+            device = PlayedDevice(run)
+            device.key = lambda plan: backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
+            return DecodeGraphs(
+                device.run, device.stage, device.capture,
+                max_rows=max_rows, vocab_size=decoder.config.vocab_size, device=torch.device("cpu"),
+            )  # fmt: skip
+
+        return make
+
+    monkeypatch.setattr("mneme.replicas.engine.load.decode_graphs_for", graphs_for)
+    loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
+    graphs, messages = loop.engine._runner.graphs, subscribe(loop, "")  # what nobody is told
+    assert graphs is not None
+    num_graphs, ids = graphs.num_graphs, tuple(range(20))
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    loop.start()
+    loop.submit_many([GenerationRequest(request_id="a", prompt_token_ids=ids, sampling=sampling)])
+    tokens, _ = until_finished(messages, "a")
+    loop.stop()
+    assert (graphs.num_replays, graphs.num_graphs) == (5, num_graphs)  # from its first decode step on
+    elsewhere = Engine(loop.engine._runner, None, CONFIG)
+    elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
+    assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
+    assert graphs.num_graphs > num_graphs  # of the same rows, in this thread's buffers
+
+
+def test_a_capture_that_fails_stops_no_start(checkpoint: Path) -> None:
+    def fail(_step: Callable[[], None]) -> Graph:
+        raise RuntimeError("out of memory")
+
+    runner = with_played_device(checkpoint, fail)
+    assert runner.graphs is not None
+    warm_up(runner, None, CONFIG, lambda _what, _share: None)
+    assert (runner.graphs.num_graphs, runner.graphs.is_on) == (0, True)
+    assert runner.graphs.stats()["failed"] == 1
+    assert bool((runner.pool.slot_position == FREE_SLOT_POSITION).all())
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("mistral", "float32")])
+def test_the_variants_that_are_compiled_are_those_that_traffic_launches(model: str, dtype: str, tmp_path: Path) -> None:
+    """With norms of heads, and with windows; see `played_triton.py`, which needs a process of its own."""
+    pytest.importorskip("triton")
+    write_checkpoint(model, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.replicas.played_triton", str(tmp_path), dtype],
+        cwd=Path(__file__).resolve().parents[3], env=environment, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["warmed"]) > 10
+    assert sorted(found["warmed"]) == sorted(found["needed"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
+    reported: list[str] = []
+    config = EngineConfig(num_pages=256, max_running=8, device="cuda")
+    engine = load_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
+    assert {"kernels", "CUDA graphs"} <= set(reported)
+    graphs = engine._runner.graphs  # what nobody is told
+    assert graphs is not None
+    assert graphs.num_graphs >= 4
+    assert graphs.num_failed == 0
+
+
+def test_a_kernel_that_a_device_has_no_room_for_refuses_the_start_with_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles: where it is launched is seen that it does not fit."""
+    runner = with_played_device(checkpoint, None)
+
+    def launch(*_: object) -> torch.Tensor:
+        raise out_of_shared_memory()
+
+    monkeypatch.setattr(Decoder, "forward", launch)
+    with pytest.raises(ConfigError, match=r"^engine\.device: triton .*OutOfResources: .* H200; engine\.device: cpu"):
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
+
+
+def test_a_kernel_that_cannot_be_compiled_refuses_the_start_with_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precompile = pytest.importorskip("mneme.kernels.triton.precompile")
+
+    def fail(_variants: object, _on_progress: object) -> None:
+        raise precompile.CompileError("triton 1.0 does not compile attention_kernel(HEAD_DIM=16)")
+
+    monkeypatch.setattr(precompile, "compile_all", fail)
+    monkeypatch.setattr("mneme.replicas.engine.warm_up.variants_of", lambda *_: [])
+    runner = with_played_device(checkpoint, None)
+    runner.device = "cuda"
+    with pytest.raises(
+        ConfigError, match=r"^engine\.device: triton 1\.0 does not compile attention_kernel.* cpu"
+    ) as error:
+        warm_up(runner, None, CONFIG, lambda _what, _share: None)
+    assert "\n" not in str(error.value)

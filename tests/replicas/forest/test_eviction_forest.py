@@ -1,0 +1,466 @@
+"""Owners, runs and pins of the forest against a model: page contents, sessions and scores in plain dictionaries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.errors import PinRefused
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.nodes import Node, Owner, Path, Pin
+from mneme.replicas.forest.pages import OutOfPages
+
+SessionName = tuple[str, str]  # (tenant salt, session)
+
+PAGE_SIZE = 4
+POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class NamedForest(PrefixForest):
+    """Owners have names here: (tenant salt, session)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.owner: defaultdict[SessionName, Owner] = defaultdict(Owner)
+
+
+def make_forest(num_pages: int, name: Any = "lru", clock: Clock | None = None, **options: Any) -> NamedForest:
+    """Look-ahead windows are long enough for any queue here."""
+    clock = clock or Clock()
+    policy = make_policy(name, clock, 100 * num_pages)
+    return NamedForest(num_pages, PAGE_SIZE, policy=policy, clock=clock, **options)
+
+
+def hold(forest: PrefixForest, ids: list[int], salt: str = "") -> Path:
+    path = forest.open_path(salt)
+    forest.extend(path, ids, len(ids))
+    forest.write(path, ids, len(ids))
+    return path
+
+
+def turn(forest: NamedForest, ids: list[int], owner: str | None = None) -> None:
+    forest.release(hold(forest, ids), None if owner is None else forest.owner["", owner])
+    forest.check()
+
+
+def num_found(forest: PrefixForest, ids: list[int]) -> int:
+    path = forest.open_path("")
+    found = forest.extend(path, ids, len(ids))
+    forest.release(path)
+    forest.check()
+    return found
+
+
+def sizes(forest: PrefixForest) -> dict[int, int]:
+    """Runs as the policy has them: first token of the leaf -> pages."""
+    return {key.tokens[0]: c.num_pages for key, c in forest.device.cached._policy.candidates.items()}  # type: ignore[attr-defined]
+
+
+SHARED = [1] * 8  # two pages
+A, B = SHARED + [2] * 16, SHARED + [3] * 12  # four and three pages more
+
+
+def test_a_session_is_as_large_as_what_its_eviction_would_free() -> None:
+    forest = make_forest(40)
+    turn(forest, A, "a")
+    assert sizes(forest) == {2: 6}
+    turn(forest, B, "b")
+    assert sizes(forest)[3] == 3
+    forest.clear()
+    assert forest.num_free == 40
+
+
+def test_a_shared_page_is_freed_by_its_last_owner() -> None:
+    clock = Clock()
+    forest = make_forest(9, "pensieve", clock)
+    turn(forest, A, "a")
+    clock.now_s = 1.0
+    turn(forest, B, "b")
+    clock.now_s = 100.0
+    path = hold(forest, [5] * 28)  # seven pages: all of a and b but what they share
+    assert num_found(forest, A) == num_found(forest, B) == len(SHARED)
+    assert forest.owners.tail_of(forest.owner["", "a"]) is forest.owners.tail_of(forest.owner["", "b"]) is not None
+    assert sizes(forest) == {1: 2}
+    forest.write(path, [5] * 36, 36)
+    assert num_found(forest, A) == 0
+    assert forest.owners.tail_of(forest.owner["", "a"]) is None
+
+
+def test_the_trailing_half_goes_first_and_no_page_before_it_must() -> None:
+    clock = Clock()
+    forest = make_forest(10, "pensieve", clock)
+    turn(forest, [2] * 24, "large")
+    turn(forest, [3] * 16, "small")
+    clock.now_s = 1.0
+    path = hold(forest, [5] * 4)
+    assert num_found(forest, [2] * 24) == 20  # the lookup made it young, and ended the choice
+    clock.now_s = 2.0
+    forest.write(path, [5] * 8, 8)
+    assert num_found(forest, [3] * 16) == 12
+
+
+def test_a_half_that_was_chosen_goes_on_to_its_end() -> None:
+    clock = Clock()
+    forest = make_forest(10, "pensieve", clock)
+    turn(forest, [2] * 24, "large")
+    turn(forest, [3] * 16, "small")
+    clock.now_s = 1.0
+    ids, path = [5] * 20, hold(forest, [5] * 4)
+    for num_pages in range(2, 5):  # three of six, then the four of the other are more than three
+        forest.write(path, ids, 4 * num_pages)
+    assert (num_found(forest, [2] * 24), num_found(forest, [3] * 16)) == (12, 12)
+
+
+def test_what_nobody_owns_competes_by_the_same_score() -> None:
+    clock = Clock()
+    forest = make_forest(10, "pensieve", clock)
+    turn(forest, [2] * 24)
+    clock.now_s = 1.0
+    turn(forest, [3] * 16, "owned")
+    clock.now_s = 2.0
+    hold(forest, [5] * 8)
+    assert num_found(forest, [3] * 16) == 16
+    assert num_found(forest, [2] * 24) == 16
+
+
+def test_a_session_that_moves_on_leaves_its_old_branch_to_nobody() -> None:
+    forest = make_forest(40)
+    turn(forest, A, "a")
+    turn(forest, A[:16], "b")
+    turn(forest, B, "b")
+    assert len(forest.owners) == 2
+    forest.disown(forest.owner["", "a"])
+    forest.disown(forest.owner["", "a"])
+    forest.check()
+    assert len(forest.owners) == 1
+
+
+def test_a_run_grows_when_the_owner_inside_it_is_gone() -> None:
+    forest = make_forest(40)
+    path_a, path_b = hold(forest, A), hold(forest, A[:16])
+    forest.release(path_b, forest.owner["", "b"])
+    forest.release(path_a, forest.owner["", "a"])
+    assert sizes(forest) == {2: 2}
+    forest.disown(forest.owner["", "b"])
+    assert sizes(forest) == {2: 6}
+    forest.check()
+
+
+def test_lookahead_keeps_a_session_that_waits() -> None:
+    forest = make_forest(10, "lookahead")
+    forest.look_ahead(lambda: [None, forest.owner["", "a"]])
+    turn(forest, [2] * 16, "a")
+    turn(forest, [3] * 16, "b")
+    hold(forest, [5] * 16)
+    assert (num_found(forest, [2] * 16), num_found(forest, [3] * 16)) == (16, 8)
+
+
+def test_without_sharing_nothing_is_pinned_or_owned() -> None:
+    forest = make_forest(8, sharing=False)
+    path = hold(forest, [1] * 8)
+    with pytest.raises(PinRefused):
+        forest.pin(path)
+    forest.release(path, forest.owner["", "a"])
+    forest.check()
+    assert (forest.num_free, len(forest.owners)) == (8, 0)
+
+
+def test_pins_over_each_other_count_a_page_once() -> None:
+    forest = make_forest(20)
+    path_a, path_b = hold(forest, A), hold(forest, B)
+    pin_a, pin_b = forest.pin(path_a), forest.pin(path_b)
+    forest.release(path_a)
+    forest.release(path_b)
+    forest.check()
+    assert (forest.num_unpinned, forest.num_available) == (11, 11)
+    forest.unpin(pin_a)
+    assert (forest.num_unpinned, forest.num_available) == (15, 15)
+    forest.clear()
+    assert num_found(forest, B) == len(B)
+    forest.unpin(pin_b)
+    assert forest.num_unpinned == forest.num_available == 20
+
+
+def idle_leaves(forest: PrefixForest) -> list[Node]:
+    return [node for node in nodes_of(forest) if not node.refs and not node.children]
+
+
+def nodes_of(forest: PrefixForest) -> set[Node]:
+    return {node for root in forest._roots.values() for node in root.below_it()}
+
+
+class ForestMachine(RuleBasedStateMachine):
+    """What is written is remembered by page; sessions by the ids of their last paths."""
+
+    policy = "lru"
+
+    @initialize(num_pages=st.integers(6, 24))
+    def start(self, num_pages: int) -> None:
+        self.clock = Clock()
+        self.waiting: list[SessionName | None] = []
+        self.forest = make_forest(num_pages, self.policy, self.clock)
+        self.forest.look_ahead(lambda: [None if name is None else self.forest.owner[name] for name in self.waiting])
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
+        self.running: list[tuple[Path, list[int], str]] = []
+        self.pins: list[tuple[Pin, list[int]]] = []
+        self.sessions: dict[SessionName, list[int]] = {}  # ids of the last path
+        self.claimed: dict[SessionName, int] = {}  # the evictions before a session's last path was released
+        self.resident: dict[tuple[str, tuple[int, ...]], int] = {}  # released paths, with the evictions before that
+        self.num_evicted = 0
+        cached = self.forest.device.cached
+        removed, choose = cached.removed, cached.choose
+
+        def counted(node: Node) -> None:
+            self.num_evicted += 1
+            removed(node)
+
+        def judged_choice() -> Node | None:
+            if cached._victim is not None:  # chosen before, with what goes with it
+                return choose()
+            before = idle_leaves(self.forest)
+            best = self.best_key(before) if before else None
+            leaf = choose()
+            if leaf is not None:
+                assert best is not None
+                assert self.key(leaf) == best
+            return leaf
+
+        cached.removed = counted  # type: ignore[method-assign]
+        cached.choose = judged_choice  # type: ignore[method-assign]
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(["", "t"]))
+    def begin(self, ids: list[int], salt: str) -> None:
+        path = self.forest.open_path(salt)
+        found = self.forest.extend(path, ids, len(ids))
+        evicted_then = self.resident.get((salt, tuple(ids)))
+        assert found == len(ids) or evicted_then != self.num_evicted, "what was released is lost"
+        self.running.append((path, list(ids), salt))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, 12), token=st.integers(0, 1))
+    def write(self, data: st.DataObject, num_tokens: int, token: int) -> None:
+        path, ids, _ = data.draw(st.sampled_from(self.running))
+        self.forest.extend(path, ids, len(ids))
+        if path.num_tokens == len(ids):
+            ids.append(token)
+            self.forest.extend(path, ids, len(ids))
+        self.write_checked(path, ids, min(len(ids), path.num_tokens + num_tokens))
+
+    @rule(
+        data=st.data(),
+        kept=st.sampled_from([0.3, 0.6, 1.0, 1.0]),
+        more=st.lists(st.integers(0, 1), max_size=9),
+        session=st.sampled_from([None, "a", "b", "c", "d", "e"]),
+    )
+    def turn(self, data: st.DataObject, kept: float, more: list[int], session: str | None) -> None:
+        """A whole turn: on the history of this session or of another, all of it or its beginning."""
+        history = data.draw(st.sampled_from([*self.sessions.values(), []]))
+        ids = [*history[: int(len(history) * kept)], *more][: 4 * PAGE_SIZE]
+        path = self.forest.open_path("")
+        self.forest.extend(path, ids, len(ids))
+        self.write_checked(path, ids, len(ids))
+        self.released(path, ids, "", session)
+
+    def write_checked(self, path: Path, ids: list[int], end: int) -> None:
+        start = path.num_tokens
+        if start == end:
+            return
+        available = self.forest.num_available
+        needed = self.forest.num_new_pages(path, ids, end)
+        try:
+            runs = self.forest.write(path, ids, end)
+        except OutOfPages:
+            assert needed > available
+            return
+        fresh = set(self.forest.drain_moves().fresh)
+        assert len(fresh) == needed <= available
+        self.slots = {slot: content for slot, content in self.slots.items() if slot[0] not in fresh}
+        position = start
+        for page, offset, count in runs:
+            for index in range(count):
+                assert (page, offset + index) not in self.slots
+                self.slots[page, offset + index] = (position, ids[position])
+                position += 1
+        assert position == end
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), session=st.sampled_from([None, "a", "b", "c", "d", "e"]))
+    def release(self, data: st.DataObject, session: str | None) -> None:
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        path, ids, salt = self.running.pop(index)
+        self.released(path, ids, salt, session)
+
+    def released(self, path: Path, ids: list[int], salt: str, session: str | None) -> None:
+        kept = ids[: path.num_tokens]
+        if kept:
+            self.resident[salt, tuple(kept)] = self.num_evicted
+        if session is not None and kept:
+            self.sessions[salt, session] = kept
+            self.claimed[salt, session] = self.num_evicted
+        self.forest.release(path, None if session is None else self.forest.owner[salt, session])
+
+    @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
+    def disown(self, session: str, salt: str) -> None:
+        self.sessions.pop((salt, session), None)
+        self.forest.disown(self.forest.owner[salt, session])
+
+    @rule(session=st.sampled_from(["a", "b", "c", "d", "e"]), salt=st.sampled_from(["", "t"]))
+    def drop_owned(self, session: str, salt: str) -> None:
+        """From the end of the path up: what nobody holds, no other session ends at and nothing goes on from."""
+        tail = self.tail_of((salt, session))
+        self.sessions.pop((salt, session), None)
+        before, others, expected = nodes_of(self.forest), self.tails(), set[Node]()
+        while tail is not None and tail.parent is not None and not tail.refs and tail not in others:
+            if not set(tail.children.values()) <= expected:
+                break
+            expected.add(tail)
+            tail = tail.parent
+        num_free = self.forest.num_free
+        self.forest.drop_owned(self.forest.owner[salt, session])
+        assert before - nodes_of(self.forest) == expected
+        assert self.forest.num_free == num_free + len(expected)
+        self.num_evicted += bool(expected)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_kept=st.integers(0, 10))
+    def pin(self, data: st.DataObject, num_kept: int) -> None:
+        path, ids, _ = data.draw(st.sampled_from(self.running))
+        pinned = {page for pin, _ in self.pins for page in pin.path.page_ids} | set(path.page_ids)
+        left = self.forest.num_pages - len(pinned)
+        try:
+            pin = self.forest.pin(path, num_kept=num_kept)
+        except PinRefused:
+            assert not path.nodes or left < max(num_kept, self.forest.num_reserved)
+            return
+        assert self.forest.num_unpinned == left >= max(num_kept, self.forest.num_reserved)
+        self.pins.append((pin, ids[: path.num_tokens]))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.forest.unpin(pin)
+        self.forest.unpin(pin)
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 16.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @rule(sessions=st.lists(st.sampled_from([None, ("", "a"), ("", "b"), ("t", "a"), ("", "e")]), max_size=4))
+    def queue(self, sessions: list[SessionName | None]) -> None:
+        self.waiting = sessions
+
+    @rule()
+    def clear(self) -> None:
+        self.forest.clear()
+        assert self.forest.num_cached == 0
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "forest"):
+            return
+        self.forest.check()
+        for path, ids, _ in self.running:
+            assert self.visible(path) == ids[: path.num_tokens]
+        for pin, ids in self.pins:
+            assert self.visible(pin.path) == ids
+        pinned = {page for pin, _ in self.pins for page in pin.path.page_ids}
+        assert self.forest.num_unpinned == self.forest.num_pages - len(pinned)
+        held = pinned | {page for path, _, _ in self.running for page in path.page_ids}
+        assert self.forest.num_in_use == len(held)
+        assert len(self.forest.owners) == len(self.sessions)
+        for name, ids in self.sessions.items():
+            self.check_owner(name, ids)
+
+    def check_owner(self, name: SessionName, ids: list[int]) -> None:
+        """What is left of its path is found from the root, token by token."""
+        tail = self.tail_of(name)
+        if self.claimed[name] == self.num_evicted:
+            assert tail is not None
+            assert tail.start < len(ids) <= tail.end
+        end = len(ids)
+        if tail is not None and self.claimed[name] != self.num_evicted:
+            end = tail.start + 1  # the page may go on with another's tokens, if the path went on in one that is gone
+        while tail is not None and tail.parent is not None:
+            count = min(tail.end, end) - tail.start
+            assert count > 0
+            assert tail.tokens[:count].tolist() == ids[tail.start : tail.start + count]
+            end, tail = tail.start, tail.parent
+
+    def visible(self, path: Path) -> list[int]:
+        seen = []
+        for page, mask in zip(path.page_ids, path.masks, strict=True):
+            for offset in range(PAGE_SIZE):
+                position, token = self.slots.get((page, offset), (2**30, -1))
+                if mask >> offset & 1 and position < path.num_tokens:
+                    seen.append((position, token))
+        assert [position for position, _ in sorted(seen)] == list(range(path.num_tokens))
+        return [token for _, token in sorted(seen)]
+
+    def tails(self) -> set[Node]:
+        return {tail for name in self.sessions if (tail := self.tail_of(name)) is not None}
+
+    def tail_of(self, name: SessionName) -> Node | None:
+        return self.forest.owners.tail_of(self.forest.owner[name])
+
+    def size(self, leaf: Node) -> int:
+        """Pages that evicting the leaf's session would free, counted anew."""
+        tails, count, node = self.tails(), 1, leaf
+        while (parent := node.parent) is not None and parent.parent is not None:
+            alone = len(parent.children) == 1 and not parent.refs and parent not in tails
+            if not alone or parent.released != leaf.released:
+                break
+            count, node = count + 1, parent
+        return count
+
+    def key(self, leaf: Node) -> tuple[float, ...]:
+        """What decides the order, largest first; equal for candidates between which the policy is free."""
+        if self.policy == "pensieve":
+            return (self.size(leaf) * (self.clock.now_s - leaf.last_used_s), -leaf.last_used_s)
+        if self.policy == "lfu":  # its ranks remember when they were given: see test_eviction.py
+            return ()
+        if self.policy == "lookahead":
+            return self.lookahead_key(leaf)
+        return (-leaf.last_used_s,)
+
+    def lookahead_key(self, leaf: Node) -> tuple[float, ...]:
+        tails = [None if name is None else self.tail_of(name) for name in self.waiting]
+        place = tails.index(leaf) if leaf in tails else None
+        return (1, -leaf.last_used_s) if place is None else (0, place)
+
+    def best_key(self, leaves: list[Node]) -> tuple[float, ...]:
+        return max(self.key(leaf) for leaf in leaves)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_forest_is_what_the_model_says(policy: str) -> None:
+    machine = type(f"Forest_{policy}", (ForestMachine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_forest_is_what_the_model_says_2000_times(policy: str) -> None:
+    machine = type(f"Forest_{policy}", (ForestMachine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=60, deadline=None))

@@ -1,0 +1,90 @@
+"""What deletion takes out of the prefix forest, and what it leaves to others."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.chunk.keys import tenant_of
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.nodes import Resident
+from mneme.replicas.request import SamplingParams
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+def filled(prompts: list[list[int]], salt: str = "", **options: int) -> Engine:
+    engine = make_engine(256, **options)
+    for index, prompt in enumerate(prompts):
+        engine.submit(make_request(f"r{index}", prompt, ONE, salt=salt))
+    run(engine)
+    return engine
+
+
+def found(engine: Engine, ids: list[int], salt: str = "") -> int:
+    return sum(engine.forest.resident(salt, ids))
+
+
+def test_what_begins_with_a_prefix_goes_and_what_it_shares_stays() -> None:
+    shared, mine, other = [1] * 20, [2] * 13, [3] * 13
+    engine = filled([[*shared, *mine], [*shared, *mine, *other], [*shared, *other]])
+    engine.forest.drop_prefix("", [*shared, *mine])
+    engine.forest.check()
+    assert found(engine, [*shared, *mine, *other]) == 20
+    assert found(engine, [*shared, *other]) == 33
+
+
+def test_a_prefix_that_nothing_begins_with_takes_its_own_alone() -> None:
+    engine = filled([[1] * 8, [1] * 8 + [2] * 8])
+    engine.forest.drop_prefix("", [1] * 8 + [3])
+    assert found(engine, [1] * 8 + [2] * 8) == 16
+    engine.forest.drop_prefix("", [1] * 8 + [2] * 8 + [4])
+    assert found(engine, [1] * 8 + [2] * 8) in (0, 8)
+    engine.forest.check()
+
+
+def test_what_runs_or_is_pinned_stays() -> None:
+    engine = make_engine()
+    engine.submit(make_request("r", [1] * 9, SamplingParams(temperature=0, max_tokens=6)))
+    engine.step()
+    engine.forest.drop_prefix("", [1] * 3)
+    engine.forest.drop_salts(lambda _salt: True)
+    run(engine)
+    assert found(engine, [1] * 9) == 9
+    engine.forest.drop_prefix("", [1] * 3)
+    assert found(engine, [1] * 9) == 0
+    engine.forest.check()
+
+
+def test_a_tenants_salts_go_and_no_others() -> None:
+    engine = make_engine()
+    salts = ["a", "a:1", "a:2", "b", "", ":1"]
+    for index, salt in enumerate(salts):
+        engine.submit(make_request(f"r{index}", [1] * 9, ONE, salt=salt))
+    run(engine)
+    engine.forest.drop_salts(lambda salt: tenant_of(salt) == "a")
+    engine.forest.check()
+    assert [found(engine, [1] * 9, salt) for salt in salts] == [0, 0, 0, 9, 9, 9]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6), st.data())
+@settings(max_examples=80, deadline=None)
+def test_after_a_deletion_nothing_beyond_what_others_share_is_found(
+    prompts: list[list[int]], data: st.DataObject
+) -> None:
+    engine = filled(prompts)
+    whole = [list(prompt) for prompt in prompts]
+    before = [engine.forest.resident("", prompt) for prompt in whole]
+    gone = data.draw(st.sampled_from(whole))[: data.draw(st.integers(1, 14))]
+    engine.forest.drop_prefix("", gone)
+    engine.forest.check()
+    for prompt, had in zip(whole, before, strict=True):
+        has = engine.forest.resident("", prompt)
+        if prompt[: len(gone)] != gone and gone[: len(prompt)] != prompt:
+            assert has == had  # neither begins with the other
+        assert has <= had
+    others = [prompt for prompt in whole if prompt[: len(gone)] != gone]
+    if not others:
+        assert engine.forest.resident("", gone) == Resident(0, 0)
+        assert engine.forest.num_cached == 0

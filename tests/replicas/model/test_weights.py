@@ -1,0 +1,178 @@
+"""Missing, damaged, hostile and unsupported checkpoints: one clear `CheckpointError`, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mneme.errors import CheckpointError
+from mneme.replicas.engine import load as load_module
+from mneme.replicas.engine.load import choose_dtype
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.weights import load_weights
+from tests.replicas.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sound")
+    write_checkpoint("llama-2", directory)
+    return directory
+
+
+@pytest.fixture
+def copied(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def load(directory: Path) -> Any:
+    return load_weights(directory, load_model_config(directory), torch.device("cpu"), torch.float32)
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_header(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the JSON header of the safetensors file, leaving the tensors' bytes as they are."""
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    edit(header)
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + content[8 + size :])
+
+
+def test_a_sound_checkpoint_loads_and_reports_progress(sound: Path) -> None:
+    shares: list[float] = []
+    config = load_model_config(sound)
+    load_weights(sound, config, torch.device("cpu"), torch.float32, lambda _what, share: shares.append(share))
+    assert shares == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_shards_are_read_like_one_file(sound: Path, tmp_path: Path) -> None:
+    write_checkpoint("llama-2", tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    rows = torch.eye(64)  # the weight's columns, in whatever form it is kept
+    assert torch.equal(load(tmp_path).layers[2].gate_up(rows), load(sound).layers[2].gate_up(rows))
+
+
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_the_default_type_is_what_the_cpu_multiplies(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "cpu_multiplies_bfloat16", lambda: multiplies)
+    cpu, half = torch.device("cpu"), torch.bfloat16 if multiplies else torch.float32
+    assert choose_dtype("auto", cpu, "bfloat16") == choose_dtype("auto", cpu, "float16") == half
+    assert choose_dtype("auto", cpu, "float32") == torch.float32
+    assert choose_dtype("bfloat16", cpu, "float32") == torch.bfloat16
+
+
+CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "gpt2"}, "model_type"),
+    ({"hidden_size": 10**15}, "hidden_size"),
+    ({"hidden_size": -1}, "hidden_size"),
+    ({"hidden_size": "64"}, "hidden_size"),
+    ({"num_hidden_layers": 10**6}, "model.layers.3"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 1024}, "head_dim"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"eos_token_id": "x"}, "eos_token_id"),
+    ({"vocab_size": 321}, "embed_tokens"),
+    ({"intermediate_size": 113}, "mlp"),
+    ({"attention_bias": True}, "q_proj.bias"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), CONFIG_FAULTS, ids=[json.dumps(c)[:40] for c, _ in CONFIG_FAULTS])
+def test_an_unsupported_configuration_is_refused_by_field(copied: Path, changes: dict[str, Any], field: str) -> None:
+    edit_config(copied, **changes)
+    with pytest.raises(CheckpointError, match=field):
+        load(copied)
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = header["model.norm.weight"]
+    return entry
+
+
+HEADER_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "offsets overlap": lambda h: _first(h).update(data_offsets=h["model.embed_tokens.weight"]["data_offsets"]),
+    "offsets leave the file": lambda h: _first(h).update(data_offsets=[0, 2**60]),
+    "offsets run backwards": lambda h: _first(h).update(data_offsets=[256, 0]),
+    "absurd shape": lambda h: _first(h).update(shape=[2**40, 2**40]),
+    "negative shape": lambda h: _first(h).update(shape=[-1]),
+    "unknown dtype": lambda h: _first(h).update(dtype="F3"),
+    "tensor missing": lambda h: h.pop("model.norm.weight"),
+    "tensor too many": lambda h: h.update({"model.extra": h.pop("model.norm.weight")}),
+}
+
+
+@pytest.mark.parametrize("fault", HEADER_FAULTS)
+def test_a_hostile_header_is_refused(copied: Path, fault: str) -> None:
+    edit_header(copied, HEADER_FAULTS[fault])
+    with pytest.raises(CheckpointError, match=r"safetensors|missing|no place"):
+        load(copied)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, 5_000])
+def test_a_truncated_file_is_refused(copied: Path, size: int) -> None:
+    path = copied / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="not a sound safetensors file"):
+        load(copied)
+
+
+@pytest.mark.parametrize("header_size", [2**63, 2**40, 10**8 + 1])
+def test_an_absurd_header_size_is_refused(copied: Path, header_size: int) -> None:
+    path = copied / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", header_size) + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="not a sound safetensors file"):
+        load(copied)
+
+
+def test_integer_weights_are_refused(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="floating point"):
+        load(copied)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load(copied)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"a":' * 100_000])
+def test_a_damaged_config_is_refused(copied: Path, content: bytes) -> None:
+    (copied / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(copied)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../../etc/passwd", "/etc/passwd", "a/b.safetensors", "model.bin", 3, "gone.safetensors"]
+)
+def test_an_index_may_only_name_files_beside_it(copied: Path, shard: object) -> None:
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(CheckpointError, match=r"shard|no such file"):
+        load(copied)

@@ -1,0 +1,468 @@
+"""The engine's policies against a runner that checks every row's context; no tensors, milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from mneme.cachetier.policy.eviction_heap import EvictionHeap
+from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.pins import pin_prefix
+from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.sessions.journal import DurableSessions
+from tests.replicas.fake_runner import FakeRunner, continuation
+
+POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def make_engine(
+    num_pages: int = 64,
+    page_size: int = 4,
+    *,
+    tokenizer: Any = None,
+    runner: FakeRunner | None = None,
+    durable: DurableSessions | None = None,
+    **options: Any,
+) -> Engine:
+    config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
+    runner = runner or FakeRunner(num_pages, page_size)
+    clock = itertools.count().__next__
+    return Engine(runner, tokenizer, config, clock=clock, durable=durable)  # type: ignore[arg-type]
+
+
+def make_request(request_id: str, ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> GenerationRequest:
+    return GenerationRequest(request_id=request_id, prompt_token_ids=tuple(ids), sampling=params, **more)
+
+
+def run(engine: Engine, max_steps: int = 10_000) -> list[TokenEvent]:
+    events: list[TokenEvent] = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+        engine.forest.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(events: list[TokenEvent], request_id: str) -> list[int]:
+    return [token for event in events if event.request_id == request_id for token in event.token_ids]
+
+
+def usage_of(events: list[TokenEvent], request_id: str) -> tuple[int, int]:
+    return next(e.usage[:2] for e in events if e.request_id == request_id and e.usage)
+
+
+def test_two_prompts_share_to_the_token() -> None:
+    engine = make_engine(page_size=32, num_pages=200, max_batch_tokens=4096)
+    shared = [(7 * i) % 5 for i in range(1037)]
+    for name, tail in (("a", [1, 2, 3]), ("b", [4, 2, 3])):
+        engine.submit(make_request(name, shared + tail))
+    events = run(engine)
+    assert usage_of(events, "a") == (1040, 0)
+    assert usage_of(events, "b") == (1040, 1037)
+    assert tokens_of(events, "a") == continuation([*shared, 1, 2, 3], 4, 5)
+    assert tokens_of(events, "b") == continuation([*shared, 4, 2, 3], 4, 5)
+
+
+def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
+    engine = make_engine(max_batch_tokens=16)
+    prompt = [i % 5 for i in range(90)]
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", prompt))
+    events = run(engine)
+    answer = continuation(prompt, 4, 5)
+    assert all(tokens_of(events, f"r{index}") == answer for index in range(4))
+    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    # The prompt once, one row for the logits of each follower, one row for each later token of each.
+    assert runner.num_rows == 90 + 3 + 4 * 3
+    assert usage_of(events, "r0") == (90, 0)
+    assert all(usage_of(events, f"r{index}") == (90, 89) for index in (1, 2, 3))
+
+
+def test_a_head_that_does_not_fit_is_not_matched_again_until_pages_come_free() -> None:
+    engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=64)
+    engine.submit(make_request("long", [1] * 40, SamplingParams(temperature=0, max_tokens=20)))
+    engine.submit(make_request("head", [2] * 40))
+    opened: list[int] = []
+    open_path = engine.forest.open_path
+    engine.forest.open_path = lambda salt: opened.append(engine.num_steps) or open_path(salt)  # type: ignore[func-returns-value,method-assign]
+    events: list[TokenEvent] = []
+    while engine.scheduler.waiting:
+        events += engine.step()
+    assert [event.finish_reason for event in events if event.finish_reason] == ["length"]  # of "long", just before
+    assert opened == [0, 0, 20]  # both at first, the head in the step after the last of "long"
+    events += run(engine)
+    assert tokens_of(events, "head") == continuation([2] * 40, 4, 5)
+
+
+def test_identical_decodes_share_their_pages() -> None:
+    engine = make_engine()
+    for index in range(3):
+        engine.submit(make_request(f"r{index}", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9)))
+    peak = 0
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.forest.num_in_use)
+    assert peak <= 4  # 11 positions with KV are three pages of four, however many sequences follow them
+
+
+def test_tenants_do_not_share() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [1, 2, 3, 4, 1], salt="one"))
+    run(engine)
+    engine.submit(make_request("b", [1, 2, 3, 4, 1], salt="two"))
+    assert usage_of(run(engine), "b") == (5, 0)
+
+
+def test_a_tail_nobody_writes_is_continued_in_place() -> None:
+    engine = make_engine(page_size=16)
+    engine.submit(make_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
+    answer = tokens_of(run(engine), "a")
+    in_first = engine.forest.num_cached
+    engine.submit(make_request("b", [1, 2, 3, *answer, 4]))
+    events = run(engine)
+    assert usage_of(events, "b") == (7, 5)  # the last token of an answer was sampled, never computed
+    assert in_first == engine.forest.num_cached == 1
+
+
+def test_out_of_pages_suspends_and_every_request_ends() -> None:
+    engine = make_engine(num_pages=8, page_size=4)
+    prompts = [[i % 5, 1, 2, i // 5] for i in range(6)]
+    for index, prompt in enumerate(prompts):
+        engine.submit(make_request(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=20)))
+    events = run(engine)
+    assert engine.scheduler.num_suspensions > 0
+    for index, prompt in enumerate(prompts):
+        assert tokens_of(events, f"r{index}") == continuation(prompt, 20, 5)
+
+
+def test_what_can_never_fit_is_refused_at_submission() -> None:
+    engine = make_engine(num_pages=4, page_size=4)
+    engine.submit(make_request("fits", [1] * 12))
+    with pytest.raises(ContextLengthExceeded, match="16 tokens"):
+        engine.submit(make_request("over by one", [1] * 13))
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(make_request("prompt alone", [1] * 16, SamplingParams()))
+    assert len(tokens_of(run(engine), "fits")) == 4
+
+
+@pytest.mark.parametrize(("ids", "rule"), [([], "at least one"), ([1, 5], "from 0 to 4"), ([-1], "from 0 to 4")])
+def test_bad_ids_are_refused(ids: list[int], rule: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=rule):
+        engine.submit(make_request("a", ids))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {5: 1.0}}, {"stop_token_ids": (5,)}])
+def test_ids_in_parameters_are_checked_against_the_vocabulary(options: dict[str, Any]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="from 0 to 4"):
+        engine.submit(make_request("a", [1], SamplingParams(max_tokens=1, **options)))
+
+
+def test_a_full_queue_is_overloaded() -> None:
+    engine = make_engine(max_waiting=2)
+    engine.submit(make_request("a", [1]))
+    engine.submit(make_request("b", [1]))
+    with pytest.raises(Overloaded):
+        engine.submit(make_request("c", [1]))
+    run(engine)
+    engine.submit(make_request("c", [1]))
+
+
+def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", [1, 2, 3, 4, 0]))
+    engine._runner.fail_next = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        engine.step()
+    events = engine.fail_all("failed")
+    assert [(e.request_id, e.finish_reason, e.error) for e in events] == [("a", "error", "failed")]
+    assert engine.forest.num_free == engine.forest.num_pages
+    engine.submit(make_request("b", [1, 2, 3, 4, 0]))
+    assert tokens_of(run(engine), "b") == continuation([1, 2, 3, 4, 0], 4, 5)
+
+
+def test_no_sharing_still_computes_the_same() -> None:
+    engine = make_engine(prefix_sharing=False)
+    for name in ("a", "b"):
+        engine.submit(make_request(name, [1, 2, 3, 4, 0, 1]))
+    events = run(engine)
+    assert usage_of(events, "b") == (6, 0)
+    assert tokens_of(events, "a") == tokens_of(events, "b") == continuation([1, 2, 3, 4, 0, 1], 4, 5)
+    assert engine.forest.num_free == engine.forest.num_pages
+
+
+def test_a_second_turn_waits_for_the_first_and_their_choices_are_one_turn() -> None:
+    engine = make_engine()
+    for index in range(2):
+        engine.submit(make_request(f"one.{index}", [1, 2], session_id="s", choice_index=index))
+    engine.submit(make_request("two.0", [1, 2, 3], session_id="s"))
+    order = [(e.request_id, e.finish_reason) for e in run(engine)]
+    assert max(i for i, (name, _) in enumerate(order) if name.startswith("one")) < min(
+        i for i, (name, _) in enumerate(order) if name.startswith("two")
+    )
+    assert [name for name, reason in order if reason == "length"] == ["one.0", "one.1", "two.0"]
+
+
+def test_a_queued_turn_can_be_aborted() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("two.0", [1, 2], session_id="s"))
+    engine.abort("two.0")
+    events = run(engine)
+    assert [e.finish_reason for e in events if e.request_id == "two.0"] == ["abort"]
+    assert len(tokens_of(events, "one.0")) == 4
+
+
+def test_the_next_turns_all_fail_and_nobody_else_notices() -> None:
+    """Queued turns that are too long are judged when their turn comes; the unrelated request must not be touched."""
+    engine = make_engine(num_pages=8, page_size=4)
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("innocent", [3]))
+    too_long = SamplingParams(temperature=0, max_tokens=31)
+    for turn in range(20):
+        for index in range(2):
+            engine.submit(make_request(f"t{turn}.{index}", [1, 2], too_long, session_id="s", choice_index=index))
+    engine.submit(make_request("last.0", [1, 2], session_id="s"))
+    events = run(engine)
+    reasons = {event.request_id: event.finish_reason for event in events if event.finish_reason}
+    assert {name for name, reason in reasons.items() if reason == "error"} == {
+        f"t{turn}.{index}" for turn in range(20) for index in range(2)
+    }
+    assert reasons["innocent"] == reasons["one.0"] == reasons["last.0"] == "length"
+    assert all("must fit 32 tokens" in (e.error or "") for e in events if e.finish_reason == "error")
+
+
+def test_an_id_is_taken_while_its_request_is_queued() -> None:
+    engine = make_engine()
+    engine.submit(make_request("one.0", [1, 2], session_id="s"))
+    engine.submit(make_request("two.0", [1, 2], session_id="s"))
+    assert engine.in_flight == {"one.0": 0, "two.0": 0}
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.submit(make_request("two.0", [1, 2], session_id="other"))
+    assert sum(e.finish_reason is not None for e in run(engine)) == 2
+    assert engine.in_flight == {}
+
+
+def test_one_request_that_breaks_does_not_fail_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        stopped = False
+
+        def push(self, ids: list[int]) -> str:
+            raise ValueError("broken")
+
+    engine = make_engine()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, [1, 2]))
+    engine._sequence_by_id["a"].stop_text = Broken()  # type: ignore[assignment]
+    events = run(engine)
+    assert [e.finish_reason for e in events if e.request_id == "a"] == ["error"]
+    assert tokens_of(events, "b") == continuation([1, 2], 4, 5)
+    assert "commit failed" in caplog.text
+
+
+def test_end_of_text_ends_unless_it_is_ignored_or_barred() -> None:
+    greedy = continuation([1, 2], 12, 5)
+    eos = greedy[2]
+    first = greedy.index(eos)
+
+    def output(**options: Any) -> tuple[list[int], str | None]:
+        config = EngineConfig()
+        engine = Engine(FakeRunner(64, 4), None, config, eos_token_ids=(eos, 99))  # type: ignore[arg-type]
+        engine.submit(make_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=12, **options)))
+        events = run(engine)
+        return tokens_of(events, "a"), events[-1].finish_reason
+
+    assert output() == (greedy[: first + 1], "stop")
+    assert output(ignore_eos=True) == (greedy, "length")
+    barred, _ = output(min_tokens=8)
+    assert eos not in barred[:8]
+    assert len(barred) >= 8
+
+
+def test_penalties_count_the_output_also_of_a_resumed_request() -> None:
+    def output(prompt: list[int], offset: int = 0, **options: Any) -> list[int]:
+        engine = make_engine()
+        params = SamplingParams(temperature=0, max_tokens=4 - offset, **options)
+        engine.submit(make_request("a", prompt, params, output_offset=offset))
+        return tokens_of(run(engine), "a")
+
+    for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 10.0}):
+        # Logits are 10 for the prediction and 0 for the others: a bias of 9.5 makes one token a close second.
+        biased = {"logit_bias": {0: 9.5}, **options}
+        whole = output([1, 2], **biased)
+        assert whole[:2] + output([1, 2, *whole[:2]], offset=2, **biased) == whole
+    assert output([1, 2], logit_bias={0: 20.0}) == [0] * 4
+    assert output([1, 2], logit_bias={0: 20.0}, repetition_penalty=10.0) != [0] * 4  # its second time costs its lead
+
+
+def test_a_resumed_draw_is_the_draw_it_would_have_been() -> None:
+    def output(prompt: list[int], offset: int = 0) -> list[int]:
+        engine = make_engine()
+        params = SamplingParams(temperature=2.0, max_tokens=8 - offset, seed=3, logit_bias=dict.fromkeys(range(5), 0.0))
+        engine._runner.flat = True  # type: ignore[attr-defined]
+        engine.submit(make_request("a", prompt, params, output_offset=offset))
+        return tokens_of(run(engine), "a")
+
+    whole = output([1, 2])
+    assert len(set(whole)) > 1
+    assert whole[:3] + output([1, 2, *whole[:3]], offset=3) == whole
+
+
+def test_the_batch_keeps_its_bounds_and_the_order_of_arrival() -> None:
+    engine = make_engine(num_pages=200, max_batch_tokens=16, max_running=3)
+    for index in range(8):
+        ids = [index % 5, index // 5] + [i % 3 for i in range(30)]
+        engine.submit(make_request(f"r{index}", ids, SamplingParams(temperature=0, max_tokens=6)))
+    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    finished: list[str] = []
+    while engine.has_work:
+        before = runner.num_rows
+        finished += [event.request_id for event in engine.step() if event.finish_reason]
+        assert runner.num_rows - before <= 16
+        assert len(engine.scheduler.running) <= 3
+        arrivals = [sequence.arrival for sequence in engine.scheduler.running]
+        assert arrivals == sorted(arrivals)
+    assert finished == sorted(finished)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lookahead"])
+def test_the_least_recently_used_leaf_is_evicted_first(eviction: str) -> None:
+    engine = make_engine(num_pages=4, page_size=4, eviction=eviction)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for name, ids in (("a", [0] * 4), ("b", [1] * 4), ("c", [2] * 4), ("a2", [0] * 4)):
+        engine.submit(make_request(name, ids, one))
+        run(engine)
+    engine.submit(make_request("d", [3] * 8, one))  # two pages: one is free, "b" is the oldest
+    run(engine)
+    for name, ids, cached in (("c2", [2] * 4, 3), ("a3", [0] * 4, 3), ("b2", [1] * 4, 0)):
+        engine.submit(make_request(name, ids, one))
+        assert usage_of(run(engine), name) == (4, cached), name
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
+    engine = make_engine(num_pages=8, eviction=eviction, max_sessions=20)
+    heaps: list[EvictionHeap] = []
+    for index in range(500):
+        session = {"salt": f"tenant {index % 50}", "session_id": f"s{index}"}
+        engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], **session))
+        run(engine)
+        policy: Any = engine.forest.device.cached._policy
+        heaps = [policy._heap] if hasattr(policy, "_heap") else list(policy._heap_by_size.values())
+        assert sum(heap.num_entries for heap in heaps) <= 3 * (8 + 64)
+    assert any(map(len, heaps))
+    assert len(engine.forest._roots) <= 8
+    assert len(engine.forest.owners) == len(engine.sessions) <= 21  # the next turn forgets one
+
+
+def test_admission_leaves_a_tenth_of_the_pages_and_decodes_use_it() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("runs", [1] * 100, SamplingParams(temperature=0, max_tokens=50)))  # 38 pages at last
+    engine.step()
+    assert engine.forest.num_in_use == 25
+    engine.submit(make_request("eleven pages", [2] * 44))
+    engine.step()
+    assert len(engine.scheduler.running) == 1  # 26 and 11 leave three
+    engine.abort("eleven pages")
+    engine.submit(make_request("ten pages", [2] * 40, SamplingParams(temperature=0, max_tokens=1)))
+    engine.step()
+    assert engine.num_finished == {"abort": 1, "length": 1}
+    peak = 0
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.forest.num_in_use)
+    assert peak > 40 - engine.forest.num_reserved
+    assert engine.scheduler.num_suspensions == 0
+
+
+def test_a_request_larger_than_what_admission_leaves_runs_alone() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("small", [1] * 8))
+    engine.submit(make_request("all", [2] * 156))
+    events = run(engine)
+    assert tokens_of(events, "all") == continuation([2] * 156, 4, 5)
+    assert tokens_of(events, "small") == continuation([1] * 8, 4, 5)
+
+
+def test_a_pinned_prefix_outlives_any_traffic_and_what_cannot_fit_beside_it_is_refused() -> None:
+    engine = make_engine(num_pages=10, page_size=4)
+    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    pin = pin_prefix(engine, "", [1] * 12)
+    assert (pin.num_tokens, engine.capacity) == (12, 28)
+    with pytest.raises(ContextLengthExceeded, match="28 tokens"):
+        engine.submit(make_request("over", [2] * 25))
+    for index in range(4):
+        engine.submit(make_request(f"r{index}", [2 + index % 3, index, *[0] * 22]))
+    assert sum(event.finish_reason == "length" for event in run(engine)) == 4
+    engine.submit(make_request("again", [1] * 12))
+    assert usage_of(run(engine), "again") == (12, 11)
+    engine.scheduler.unpin(pin)
+    engine.scheduler.unpin(pin)
+    assert engine.forest.num_in_use == 0
+    assert engine.capacity == 40
+
+
+def test_a_pin_is_refused_while_a_request_that_was_taken_may_need_the_pages() -> None:
+    engine = make_engine(num_pages=10, page_size=4)
+    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=16)))
+    with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 9"):
+        pin_prefix(engine, "", [1] * 12)
+    with pytest.raises(PinRefused, match="nothing of this prefix"):
+        pin_prefix(engine, "other tenant", [1] * 12)
+    run(engine)
+    engine.submit(make_request("warm again", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    pin_prefix(engine, "", [1] * 12)
+
+
+def test_pins_leave_the_reserve() -> None:
+    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
+    engine.submit(make_request("warm", [1] * 150, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    with pytest.raises(PinRefused, match="would leave 2 unpinned; at least 4"):
+        pin_prefix(engine, "", [1] * 150)
+    pin_prefix(engine, "", [1] * 144)
+    engine.submit(make_request("shares", [1] * 8, SamplingParams(temperature=0, max_tokens=8)))
+    assert tokens_of(run(engine), "shares") == continuation([1] * 8, 8, 5)
+
+
+def test_a_failed_step_takes_the_pins_with_it() -> None:
+    engine = make_engine()
+    engine.submit(make_request("warm", [1] * 12))
+    run(engine)
+    pin = pin_prefix(engine, "", [1] * 12)
+    engine.fail_all("failed")
+    assert engine.forest.num_free == engine.forest.num_pages
+    engine.scheduler.unpin(pin)
+    engine.forest.check()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_traffic_over_the_pool_starves_nobody(eviction: str) -> None:
+    """Turns of twenty sessions and strangers that all want more than there is: each ends, in about its turn."""
+    engine = make_engine(num_pages=20, page_size=4, eviction=eviction, max_batch_tokens=32)
+    history = {session: [session % 5, session // 5] for session in range(20)}
+    ended: list[str] = []
+    for turn in range(4):
+        for session, ids in history.items():
+            engine.submit(make_request(f"{turn}.{session}", ids, session_id=f"s{session}"))
+        long = SamplingParams(temperature=0, max_tokens=40)
+        engine.submit(make_request(f"{turn}.stranger", [turn, 3, 3], long))
+        events = run(engine)
+        ended += [event.request_id for event in events if event.finish_reason == "length"]
+        for session, ids in history.items():
+            answer = tokens_of(events, f"{turn}.{session}")
+            assert answer == continuation(ids, 4, 5)
+            history[session] = [*ids, *answer, turn]
+    assert len(ended) == 4 * 21

@@ -1,0 +1,111 @@
+"""Out of pages in decode, on a real model: who is suspended goes to the host and comes back, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.sequence import Sequence
+from tests.replicas.tiered_engine import (
+    answers,
+    draw,
+    full_prefill,
+    load_decoder,
+    logits_of,
+    make_engine,
+    run,
+    runner_of,
+    submit,
+)
+
+NUM_NEW = 60
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    directory: Path = tmp_path_factory.mktemp("llama-3")
+    return load_decoder("llama-3", directory)
+
+
+@pytest.fixture
+def engine(decoder: Decoder) -> Iterator[Engine]:
+    engine = make_engine(decoder, num_pages=12)
+    yield engine
+    runner_of(engine).close()
+
+
+def note_suspensions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Who is suspended, and who runs then, in order of arrival."""
+    noted: list[tuple[str, list[str]]] = []
+    suspend = engine.scheduler._suspend
+
+    def note(sequence: Sequence) -> None:
+        running = [each.request.request_id for each in engine.scheduler.running]
+        noted.append((sequence.request.request_id, running))
+        suspend(sequence)
+
+    monkeypatch.setattr(engine.scheduler, "_suspend", note)
+    return noted
+
+
+def test_the_suspended_come_back_from_the_host(
+    decoder: Decoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five sequences of five or six pages each in a pool of twelve."""
+    prompts = {f"r{i}": draw(i, 12 + 5 * i) for i in range(5)}
+    suspended = note_suspensions(engine, monkeypatch)
+    for name, ids in prompts.items():
+        submit(engine, name, ids, NUM_NEW)
+    found = answers(run(engine))
+    assert suspended
+    assert all(name == running[-1] != "r0" for name, running in suspended), "not the latest arrival"
+    runner = runner_of(engine)
+    assert runner.num_saved
+    assert runner.num_loaded
+    # The last token of an output is never computed, and nothing is computed twice.
+    assert runner.num_rows == sum(len(ids) + NUM_NEW - 1 for ids in prompts.values())
+    for name, ids in prompts.items():
+        tokens, logits = full_prefill(decoder, ids, NUM_NEW)
+        assert found[name] == tokens
+        assert (logits_of(engine, name) - logits).abs().max() <= TOLERANCE
+
+
+def test_without_room_on_the_host_the_rest_is_computed_anew(decoder: Decoder) -> None:
+    engine = make_engine(decoder, num_pages=12, num_host_pages=2)
+    prompts = {f"r{i}": draw(i, 12 + 5 * i) for i in range(5)}
+    for name, ids in prompts.items():
+        submit(engine, name, ids, NUM_NEW)
+    found = answers(run(engine))
+    runner = runner_of(engine)
+    assert engine.scheduler.num_suspensions
+    assert runner.num_loaded
+    assert runner.num_rows > sum(len(ids) + NUM_NEW - 1 for ids in prompts.values())
+    for name, ids in prompts.items():
+        assert found[name] == full_prefill(decoder, ids, NUM_NEW)[0]
+    runner.close()
+
+
+def test_a_stream_of_arrivals_starves_nobody(decoder: Decoder, engine: Engine) -> None:
+    """One arrives every few steps, more than the pool holds: each ends, in the order in which they came."""
+    prompts = [draw(index, 24) for index in range(12)]
+    ended: list[str] = []
+    found: dict[str, list[int]] = {}
+    for number in range(2_000):
+        if number % 5 == 0 and number // 5 < len(prompts):
+            submit(engine, f"r{number // 5}", prompts[number // 5], NUM_NEW)
+        for event in engine.step():
+            assert event.error is None
+            found.setdefault(event.request_id, []).extend(event.token_ids)
+            ended += [event.request_id] if event.finish_reason else []
+        engine.forest.check()
+        if len(ended) == len(prompts):
+            break
+    assert engine.scheduler.num_suspensions
+    assert ended == [f"r{index}" for index in range(len(prompts))]
+    for index, ids in enumerate(prompts):
+        assert found[f"r{index}"] == full_prefill(decoder, ids, NUM_NEW)[0]

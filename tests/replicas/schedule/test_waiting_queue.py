@@ -1,0 +1,325 @@
+"""The fair queue against a model that looks at everything each time, and what it promises."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.schedule import queue as waiting_queue
+from mneme.replicas.schedule.queue import MAX_IDLE_FLOWS, WaitingQueue
+from mneme.replicas.sequence import Sequence
+
+PARAMS = SamplingParams()
+
+
+class Arrivals:
+    """Makes sequences, each later than the one before."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def __call__(self, flow: str | None, num_tokens: int = 1, salt: str = "") -> Sequence:
+        arrival = next(self._count)
+        request = GenerationRequest(
+            request_id=str(arrival), prompt_token_ids=(0,), sampling=PARAMS, salt=salt, session_id=flow
+        )
+        ids = [0] * num_tokens
+        return Sequence(request=request, ids=ids, num_prompt=num_tokens, max_tokens=1, arrival=arrival)
+
+
+def names(sequences: Any) -> list[str]:
+    return [sequence.request.request_id for sequence in sequences]
+
+
+def drained(queue: WaitingQueue) -> list[Sequence]:
+    """All that wait, in the order of being taken, each with its whole prompt to compute."""
+    taken = []
+    while queue:
+        taken.append(queue.pop(len(queue.head.ids)))
+    return taken
+
+
+class Model:
+    """Counters and lists, searched anew for each question."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, float] = {}
+        self.waiting: list[Sequence] = []
+        self.suspended: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.level = 0.0
+        self.last: str | None = None
+        self.sticky: Sequence | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        flow = str(sequence.request.session_id)
+        if not self.of(self.waiting, flow):
+            flows = {str(each.request.session_id) for each in self.waiting} or {self.last} - {None}
+            floor = min((self.counters[each] for each in flows if each is not None), default=0.0)
+            self.counters[flow] = max(self.counters.get(flow, 0.0), floor, self.level)
+        self.waiting.append(sequence)
+
+    def head(self) -> Sequence:
+        if self.suspended:
+            return min(self.suspended, key=lambda each: each.arrival)
+        if self.sticky is None:
+            firsts = [self.of(self.waiting, str(each.request.session_id))[0] for each in self.waiting]
+            self.sticky = min(firsts, key=lambda each: (self.counters[str(each.request.session_id)], each.arrival))
+        return self.sticky
+
+    def pop(self, num_computed: int) -> Sequence:
+        sequence = self.head()
+        if sequence in self.suspended:
+            self.suspended.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.sticky, self.last = None, str(sequence.request.session_id)
+            self.charge(sequence, max(num_computed, 1), [*self.waiting, *self.suspended, *self.running, sequence])
+        self.running.append(sequence)
+        return sequence
+
+    def charge(self, sequence: Sequence, num_tokens: int, active: list[Sequence]) -> None:
+        self.counters[str(sequence.request.session_id)] += num_tokens
+        self.level += num_tokens / len({each.request.session_id for each in active})
+
+    def suspend(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.suspended.append(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        for each in (self.waiting, self.suspended, self.running):
+            if sequence in each:
+                each.remove(sequence)
+        if sequence is self.sticky:
+            self.sticky = None
+        if not self.active:
+            self.counters, self.level, self.last = {}, 0.0, None
+
+    @property
+    def active(self) -> list[Sequence]:
+        return [*self.waiting, *self.suspended, *self.running]
+
+    @staticmethod
+    def of(sequences: list[Sequence], flow: str) -> list[Sequence]:
+        return [each for each in sequences if str(each.request.session_id) == flow]
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "pop", "head", "charge", "suspend", "end", "abort"]),
+        st.sampled_from([None, "a", "b", "c", "d"]),
+        st.integers(0, 40),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps)
+def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, int]]) -> None:
+    queue, model, make = WaitingQueue(), Model(), Arrivals()
+    for what, flow, number in todo:
+        waiting = [*model.waiting, *model.suspended]
+        if what == "add":
+            sequence = make(flow, max(number, 1))
+            queue.add(sequence)
+            model.add(sequence)
+        elif what == "abort" and waiting:
+            sequence = waiting[number % len(waiting)]
+            queue.remove(sequence)
+            model.end(sequence)
+        elif what in ("pop", "head") and waiting:
+            assert queue.head is model.head()
+            if what == "pop":
+                assert queue.pop(number) is model.pop(number)
+        elif model.running:
+            sequence = model.running[number % len(model.running)]
+            if what == "charge":
+                queue.charge(sequence, number)
+                model.charge(sequence, number, model.active)
+            elif what == "suspend":
+                queue.put_back(sequence)
+                model.suspend(sequence)
+            elif what == "end":
+                queue.end(sequence)
+                model.end(sequence)
+        assert len(queue) == len(model.waiting) + len(model.suspended)
+        assert queue.num_tokens == sum(len(each.ids) for each in (*model.waiting, *model.suspended))
+        in_order = names(queue)
+        assert in_order == names(drained(copy.deepcopy(queue)))
+        assert sorted(in_order) == sorted(names([*model.waiting, *model.suspended]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 100)), max_size=60))
+def test_with_one_request_per_flow_it_is_first_come_first_served(todo: list[tuple[int, int]]) -> None:
+    queue, make, taken = WaitingQueue(), Arrivals(), []
+    running: list[Sequence] = []
+    for what, number in todo:
+        if what == 0 and queue:
+            running.append(queue.pop(number))
+            taken.append(running[-1].arrival)
+        elif what == 1 and running:
+            queue.charge(running[number % len(running)], number)
+        elif what == 2 and running:
+            queue.end(running.pop(number % len(running)))
+        else:
+            queue.add(make(f"flow {len(taken) + len(queue)}", number + 1))
+    taken += [sequence.arrival for sequence in drained(queue)]
+    assert taken == sorted(taken)
+
+
+def test_flows_that_always_want_more_get_alike() -> None:
+    """The difference is at most one request of each, whatever their sizes (the bound of the paper's theorem)."""
+    queue, make, rng = WaitingQueue(), Arrivals(), random.Random(1)
+    sizes = {"small": 10, "large": 700, "mixed": 0}
+    served = dict.fromkeys(sizes, 0)
+    for flow, size in sizes.items():
+        for _ in range(3):
+            queue.add(make(flow, size or rng.randrange(1, 300)))
+    for _ in range(2000):
+        sequence = queue.pop(len(queue.head.ids))
+        flow = str(sequence.request.session_id)
+        served[flow] += len(sequence.ids)
+        queue.add(make(flow, sizes[flow] or rng.randrange(1, 300)))
+        queue.end(sequence)
+        assert max(served.values()) - min(served.values()) <= 2 * 700
+
+
+def test_output_counts_too() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    first = make("talks", 5)
+    queue.add(first)
+    queue.add(make("listens", 5))
+    assert queue.pop(5) is first
+    listener = queue.pop(5)
+    queue.charge(first, 100)
+    for flow in ("listens", "talks", "listens"):
+        queue.add(make(flow, 5))
+    assert [each.request.session_id for each in drained(queue)] == ["listens", "listens", "talks"]
+    queue.end(listener)
+
+
+def test_idle_time_earns_nothing() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    queue.add(make("idle", 1))
+    idle = queue.pop(1)
+    for _ in range(3):
+        queue.add(make("busy", 1000))
+    queue.end(idle)
+    queue.pop(1000)
+    for _ in range(3):
+        queue.add(make("idle", 1000))
+    assert [each.request.session_id for each in drained(queue)] == ["busy", "idle", "busy", "idle", "idle"]
+
+
+def test_an_endless_row_of_new_flows_starves_nobody() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    flows = ["greedy", *(f"first {number}" for number in range(11))]
+    for flow in flows:
+        queue.add(make(flow, 100))
+    assert queue.pop(10_000).request.session_id == "greedy"
+    wants_more = make("greedy", 1)
+    queue.add(wants_more)
+    for number in itertools.count():
+        queue.add(make(f"new {number}", 100))
+        taken = queue.pop(100)
+        if taken is wants_more:
+            break
+        queue.end(taken)
+        # 13 active flows share 100 tokens of each: after 1,300 requests all might have had 10,000.
+        assert number < 1300 + 13
+    assert number > 600  # and until then the others were in the right
+
+
+def test_a_head_that_was_asked_for_stays_but_behind_suspended_ones() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    runs = [make("runs", 1) for _ in range(3)]
+    for sequence in runs:
+        queue.add(sequence)
+        assert queue.pop(1) is sequence
+    head = make("a", 5)
+    queue.add(head)
+    assert queue.head is head
+    queue.charge(runs[0], 50)
+    queue.add(make("b", 1))
+    assert queue.head is head
+    for sequence in (runs[2], runs[0], runs[1]):
+        queue.put_back(sequence)
+    assert queue.head is runs[0]
+    assert drained(queue)[:4] == [*runs, head]
+
+
+def test_a_tenant_s_requests_without_a_session_are_one_flow() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    for salt in ("one", "one", "one", "two"):
+        queue.add(make(None, 10, salt))
+    assert [each.request.salt for each in drained(queue)] == ["one", "two", "one", "one"]
+
+
+def test_a_resumed_sequence_is_charged_once() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    sequence = make("a", 10)
+    queue.add(sequence)
+    queue.pop(10)
+    charged = queue._flows["", "a"].counter
+    queue.put_back(sequence)
+    queue.pop(10)
+    assert queue._flows["", "a"].counter == charged == 10
+
+
+def test_flows_that_are_gone_cost_nothing() -> None:
+    queue, make = WaitingQueue(), Arrivals()
+    stuck = make("stuck", 10)
+    queue.add(stuck)
+    assert queue.head is stuck
+    for number in range(5000):
+        sequence = make(f"flow {number}", 10)
+        queue.add(sequence)
+        queue.remove(sequence)
+    assert len(queue._flows) == 1
+    assert len(queue._idle) == MAX_IDLE_FLOWS
+    assert len(queue._heap) < 2 + 2 * waiting_queue._HEAP_SLACK
+    queue.remove(stuck)
+    assert (len(queue), queue.num_tokens, len(queue._idle), len(queue._heap)) == (0, 0, 0, 0)
+    with pytest.raises(IndexError):
+        _ = queue.head
+
+
+def test_the_first_few_are_found_without_looking_at_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction looks ahead whenever it chooses."""
+    queue, make = WaitingQueue(), Arrivals()
+    for number in range(10_000):
+        queue.add(make(f"flow {number}", 1))
+    looked_at: list[int] = []
+    unroll = WaitingQueue._unroll
+
+    def counted(queue: WaitingQueue, frontier: Any, place: int) -> None:
+        looked_at.append(place)
+        unroll(queue, frontier, place)
+
+    monkeypatch.setattr(WaitingQueue, "_unroll", counted)
+    assert names(itertools.islice(queue, 10)) == [str(number) for number in range(10)]
+    assert len(looked_at) <= 2 * 10 + 1
+
+
+def test_who_overtakes_the_head_leaves_it_the_head() -> None:
+    """Of its own flow or another; the overtaking flow pays for it."""
+    queue, arrive = WaitingQueue(), Arrivals()
+    head, same, other, last = (arrive(flow, 10) for flow in ("a", "a", "b", "c"))
+    for sequence in (head, same, other, last):
+        queue.add(sequence)
+    assert queue.head is head
+    queue.overtake(other, 10)
+    queue.overtake(same, 10)
+    assert queue.head is head
+    again = arrive("b", 10)
+    queue.add(again)
+    assert (len(queue), queue.num_tokens, queue.num_taken_tokens) == (3, 30, 20)
+    assert names(queue) == names(drained(queue)) == names([head, last, again])

@@ -1,0 +1,178 @@
+"""What becomes of the pages of a session that is deleted: freed at once, but for what others are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mneme.replicas.engine.commands import DeleteSession, answer
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.pins import pin_prefix
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.nodes import Owner
+from mneme.replicas.request import SamplingParams
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
+
+SHARED = [1, 2, 3, 4] * 4  # four pages
+MINE, OTHERS = SHARED + [0] * 12, SHARED + [3] * 12
+LONG = SamplingParams(temperature=0, max_tokens=40)
+
+
+def say(engine: Engine, name: str, session: str | None, ids: list[int], **more: Any) -> None:
+    engine.submit(make_request(f"{name}.0", ids, session_id=session, **more))
+
+
+def delete(engine: Engine, session: str) -> bool:
+    deleted: bool = answer(engine, DeleteSession(("", session)))
+    engine.forest.check()
+    return deleted
+
+
+def test_an_idle_session_s_pages_are_free_at_once() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    assert engine.forest.num_cached > 0
+    assert delete(engine, "s")
+    assert (engine.forest.num_cached, engine.forest.num_free) == (0, engine.forest.num_pages)
+    assert len(engine.forest._roots) == 0
+
+
+def test_what_another_session_is_on_stays() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    say(engine, "2", "t", OTHERS)
+    run(engine)
+    assert delete(engine, "s")
+    assert engine.forest.resident("", MINE).device == len(SHARED)
+    assert engine.forest.resident("", OTHERS).device == len(OTHERS)
+    assert delete(engine, "t")
+    assert engine.forest.num_cached == 0
+
+
+def test_a_fork_keeps_its_past_at_once() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    engine.fork(("", "s"), ("", "f"))
+    assert delete(engine, "s")
+    log = engine.sessions.get(("", "f"))
+    assert log is not None
+    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
+    assert delete(engine, "f")
+    assert engine.forest.num_cached == 0
+
+
+def test_a_fork_of_a_turn_that_is_deleted_while_it_answers_keeps_what_was_said() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    for _ in range(4):
+        engine.step()
+    engine.fork(("", "s"), ("", "f"))
+    log = engine.sessions.get(("", "f"))
+    assert log is not None
+    assert delete(engine, "s")
+    run(engine)
+    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
+
+
+def test_a_fork_keeps_its_past() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    engine.fork(("", "s"), ("", "f"))
+    say(engine, "2", "f", [2], append=True)
+    run(engine)
+    assert delete(engine, "s")
+    log = engine.sessions.get(("", "f"))
+    assert log is not None
+    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
+
+
+def test_a_session_that_was_dropped_for_its_age_leaves_its_pages_cached() -> None:
+    engine = make_engine(max_sessions=1)
+    say(engine, "1", "s", MINE)
+    run(engine)
+    say(engine, "2", "t", OTHERS)
+    run(engine)
+    engine.sessions.expire()
+    assert engine.sessions.get(("", "s")) is None
+    assert engine.forest.resident("", MINE).device == len(MINE)
+
+
+def test_a_session_deleted_while_it_answers_leaves_nothing_when_it_ends() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    say(engine, "2", "s", MINE, params=LONG)
+    for _ in range(6):
+        engine.step()
+    assert delete(engine, "s")
+    assert engine.forest.num_in_use > 0
+    events = run(engine)
+    assert [event.finish_reason for event in events][-1] == "length"
+    assert (engine.forest.num_cached, len(engine.sessions)) == (0, 0)
+
+
+def test_a_turn_behind_the_deleted_one_begins_anew_and_is_kept() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE, params=LONG)
+    say(engine, "2", "s", OTHERS)
+    engine.step()
+    assert delete(engine, "s")
+    run(engine)
+    log = engine.sessions.get(("", "s"))
+    assert log is not None
+    assert log.ids.tolist()[: len(OTHERS)] == OTHERS
+    assert engine.forest.resident("", MINE).device == len(SHARED)
+    assert delete(engine, "s")
+    assert engine.forest.num_cached == 0
+
+
+def test_a_pinned_page_outlives_the_session() -> None:
+    engine = make_engine()
+    say(engine, "1", "s", MINE)
+    run(engine)
+    pin = pin_prefix(engine, "", SHARED)
+    assert delete(engine, "s")
+    assert engine.forest.resident("", MINE).device == len(SHARED)
+    engine.scheduler.unpin(pin)
+    engine.forest.check()
+
+
+def test_a_suspended_turn_of_a_deleted_session_still_ends() -> None:
+    engine = make_engine(num_pages=12, page_size=4)
+    say(engine, "1", "t", [1] * 12, params=SamplingParams(temperature=0, max_tokens=30))
+    say(engine, "2", "s", [2] * 12, params=SamplingParams(temperature=0, max_tokens=30))
+    while not engine.scheduler.num_suspensions:
+        engine.step()
+    assert delete(engine, "s")
+    assert sorted(event.finish_reason for event in run(engine) if event.finish_reason) == ["length", "length"]
+    assert engine.sessions.get(("", "s")) is None
+
+
+def test_both_tiers_forget_it() -> None:
+    """Pages on both, on the host only, and one whose load is still to be made."""
+    forest, owner, other = PrefixForest(8, 4, num_host_pages=16, copy_out_below=1.0), Owner(), Owner()
+    spoken(forest, MINE, owner)
+    spoken(forest, [4] * 24, other)  # six of eight pages: most of the first session goes to the host
+    assert (forest.resident("", MINE).device, forest.resident("", MINE).host) == (8, 20)
+    path = forest.open_path("")
+    forest.extend(path, MINE, 17)
+    forest.take_rows(path, MINE[:17], 8)
+    forest.release(path)
+    forest.check()
+    forest.drop_owned(owner)
+    forest.check()
+    assert forest.resident("", MINE) == (0, 0)
+    assert forest.resident("", [4] * 24).device + forest.resident("", [4] * 24).host == 24
+    forest.drop_owned(other)
+    forest.check()
+    assert (forest.num_free, len(forest.host.free), len(forest._roots)) == (8, 16, 0)
+
+
+def spoken(forest: PrefixForest, ids: list[int], owner: Owner) -> None:
+    path = forest.open_path("")
+    forest.extend(path, ids, len(ids))
+    forest.write(path, ids, len(ids))
+    forest.release(path, owner)
+    forest.drain_moves()

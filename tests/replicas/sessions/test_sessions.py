@@ -1,0 +1,453 @@
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.sessions.queue import MAX_QUEUED_PER_SESSION
+from mneme.replicas.sessions.sessions import Sessions
+from mneme.replicas.sessions.token_log import FinishedTurn, Said
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def begin(sessions: Sessions, request: GenerationRequest) -> list[int] | None:
+    prompt = sessions.begin(request)
+    return None if prompt is None else prompt.ids
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def make(ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6) -> tuple[Sessions, Clock]:
+    clock = Clock()
+    return Sessions(encode, clock, ttl_s=ttl_s, max_sessions=max_sessions, max_tokens=max_tokens), clock
+
+
+def turn(name: str, session: str | None, text: str | None = "ab", index: int = 0, **more: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{name}.{index}", prompt_token_ids=tuple(encode(text or "ab")), sampling=SamplingParams(),
+        session_id=session, prompt_text=text, choice_index=index, **more,
+    )  # fmt: skip
+
+
+def answer(sessions: Sessions, request: GenerationRequest, output_ids: list[int], text: str) -> None:
+    ids = begin(sessions, request)
+    assert ids is not None
+    assert end(sessions, request, ids, output_ids, text) == []
+
+
+def end(
+    sessions: Sessions, request: GenerationRequest, ids: list[int], output_ids: list[int], text: str
+) -> list[GenerationRequest]:
+    return sessions.end(request, FinishedTurn(ids + output_ids, len(ids), 0, Said(text, len(output_ids))))
+
+
+def test_stored_ids_are_used_where_the_stored_text_begins_the_new_one() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s"), [1000, 1001], "cd")  # ids that encoding "cd" would not give
+    assert begin(sessions, turn("2", "s", "abcdef")) == [97, 98, 1000, 1001, *encode("ef")]
+
+
+def test_other_text_falls_back_to_the_requests_own_ids() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s"), [1000], "c")
+    assert begin(sessions, turn("2", "s", "abX")) == encode("abX")
+    assert begin(sessions, turn("3", None, "abc")) == encode("abc")
+
+
+def test_a_moved_request_keeps_the_output_it_brought() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s"), [1000], "c")
+    moved = turn("2", "s", "abcd")
+    moved = GenerationRequest(
+        request_id="2.0", prompt_token_ids=(*moved.prompt_token_ids, 7, 8), sampling=SamplingParams(),
+        session_id="s", prompt_text="abcd", output_offset=2,
+    )  # fmt: skip
+    assert begin(sessions, moved) == [97, 98, 1000, ord("d"), 7, 8]
+
+
+def test_tenants_have_their_own_sessions() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s", salt="one"), [1000], "c")
+    assert begin(sessions, turn("2", "s", "abc", salt="two")) == encode("abc")
+
+
+def test_turns_wait_in_order_and_choices_go_together() -> None:
+    sessions, _ = make()
+    first = turn("1", "s")
+    assert begin(sessions, first) is not None
+    later = [turn("2", "s", index=0), turn("2", "s", index=1), turn("3", "s")]
+    assert [begin(sessions, request) for request in later] == [None, None, None]
+    assert len(sessions.queued) == 3
+    assert sessions.end(first, None) == later[:2]
+    assert [begin(sessions, request) is not None for request in later[:2]] == [True, True]
+    assert sessions.end(later[0], None) == []
+    assert sessions.end(later[1], None) == [later[2]]
+
+
+def test_the_first_choice_is_the_one_that_is_kept() -> None:
+    sessions, _ = make()
+    choices = [turn("1", "s", index=i) for i in range(2)]
+    for choice in choices:
+        begin(sessions, choice)
+    end(sessions, choices[1], [97, 98], [1], "Z")
+    end(sessions, choices[0], [97, 98], [2], "Y")
+    assert begin(sessions, turn("2", "s", "abY")) == [97, 98, 2]
+
+
+def test_surplus_sessions_go_but_never_one_that_is_answering() -> None:
+    sessions, _ = make(max_sessions=3)
+    busy = turn("busy", "busy")
+    begin(sessions, busy)
+    for name in "abc":
+        answer(sessions, turn(name, name), [1], "c")
+    sessions.expire()
+    assert len(sessions) == 3
+    assert begin(sessions, turn("a2", "a", "abc")) == encode("abc")  # the oldest went
+    assert begin(sessions, turn("c2", "c", "abc")) == [97, 98, 1]
+    sessions.expire()
+    assert end(sessions, busy, [97, 98], [1], "c") == []
+
+
+def test_old_sessions_go_also_when_they_are_asked_for() -> None:
+    sessions, clock = make(ttl_s=10)
+    answer(sessions, turn("1", "s"), [1000], "c")
+    clock.now = 10
+    second = turn("2", "s", "abc")
+    assert begin(sessions, second) == [97, 98, 1000]
+    end(sessions, second, [97, 98, 1000], [], "")
+    clock.now = 21
+    assert begin(sessions, turn("3", "s", "abc")) == encode("abc")
+
+
+def test_token_logs_are_bounded_together() -> None:
+    sessions, _ = make(max_sessions=100, max_tokens=10)
+    for name in "abcd":
+        answer(sessions, turn(name, name), [1], "c")  # three tokens each
+    sessions.expire()
+    assert len(sessions) == 3
+
+
+def test_a_session_that_cannot_be_encoded_is_not_locked() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s"), [1], "c")
+    sessions._prompts._encode = lambda text: 1 // 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        begin(sessions, turn("2", "s", "abcd"))
+    assert begin(sessions, turn("3", "s", "abc")) == [97, 98, 1]
+
+
+def test_one_session_cannot_queue_without_bound() -> None:
+    sessions, _ = make()
+    begin(sessions, turn("0", "s"))
+    for index in range(MAX_QUEUED_PER_SESSION):
+        assert begin(sessions, turn(f"{index + 1}", "s")) is None
+    with pytest.raises(Overloaded):
+        begin(sessions, turn("late", "s"))
+    assert len(sessions.queued) == MAX_QUEUED_PER_SESSION
+
+
+def test_a_queued_turn_can_be_taken_out() -> None:
+    sessions, _ = make()
+    first, second = turn("1", "s"), turn("2", "s")
+    begin(sessions, first)
+    begin(sessions, second)
+    assert sessions.queued.cancel("2.0") is second
+    assert sessions.queued.cancel("2.0") is None
+    assert sessions.end(first, None) == []
+
+
+def conversation(sessions: Sessions, num_turns: int) -> str:
+    """Turns whose answers have ids that their text alone would not give; returns the text."""
+    text = ""
+    for index in range(num_turns):
+        text += f"<question {index}>"
+        answer(sessions, turn(f"{index}", "s", text), [1000 + index], f"<answer {index}>")
+        text += f"<answer {index}>"
+    return text
+
+
+def log_of(sessions: Sessions) -> list[int]:
+    log = sessions.get(("", "s"))
+    assert log is not None
+    return log.ids.tolist()
+
+
+def test_an_edited_message_keeps_all_before_it() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 3)
+    stored = log_of(sessions)
+    edited = text.replace("<question 2>", "<question 2, but another>")
+    kept = stored[: stored.index(1001) + 1]  # to the end of the second answer, exact
+    assert begin(sessions, turn("next", "s", edited + "more")) == kept + encode(
+        edited.partition("<answer 1>")[2] + "more"
+    )
+
+
+def test_a_stripped_answer_keeps_all_before_it() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 3)
+    kept = log_of(sessions)[:-1]  # to the end of the third question
+    stripped = text.removesuffix("<answer 2>") + "stripped"
+    assert begin(sessions, turn("next", "s", stripped)) == kept + encode("stripped")
+
+
+def test_after_an_edit_the_log_is_what_was_said_last() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 2)
+    edited = turn("edit", "s", text.replace("<answer 1>", "<other>") + "?")
+    answer(sessions, edited, [2000], "!")
+    assert log_of(sessions)[-1] == 2000
+    assert 1001 not in log_of(sessions)
+    next_turn = turn("next", "s", f"{edited.prompt_text}!?")
+    assert begin(sessions, next_turn) == [*log_of(sessions), ord("?")]
+    sessions.end(next_turn, None)
+    old = turn("old", "s", text)  # what the first client still has: matched up to where both agree
+    assert begin(sessions, old) == log_of(sessions)[: log_of(sessions).index(1000) + 1] + encode(
+        text.partition("<answer 0>")[2]
+    )
+
+
+def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
+    """A tokenizer of whole words: where a prompt ended in the middle of one, its own tokens have no seam."""
+    vocabulary = {"br": 1, "oom": 2, "broom": 3, "er": 4}
+    sessions, _ = make()
+    sessions._prompts._encode = lambda text: [vocabulary[text]]
+    first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
+    answer(sessions, first, [7], "own")
+    broom = replace(turn("2", "s", "broom"), prompt_token_ids=(3,))
+    assert begin(sessions, broom) == [3]
+    sessions.end(broom, None)
+    assert begin(sessions, replace(turn("3", "s", "browner"), prompt_token_ids=(5,))) == [1, 7, 4]  # an answer stands
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=8), st.text("ab", max_size=12))
+def test_whatever_a_client_sends_its_own_text_is_what_runs(said: list[str], sent: str) -> None:
+    """Ids decode to exactly the text that was sent: nothing stale, nothing lost."""
+    text_by_id: dict[int, str] = {}
+    sessions, _ = make()
+    text = ""
+    for index, each in enumerate(said):
+        text += each
+        text_by_id[1000 + index] = each + "!"
+        answer(sessions, turn(f"{index}", "s", text), [1000 + index], text_by_id[1000 + index])
+        text += text_by_id[1000 + index]
+    for asked in (sent, text, text + sent, text[: len(sent)] + sent, text[:-1] + sent):
+        request = turn("next", "s", asked or "a")
+        ids = begin(sessions, request)
+        assert ids is not None
+        assert "".join(text_by_id.get(i, chr(i)) for i in ids) == (asked or "a")
+        sessions.end(request, None)
+
+
+def appended(name: str, text: str | None = "new", num_closing: int = 0, **more: Any) -> GenerationRequest:
+    return replace(turn(name, "s", text, **more), append=True, num_closing_chars=num_closing)
+
+
+def test_what_is_appended_follows_the_log() -> None:
+    sessions, _ = make()
+    conversation(sessions, 2)
+    stored = log_of(sessions)
+    assert begin(sessions, appended("next")) == stored + encode("new")
+
+
+def test_an_answer_is_closed_once() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
+    closed = appended("2", ";\nnew", num_closing=2)
+    assert begin(sessions, closed) == encode("abc;\nnew")
+    sessions.end(closed, None)
+    answer(sessions, turn("3", "s", "ab"), encode("c"), "c")
+    assert begin(sessions, appended("4", ";\nnew", num_closing=2)) == encode("abc;\nnew")
+
+
+def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
+    """Some templates put a space before the end of a turn; the model ends it without."""
+    sessions, _ = make()
+    sessions._prompts._end_token_ids = frozenset({ord(";")})
+    answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
+    assert begin(sessions, appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
+
+
+def test_appended_turns_leave_older_marks_good() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 1)
+    answer(sessions, appended("2"), [3000], "unseen")
+    stored = log_of(sessions)
+    assert begin(sessions, turn("3", "s", text + "and now all of it")) == stored[: stored.index(1000) + 1] + encode(
+        "and now all of it"
+    )
+
+
+def decode(ids: list[int]) -> str:
+    return "".join({3000: "<unseen>"}.get(i, chr(i)) for i in ids)
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 5])
+def test_a_client_that_appended_and_then_sends_all_of_it_is_known(num_whole: int) -> None:
+    """The ids behind the last mark say what was appended, as they would have to be for the same text."""
+    sessions, _ = make()
+    sessions._prompts._decode = decode
+    answer(sessions, turn("0", "s", None), encode("c"), "c")  # ids only: no mark
+    text = conversation(sessions, num_whole) if num_whole else "abc"
+    for name in ("first", "second"):
+        answer(sessions, appended(name), [3000], "<unseen>")
+        text += "new<unseen>"
+    stored = log_of(sessions)
+    again = turn("again", "s", text + "more")
+    answer(sessions, again, [3000], "<unseen>")
+    assert log_of(sessions) == [*stored, *encode("more"), 3000]
+    assert begin(sessions, turn("last", "s", text + "more<unseen>!")) == [*log_of(sessions), ord("!")]
+
+
+@pytest.mark.parametrize("change", [("new", "old"), ("<unseen>", "<un"), ("answer 0", "answer 1")])
+def test_what_was_appended_and_is_told_otherwise_is_not_taken(change: tuple[str, str]) -> None:
+    sessions, _ = make()
+    sessions._prompts._decode = decode
+    text = conversation(sessions, 1)
+    num_marked = len(log_of(sessions))
+    answer(sessions, appended("2"), [3000], "<unseen>")
+    told = (text + "new<unseen>").replace(*change) + "more"
+    ids = begin(sessions, turn("3", "s", told))
+    assert ids is not None
+    if told.startswith(text):
+        assert ids == log_of(sessions)[:num_marked] + encode(told.removeprefix(text))
+    else:
+        assert ids == log_of(sessions)[: len("<question 0>")] + encode(told.removeprefix("<question 0>"))
+
+
+def test_nothing_to_append_to_is_an_error_and_leaves_nothing() -> None:
+    sessions, _ = make()
+    with pytest.raises(SessionNotFound):
+        begin(sessions, appended("1"))
+    with pytest.raises(SessionNotFound):
+        begin(sessions, replace(appended("1"), session_id=None))
+    assert len(sessions) == 0
+
+
+def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
+    sessions, _ = make()
+    conversation(sessions, 1)
+    stored = log_of(sessions)
+    first = appended("2")
+    ids = begin(sessions, first)
+    assert ids is not None
+    end(sessions, first, ids, [3000, 3001], "xy")  # its replica's stream broke; two tokens had come
+    again = replace(appended("2~1"), prompt_token_ids=(*first.prompt_token_ids, 3000, 3001), output_offset=2)
+    assert begin(sessions, again) == [*stored, *encode("new"), 3000, 3001]
+    sessions.end(again, None)
+    with pytest.raises(SessionNotFound):  # a log that has not seen the turn begin is an older one
+        begin(sessions, replace(again, request_id="9~1.0"))
+
+
+def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> None:
+    sessions, _ = make()
+    conversation(sessions, 1)
+    running, queued = turn("2", "s", "ab"), appended("3")
+    ids = begin(sessions, running)
+    assert ids is not None
+    assert begin(sessions, queued) is None
+    assert sessions.delete(("", "s"))
+    assert sessions.get(("", "s")) is None
+    assert not sessions.delete(("", "s"))
+    assert end(sessions, running, ids, [5], "x") == [queued]
+    with pytest.raises(SessionNotFound):
+        begin(sessions, queued)
+    assert sessions.end(queued, None) == []
+    assert (len(sessions), sessions._num_tokens) == (0, 0)
+
+
+def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
+    sessions, _ = make()
+    text = conversation(sessions, 2)
+    stored = log_of(sessions)
+    sessions.fork(("", "s"), ("", "f"), None)
+    assert begin(sessions, turn("1f", "f", text + "one")) == stored + encode("one")
+    assert begin(sessions, turn("1s", "s", text + "two")) == stored + encode("two")
+    with pytest.raises(InvalidRequest):
+        sessions.fork(("", "s"), ("", "f"), None)
+    with pytest.raises(SessionNotFound):
+        sessions.fork(("other", "s"), ("other", "g"), None)
+
+
+def test_a_fork_in_the_middle_of_an_answer_has_what_was_said() -> None:
+    sessions, _ = make()
+    request = turn("1", "s", "ab")
+    ids = begin(sessions, request)
+    assert ids is not None
+    sessions.fork(("", "s"), ("", "f"), (FinishedTurn([*ids, 1000], len(ids), 0, Said("c", 1)), request))
+    assert begin(sessions, turn("2", "f", "abc?")) == [97, 98, 1000, ord("?")]
+    assert end(sessions, request, ids, [1000, 1001], "cd") == []
+    assert log_of(sessions) == [97, 98, 1000, 1001]
+
+
+def test_a_session_may_have_a_shorter_life_of_its_own() -> None:
+    sessions, clock = make(ttl_s=100, max_sessions=100)
+    answer(sessions, replace(turn("1", "s"), session_ttl_s=5.0), [1], "c")
+    answer(sessions, replace(turn("2", "long"), session_ttl_s=1e9), [1], "c")
+    clock.now = 4
+    answer(sessions, turn("3", "s", "abc"), [1], "c")
+    clock.now = 9
+    assert sessions.get(("", "s")) is not None
+    clock.now = 9.5
+    assert sessions.get(("", "s")) is None
+    clock.now = 101
+    assert sessions.get(("", "long")) is None
+    assert (len(sessions), sessions._num_tokens) == (0, 0)
+
+
+def test_own_times_do_not_pile_up() -> None:
+    sessions, clock = make(ttl_s=10**6, max_sessions=10)
+    for index in range(5000):
+        clock.now = index
+        request = replace(turn(f"{index}", f"s{index % 20}"), session_ttl_s=500.0 - index % 2)
+        answer(sessions, request, [1], "c")
+    assert len(sessions._deadlines) <= 2 * 10 + 65
+
+
+def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
+    num_sessions, num_turns, num_output = 500, 12, 100
+    sessions, _ = make(max_sessions=num_sessions, max_tokens=10**9)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for index in range(num_sessions):
+        name = f"{index:032x}:{index:064x}"
+        text = ""
+        for number in range(num_turns):
+            text += "question " * 8
+            request = turn(f"{index:029x}{number:03x}", name, text)
+            answer(sessions, replace(request, session_ttl_s=60.0), list(range(num_output)), "a" * num_output)
+            text += "a" * num_output
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    num_tokens = sessions._num_tokens
+    assert num_tokens == num_sessions * num_turns * (72 + num_output)
+    assert (used - 4 * num_tokens) / num_sessions <= 1024
+
+
+def test_a_session_in_which_nothing_was_said_yet_can_be_forked_later() -> None:
+    sessions, _ = make()
+    request = turn("1", "s")
+    ids = begin(sessions, request)
+    with pytest.raises(ReplicaUnavailable, match="nothing was said in the session yet"):
+        sessions.fork(("", "s"), ("", "f"), None)
+    assert len(sessions) == 1
+    assert ids is not None
+    end(sessions, request, ids, [1000], "c")
+    sessions.fork(("", "s"), ("", "f"), None)
+    assert len(sessions) == 2

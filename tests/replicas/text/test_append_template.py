@@ -1,0 +1,67 @@
+"""What is rendered for an appended turn, with templates that do odd things to a history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from mneme.errors import InvalidRequest
+from mneme.replicas.text.append_template import render_appended
+from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}" + CHATML
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|bos|>[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' <|im_end|>' }}{% endif %}{% endfor %}"
+)
+WITHOUT_THOUGHTS = (  # all answers but the last lose what comes before the marker
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SHOUTING = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+LAST_OPEN = (  # the last message is not closed
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ '' if loop.last else ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ';assistant:' }}{% endif %}"
+)
+HISTORY = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]
+NEW = [{"role": "user", "content": "and then?"}]
+
+
+def appended(template: str, messages: Sequence[Mapping[str, Any]] = NEW) -> tuple[str, int, str]:
+    """The text, the size of what closes the answer, and what the whole conversation would have there."""
+    tokenizer = tiny_tokenizer(template)
+    try:
+        text, num_closing_chars = render_appended(tokenizer.render_chat, messages)
+        return text, num_closing_chars, tokenizer.render_chat([*HISTORY, *messages]).partition("a dog")[2]
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, LLAMA_2, WITHOUT_THOUGHTS, LAST_OPEN])
+def test_it_is_what_the_whole_conversation_has_behind_the_answer(template: str) -> None:
+    text, _, whole = appended(template)
+    assert text == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "closing"),
+    [(CHATML, "<|im_end|>\n"), (DEFAULT_SYSTEM, "<|im_end|>\n"), (LLAMA_2, " <|im_end|>"), (LAST_OPEN, "")],
+)
+def test_what_closes_an_answer_is_known(template: str, closing: str) -> None:
+    text, num_closing_chars, _ = appended(template)
+    assert text[:num_closing_chars] == closing
+
+
+def test_messages_may_say_anything() -> None:
+    text, _, whole = appended(CHATML, [{"role": "user", "content": "an answer of 8241 words"}])
+    assert text == whole
+
+
+def test_a_template_that_rewrites_answers_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cannot go on behind an answer"):
+        appended(SHOUTING)
