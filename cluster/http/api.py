@@ -27,7 +27,6 @@ from mneme.cluster.http.error_response import http_exception_response
 from mneme.cluster.http.guard import Guard, Send
 from mneme.cluster.http.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest, WarmRequest
 from mneme.cluster.http.kv_routes import drop, lookup, pin, stats, unpin
-from mneme.cluster.http.metrics_page import MetricsPage
 from mneme.cluster.http.pin_routes import delete_pin, list_pins, warm
 from mneme.cluster.http.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ForkRequest, TokenizeRequest
 from mneme.cluster.http.request_body import Receive
@@ -35,6 +34,7 @@ from mneme.cluster.http.session_routes import delete_session, explain, fork_sess
 from mneme.cluster.http.token_routes import detokenize, tokenize
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
+from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import shown
 from mneme.replicas.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from starlette.requests import Request
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.json_body import parse_json_object
-from mneme.cluster.http.metrics_page import MetricsPage
 from mneme.cluster.http.protocol import Message, conversation
 from mneme.cluster.http.request_body import check_json_type
 from mneme.cluster.metrics.latency import Clock, Latencies, RequestLatency
+from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.text.append_template import render_appended

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from mneme.cluster.http.api_state import ApiState
-from mneme.cluster.http.kv_asking import ask_tier
 from mneme.cluster.http.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest
 from mneme.cluster.http.kv_selection import Selection, encoded_text, one_given, select_sequence, served_model
 from mneme.cluster.http.protocol import validate
+from mneme.cluster.serve.engine_client import ask_tier
 from mneme.cluster.tenancy import kv_salt
 from mneme.errors import PinNotFound
 from mneme.replicas.engine.commands import DropPin

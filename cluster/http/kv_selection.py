@@ -10,7 +10,7 @@ from mneme.cluster.http.api_state import ApiState, ServedModel
 from mneme.cluster.http.kv_protocol import PromptSelector, SequenceSelector
 from mneme.cluster.http.protocol import template_variables
 from mneme.cluster.http.request_values import check_prompt
-from mneme.cluster.http.session_lookup import look_up_session
+from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
 from mneme.replicas.engine.kv_commands import GetTokens

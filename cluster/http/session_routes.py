@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.protocol import ForkRequest, validate
-from mneme.cluster.http.session_lookup import look_up_session
+from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import DeleteSession, ExplainPrompt, ForkSession

@@ -1,13 +1,14 @@
-"""Families of metrics that are read from reports: of engines, and of the cache tier's nodes. All are declared here.
+"""Declares every family of metrics that is read from reports: of engines, and of the cache tier's nodes.
 
-What an ingress counts and measures by itself is in `metrics_page.py` and `latency.py`.
+What an ingress counts and measures by itself is in `page.py` and `latency.py`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 
@@ -19,44 +20,48 @@ from mneme.cachetier.store import EDGES
 from mneme.replicas.connector.fetch import GIVEN_UP
 
 Labels = tuple[tuple[str, str], ...]
-Sample = tuple[Labels, tuple[str, ...]]  # the path leads to a number in a report
 
 
 class Family(NamedTuple):
     """Labels are bounded: they are said here, never by a report. Samples with equal labels add up."""
 
     name: str
-    kind: Literal["counter", "gauge"]
     description: str
-    samples: Sequence[Sample]
+    samples: Sequence[tuple[Labels, tuple[str, ...]]]  # the path leads to a number in a report
 
 
-def metric(name: str, kind: Literal["counter", "gauge"], description: str, samples: Mapping[Labels, float]) -> Metric:
-    """A family for the exposition; counters are named `..._total`."""
-    assert (kind == "counter") == name.endswith("_total"), name
-    found = Metric(name.removesuffix("_total"), description, kind)
+def family(name: str, description: str, paths: str, **labels: Iterable[str]) -> Family:
+    """One row of the tables below, with a sample for each combination of its labels' values.
+
+    paths  keys of a report, joined by dots, with labels' values in braces; several, between spaces, add up
+    """
+    cases = [tuple(zip(labels, values, strict=True)) for values in product(*labels.values())]
+    found = [(case, tuple(path.format_map(dict(case)).split("."))) for case in cases for path in paths.split()]
+    return Family(name, description, found)
+
+
+def metric(name: str, description: str, samples: Mapping[Labels, float]) -> Metric:
+    """A family for the exposition: counters are named `..._total`, the others are gauges."""
+    found = Metric(name.removesuffix("_total"), description, "counter" if name.endswith("_total") else "gauge")
     for labels, value in samples.items():
         found.add_sample(name, dict(labels), value)
     return found
 
 
-def summed(families: Iterable[Family], reports: Sequence[Mapping[str, Any]], labels: Labels = ()) -> Iterator[Metric]:
-    """Sums over reports, with `labels` on each sample."""
-    for spec in families:
-        sums: defaultdict[Labels, float] = defaultdict(float)
-        for own, path in spec.samples:
-            sums[(*labels, *own)] += sum(number_at(each, path) for each in reports)
-        yield metric(spec.name, spec.kind, spec.description, sums)
+def summed(
+    families: Iterable[Family], reports: Sequence[Mapping[str, Any]], labels: Labels = (), *, by: str | None = None
+) -> Iterator[Metric]:
+    """Sums over reports, with `labels` on each sample.
 
-
-def each_by(label: str, families: Iterable[Family], reports: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    """Each report's own samples, under its name, which it has at `label`: no counter falls where one is missing."""
-    for spec in families if reports else ():
-        sums: defaultdict[Labels, float] = defaultdict(float)
-        for each in reports:
-            for labels, path in spec.samples:
-                sums[((label, str(each[label])), *labels)] += number_at(each, path)
-        yield metric(spec.name, spec.kind, spec.description, sums)
+    by  sums over reports with equal values there, which is a label too: no counter falls where a report is missing
+    """
+    for name, description, samples in families:
+        sums = defaultdict[Labels, float](float, {} if by else {(*labels, *case): 0.0 for case, _ in samples})
+        for report in reports:
+            own = labels if by is None else (*labels, (by, str(report[by])))
+            for case, path in samples:
+                sums[(*own, *case)] += number_at(report, path)
+        yield metric(name, description, sums)
 
 
 def number_at(report: Any, path: tuple[str, ...]) -> float:
@@ -66,297 +71,257 @@ def number_at(report: Any, path: tuple[str, ...]) -> float:
     return report if isinstance(report, int | float) else 0
 
 
-def alone(*path: str) -> list[Sample]:
-    return [((), path)]
-
-
-def by(label: str, path: tuple[str, ...], keys: Iterable[str]) -> list[Sample]:
-    """A sample for each key below a path."""
-    return [(((label, key),), (*path, key)) for key in keys]
-
-
-def _by_tier(key: str) -> list[Sample]:
-    return [((("tier", tier),), (tier, key)) for tier in _TIERS]
-
-
-_NOT_APPENDED = ("deleted", "dropped", "raised", "lost")  # of session logs' records
-_REASONS = ("stop", "length", "abort", "error")
 _STATES = ("free", "cached", "in_use", "total")
+_REASONS = ("stop", "length", "abort", "error")
+_TIERS = ("host", "disk")
+_MISSES = [miss.value for miss in Miss]
 ENGINES = (
-    Family(
+    family(
         "mneme_pages",
-        "gauge",
         "KV pages; pinned ones are in use too, reclaimable ones cached.",
-        by("state", ("pages",), (*_STATES, "pinned", "reclaimable")),
+        "pages.{state}",
+        state=(*_STATES, "pinned", "reclaimable"),
     ),
-    Family("mneme_host_pages", "gauge", "Pages of the host tier.", by("state", ("host_pages",), _STATES)),
-    Family(
+    family("mneme_host_pages", "Pages of the host tier.", "host_pages.{state}", state=_STATES),
+    family(
         "mneme_moved_pages_total",
-        "counter",
         "KV pages saved to the host, loaded from it, dropped from the last tier.",
-        by("move", ("moved_pages",), ("saved", "loaded", "dropped")),
+        "moved_pages.{move}",
+        move=("saved", "loaded", "dropped"),
     ),
-    Family("mneme_requests", "gauge", "Requests in engines.", by("state", ("requests",), ("running", "waiting"))),
-    Family("mneme_waiting_tokens", "gauge", "Prompt tokens of waiting requests.", alone("waiting_tokens")),
-    Family(
+    family("mneme_requests", "Requests in engines.", "requests.{state}", state=("running", "waiting")),
+    family("mneme_waiting_tokens", "Prompt tokens of waiting requests.", "waiting_tokens"),
+    family(
         "mneme_refused_requests_total",
-        "counter",
         "Requests that engines answered 429, by what was full.",
-        by("reason", ("refused",), ("requests", "tokens", "session")),
+        "refused.{reason}",
+        reason=("requests", "tokens", "session"),
     ),
-    Family("mneme_missed_deadlines_total", "counter", "Requests whose deadline passed.", alone("missed_deadlines")),
-    Family("mneme_prompt_tokens_total", "counter", "Tokens of admitted prompts.", alone("tokens", "prompt")),
-    Family("mneme_cached_tokens_total", "counter", "Prompt tokens not computed.", alone("tokens", "cached")),
-    Family("mneme_host_tokens_total", "counter", "Cached tokens that came from the host.", alone("tokens", "host")),
-    Family("mneme_dropped_tokens_total", "counter", "Tokens computed again.", alone("tokens", "dropped")),
-    Family("mneme_truncated_tokens_total", "counter", "Prompt tokens dropped to fit.", alone("tokens", "truncated")),
-    Family("mneme_generated_tokens_total", "counter", "Output tokens.", alone("tokens", "generated")),
-    Family(
+    family("mneme_missed_deadlines_total", "Requests whose deadline passed.", "missed_deadlines"),
+    family("mneme_prompt_tokens_total", "Tokens of admitted prompts.", "tokens.prompt"),
+    family("mneme_cached_tokens_total", "Prompt tokens not computed.", "tokens.cached"),
+    family("mneme_host_tokens_total", "Cached tokens that came from the host.", "tokens.host"),
+    family("mneme_dropped_tokens_total", "Tokens computed again.", "tokens.dropped"),
+    family("mneme_truncated_tokens_total", "Prompt tokens dropped to fit.", "tokens.truncated"),
+    family("mneme_generated_tokens_total", "Output tokens.", "tokens.generated"),
+    family(
         "mneme_finished_requests_total",
-        "counter",
         "Ended requests; an abort is one whose client left.",
-        by("reason", ("finished",), _REASONS),
+        "finished.{reason}",
+        reason=_REASONS,
     ),
-    Family("mneme_engine_steps_total", "counter", "Engine steps.", alone("steps")),
-    Family("mneme_sessions", "gauge", "Sessions whose token log is kept.", alone("sessions")),
-    Family(
+    family("mneme_engine_steps_total", "Engine steps.", "steps"),
+    family("mneme_sessions", "Sessions whose token log is kept.", "sessions"),
+    family(
         "mneme_session_log_records_total",
-        "counter",
         "What engines wrote to sessions' logs, by what became of it.",
-        by("outcome", ("session_logs", "write"), (*(each.value for each in Appended), *_NOT_APPENDED)),
+        "session_logs.write.{outcome}",
+        outcome=(*(each.value for each in Appended), "deleted", "dropped", "raised", "lost"),
     ),
-    Family(
+    family(
         "mneme_session_log_waiting_records",
-        "gauge",
         "What is still to be written to sessions' logs.",
-        alone("session_logs", "write", "waiting"),
+        "session_logs.write.waiting",
     ),
-    Family(
+    family(
         "mneme_session_log_failing_sessions",
-        "gauge",
         "Sessions whose last record could not be written and is tried again.",
-        alone("session_logs", "write", "later"),
+        "session_logs.write.later",
     ),
-    Family(
+    family(
         "mneme_session_log_reads_total",
-        "counter",
         "Sessions that engines took from their logs, and those that they could not.",
-        by("outcome", ("session_logs", "read"), ("restored", "unusable", "failed")),
+        "session_logs.read.{outcome}",
+        outcome=("restored", "unusable", "failed"),
     ),
-    Family(
-        "mneme_shared_segments",
-        "gauge",
-        "Segments that two or more sequences read at once.",
-        alone("shared_segments"),
-    ),
-    Family("mneme_cuda_graph_replays_total", "counter", "Decode steps that were replayed.", alone("graphs", "replays")),
-    Family("mneme_cuda_graph_failures_total", "counter", "Captures that failed.", alone("graphs", "failed")),
-    Family("mneme_cuda_graphs_off", "gauge", "Replicas that capture no more steps.", alone("graphs", "off")),
+    family("mneme_shared_segments", "Segments that two or more sequences read at once.", "shared_segments"),
+    family("mneme_cuda_graph_replays_total", "Decode steps that were replayed.", "graphs.replays"),
+    family("mneme_cuda_graph_failures_total", "Captures that failed.", "graphs.failed"),
+    family("mneme_cuda_graphs_off", "Replicas that capture no more steps.", "graphs.off"),
 )
-_FROM_TIERS = tuple(((), ("tokens", source)) for source in ("host", "disk", "peer"))
-_COMPUTED = tuple(((), ("tokens", source)) for source in ("recomputed", "dropped"))
 # The names under which dashboards, autoscalers and load tools know the same figures of vLLM, with label `model_name`.
 VLLM = (
-    Family("vllm:num_requests_running", "gauge", "Requests that run.", alone("requests", "running")),
-    Family("vllm:num_requests_waiting", "gauge", "Requests that wait.", alone("requests", "waiting")),
-    Family(
-        "vllm:num_preemptions_total",
-        "counter",
-        "Suspensions of running requests for want of pages.",
-        alone("requests", "suspended_total"),
+    family("vllm:num_requests_running", "Requests that run.", "requests.running"),
+    family("vllm:num_requests_waiting", "Requests that wait.", "requests.waiting"),
+    family(
+        "vllm:num_preemptions_total", "Suspensions of running requests for want of pages.", "requests.suspended_total"
     ),
-    Family("vllm:prompt_tokens_total", "counter", "Tokens of admitted prompts.", alone("tokens", "prompt")),
-    Family(
+    family("vllm:prompt_tokens_total", "Tokens of admitted prompts.", "tokens.prompt"),
+    family(
         "vllm:prompt_tokens_cached_total",
-        "counter",
         "Prompt tokens that were not computed: of the device and of all tiers.",
-        alone("tokens", "cached"),
+        "tokens.cached",
     ),
-    Family("vllm:generation_tokens_total", "counter", "Output tokens.", alone("tokens", "generated")),
-    Family(
+    family("vllm:generation_tokens_total", "Output tokens.", "tokens.generated"),
+    family(
         "vllm:request_success_total",
-        "counter",
         "Ended requests; an abort is one whose client left.",
-        by("finished_reason", ("finished",), _REASONS),
+        "finished.{finished_reason}",
+        finished_reason=_REASONS,
     ),
-    Family("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked for.", alone("tokens", "prompt")),
-    Family("vllm:prefix_cache_hits_total", "counter", "Those found on the device.", alone("tokens", "device")),
-    Family(
+    family("vllm:prefix_cache_queries_total", "Prompt tokens looked for.", "tokens.prompt"),
+    family("vllm:prefix_cache_hits_total", "Those found on the device.", "tokens.device"),
+    family(
         "vllm:external_prefix_cache_queries_total",
-        "counter",
         "Prompt tokens that were not on the device.",
-        (*_FROM_TIERS, *_COMPUTED),
+        "tokens.host tokens.disk tokens.peer tokens.recomputed tokens.dropped",
     ),
-    Family(
+    family(
         "vllm:external_prefix_cache_hits_total",
-        "counter",
         "Those that came from the host, a disk or another node.",
-        _FROM_TIERS,
+        "tokens.host tokens.disk tokens.peer",
     ),
 )
-_TIERS = ("host", "disk")
-_CALLS = ("locate", "peer_locate")
-_PUTS = (*(outcome.value for outcome in HostPut), "dropped", "failed", "lost")
-_DIRECTORY_FAULTS = ("lookup_unanswered", "lookup_not_asked", "announce_unanswered", "shard_lost", "told_all")
-_LOG_FAULTS = (
-    *("append_failed", "read_failed", "remove_failed", "tombstone_failed", "disk_full"),
-    *("damaged", "torn", "lost", "evicted", "expired"),
-)
-_LOG_COPIES = ("copied", "copied_whole", "copy_failed", "copy_dropped", "copy_alone", "copy_gone", "peer_failed")
-_COST_KINDS = ("prefill", "decode", "mixed", *COST_EDGES)
-
-
-_LOCATED = [((("tier", "host"),), ("host", "hit")), ((("tier", "disk"),), ("host", "located_on_disk"))]
-_MISSES = [((("tier", tier), ("reason", miss.value)), (tier, f"miss_{miss.value}")) for tier in _TIERS for miss in Miss]
 CACHE_NODES = (
-    Family("mneme_cache_chunks", "gauge", "Chunks in the cache tier.", _by_tier("chunks")),
-    Family("mneme_cache_bytes", "gauge", "Bytes of the cache tier in use.", _by_tier("bytes")),
-    Family("mneme_cache_capacity_bytes", "gauge", "Bytes that it may use.", _by_tier("capacity_bytes")),
-    Family("mneme_cache_located_chunks_total", "counter", "Chunks that were found for requests.", _LOCATED),
-    Family("mneme_cache_misses_total", "counter", "Chunks that could not be had, by reason.", _MISSES),
-    Family("mneme_cache_evicted_chunks_total", "counter", "Chunks that made room.", _by_tier("evicted")),
-    Family("mneme_cache_expired_chunks_total", "counter", "Chunks that were not used in time.", _by_tier("expired")),
+    family("mneme_cache_chunks", "Chunks in the cache tier.", "{tier}.chunks", tier=_TIERS),
+    family("mneme_cache_bytes", "Bytes of the cache tier in use.", "{tier}.bytes", tier=_TIERS),
+    family("mneme_cache_capacity_bytes", "Bytes that it may use.", "{tier}.capacity_bytes", tier=_TIERS),
     Family(
+        "mneme_cache_located_chunks_total",
+        "Chunks that were found for requests.",
+        [((("tier", "host"),), ("host", "hit")), ((("tier", "disk"),), ("host", "located_on_disk"))],
+    ),
+    family(
+        "mneme_cache_misses_total",
+        "Chunks that could not be had, by reason.",
+        "{tier}.miss_{reason}",
+        tier=_TIERS,
+        reason=_MISSES,
+    ),
+    family("mneme_cache_evicted_chunks_total", "Chunks that made room.", "{tier}.evicted", tier=_TIERS),
+    family("mneme_cache_expired_chunks_total", "Chunks that were not used in time.", "{tier}.expired", tier=_TIERS),
+    family(
         "mneme_cache_puts_total",
-        "counter",
         "Chunks given to nodes, by what became of them.",
-        by("outcome", ("host",), ("taken", "kept", "to_disk", "refused")),
+        "host.{outcome}",
+        outcome=("taken", "kept", "to_disk", "refused"),
     ),
-    Family(
+    family(
         "mneme_cache_refused_chunks_total",
-        "counter",
         "Chunks that nodes refused as memory could not take their bytes, or as what they follow is gone.",
-        by("reason", ("host",), ("memory_refused", "orphan")),
+        "host.{reason}",
+        reason=("memory_refused", "orphan"),
     ),
-    Family(
+    family(
         "mneme_cache_promotions_total",
-        "counter",
         "Chunks read from disk into memory: for a reader, or ahead of a waiting request.",
-        by("cause", ("host",), ("promoted", "prefetched")),
+        "host.{cause}",
+        cause=("promoted", "prefetched"),
     ),
-    Family("mneme_cache_put_bytes_total", "counter", "Bytes given to nodes.", alone("host", "put_bytes")),
-    Family("mneme_cache_written_bytes_total", "counter", "Bytes of files.", alone("disk", "written_bytes")),
-    Family(
-        "mneme_cache_superseded_bytes_total",
-        "counter",
-        "Bytes of files that a longer tail replaced.",
-        alone("disk", "superseded_bytes"),
+    family("mneme_cache_put_bytes_total", "Bytes given to nodes.", "host.put_bytes"),
+    family("mneme_cache_written_bytes_total", "Bytes of files.", "disk.written_bytes"),
+    family(
+        "mneme_cache_superseded_bytes_total", "Bytes of files that a longer tail replaced.", "disk.superseded_bytes"
     ),
-    Family(
+    family(
         "mneme_cache_disk_writes_total",
-        "counter",
         "Chunks for the disk, by what became of them.",
-        by("outcome", ("disk",), ("written", "kept", "no_room", "write_blocked", "write_failed", "write_paused")),
+        "disk.{outcome}",
+        outcome=("written", "kept", "no_room", "write_blocked", "write_failed", "write_paused"),
     ),
-    Family(
+    family(
         "mneme_cache_unwritten_chunks_total",
-        "counter",
         "Chunks that never went to the disk: the queue was full, or they were replaced or deleted in time.",
-        by("reason", ("writer",), ("dropped", "cancelled")),
+        "writer.{reason}",
+        reason=("dropped", "cancelled"),
     ),
-    Family("mneme_cache_write_queue_bytes", "gauge", "Bytes that wait to be written.", alone("writer", "bytes")),
-    Family(
-        "mneme_cache_pinned_bytes",
-        "gauge",
-        "Bytes that pins keep.",
-        [((("tier", tier),), ("pins", f"{tier}_bytes")) for tier in _TIERS],
-    ),
-    Family("mneme_cache_waiting_requests", "gauge", "Requests that nodes look ahead for.", alone("waiting")),
-    Family(
+    family("mneme_cache_write_queue_bytes", "Bytes that wait to be written.", "writer.bytes"),
+    family("mneme_cache_pinned_bytes", "Bytes that pins keep.", "pins.{tier}_bytes", tier=_TIERS),
+    family("mneme_cache_waiting_requests", "Requests that nodes look ahead for.", "waiting"),
+    family(
         "mneme_cache_directory_faults_total",
-        "counter",
         "Calls of nodes to the directory that were in vain or not made, and how often a shard had to be told all.",
-        by("fault", ("directory",), _DIRECTORY_FAULTS),
+        "directory.{fault}",
+        fault=("lookup_unanswered", "lookup_not_asked", "announce_unanswered", "shard_lost", "told_all"),
     ),
-    Family("mneme_session_logs", "gauge", "Session logs of nodes, copies too.", alone("session_logs", "sessions")),
-    Family("mneme_session_log_bytes", "gauge", "Bytes of session logs.", alone("session_logs", "used_bytes")),
-    Family(
+    family("mneme_session_logs", "Session logs of nodes, copies too.", "session_logs.sessions"),
+    family("mneme_session_log_bytes", "Bytes of session logs.", "session_logs.used_bytes"),
+    family(
         "mneme_session_log_faults_total",
-        "counter",
         "Session logs that could not be read, written or removed, and those that made room.",
-        by("fault", ("session_logs", "counters"), _LOG_FAULTS),
+        "session_logs.counters.{fault}",
+        fault=(
+            *("append_failed", "read_failed", "remove_failed", "tombstone_failed", "disk_full"),
+            *("damaged", "torn", "lost", "evicted", "expired"),
+        ),
     ),
-    Family(
+    family(
         "mneme_session_log_copies_total",
-        "counter",
         "Copies of session logs for another node, by what became of them.",
-        by("outcome", ("session_logs", "copies"), _LOG_COPIES),
+        "session_logs.copies.{outcome}",
+        outcome=("copied", "copied_whole", "copy_failed", "copy_dropped", "copy_alone", "copy_gone", "peer_failed"),
     ),
-    Family(
+    family(
         "mneme_session_log_waiting_copies",
-        "gauge",
         "Session logs whose copies are still to be made.",
-        alone("session_logs", "copies_waiting"),
+        "session_logs.copies_waiting",
     ),
 )
 CACHE_ENGINES = (
-    Family("mneme_cache_lookups_total", "counter", "Prompts that engines looked for.", alone("lookups")),
-    Family(
+    family("mneme_cache_lookups_total", "Prompts that engines looked for.", "lookups"),
+    family(
         "mneme_cache_loaded_chunks_total",
-        "counter",
         "Chunks that engines loaded, and those that did not come.",
-        [((("outcome", outcome),), ("chunks", outcome)) for outcome in ("loaded", "lost")],
+        "chunks.{outcome}",
+        outcome=("loaded", "lost"),
     ),
-    Family("mneme_cache_saved_chunks_total", "counter", "Chunks that engines saved.", alone("chunks", "chunks")),
-    Family("mneme_cache_saved_bytes_total", "counter", "Bytes that engines saved.", alone("chunks", "bytes")),
-    Family(
+    family("mneme_cache_saved_chunks_total", "Chunks that engines saved.", "chunks.chunks"),
+    family("mneme_cache_saved_bytes_total", "Bytes that engines saved.", "chunks.bytes"),
+    family(
         "mneme_cache_unsaved_chunks_total",
-        "counter",
         "Chunks that engines did not save.",
-        by("reason", ("chunks",), ("dropped", "refused", "void", "failed")),
+        "chunks.{reason}",
+        reason=("dropped", "refused", "void", "failed"),
     ),
-    Family(
+    family(
         "mneme_cache_plans_total",
-        "counter",
         "Prompts of which the tier had something, by how much of that was to be loaded.",
-        by("plan", ("plans",), ("load", "split", "compute", "probe")),
+        "plans.{plan}",
+        plan=("load", "split", "compute", "probe"),
     ),
-    Family(
+    family(
         "mneme_cache_given_up_total",
-        "counter",
         "Prompts whose chunks took too long: to be found, to come before a step, to come within one.",
-        by("while", ("given_up",), GIVEN_UP),
+        "given_up.{while}",
+        **{"while": GIVEN_UP},
     ),
-    Family("mneme_cache_found_chunks_total", "counter", "Chunks that engines found.", alone("store", "located")),
-    Family(
+    family("mneme_cache_found_chunks_total", "Chunks that engines found.", "store.located"),
+    family(
         "mneme_cache_unread_chunks_total",
-        "counter",
         "Chunks that engines found and could not read, by where from and why.",
-        [((("edge", e), ("reason", m.value)), ("store", f"{e}_miss_{m.value}")) for e in EDGES for m in Miss],
+        "store.{edge}_miss_{reason}",
+        edge=EDGES,
+        reason=_MISSES,
     ),
-    Family(
+    family(
         "mneme_cache_put_chunks_total",
-        "counter",
         "Chunks that engines put, by what became of them; of lost ones nothing is known.",
-        [((("outcome", outcome),), ("store", f"put_{outcome}")) for outcome in _PUTS],
+        "store.put_{outcome}",
+        outcome=(*(each.value for each in HostPut), "dropped", "failed", "lost"),
     ),
-    Family(
-        "mneme_cache_put_bytes_under_way",
-        "gauge",
-        "Bytes on their way to nodes.",
-        alone("store", "put_bytes_under_way"),
-    ),
-    Family(
+    family("mneme_cache_put_bytes_under_way", "Bytes on their way to nodes.", "store.put_bytes_under_way"),
+    family(
         "mneme_cache_failed_calls_total",
-        "counter",
         "Calls of engines to nodes that were not answered, or not in time.",
-        [((("call", c), ("reason", r)), ("store", f"{c}_{r}")) for c in _CALLS for r in ("timeout", "failed")],
+        "store.{call}_{reason}",
+        call=("locate", "peer_locate"),
+        reason=("timeout", "failed"),
     ),
-    Family(
+    family(
         "mneme_cache_node_faults_total",
-        "counter",
         "What engines saw: nodes not asked as they did not answer, gone or made again, and chunks wrongly said of one.",
-        by("fault", ("store",), ("not_asked", "actors_lost", "node_restarted", "directory_ghosts")),
+        "store.{fault}",
+        fault=("not_asked", "actors_lost", "node_restarted", "directory_ghosts"),
     ),
-    Family("mneme_cache_read_buffer_bytes", "gauge", "Bytes read ahead.", alone("read_buffer_bytes")),
+    family("mneme_cache_read_buffer_bytes", "Bytes read ahead.", "read_buffer_bytes"),
     *(
-        Family(
+        family(
             f"mneme_cost_{name}_total",
-            "counter",
-            text,
-            [((("kind", kind),), ("accuracy", kind, key)) for kind in _COST_KINDS],
+            description,
+            f"accuracy.{{kind}}.{key}",
+            kind=("prefill", "decode", "mixed", *COST_EDGES),
         )
-        for name, key, text in (
+        for name, key, description in (
             ("predictions", "count", "Steps and loads whose duration was predicted and measured."),
             ("predicted_seconds", "predicted_s", "What they were predicted to take."),
             ("actual_seconds", "actual_s", "What they took."),

@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from mneme.cluster.serve.calls import ReplicaCalls
-from mneme.cluster.serve.engine_client import ReplicaStats
+from mneme.cluster.serve.engine_client import ReplicaStats, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink
 from mneme.cluster.serve.placement import PlacedChoice, Placement, failures
-from mneme.cluster.serve.session_homes import SessionHomes, newest
+from mneme.cluster.serve.session_homes import SessionHomes
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession, LeaveSession, Query
 from mneme.replicas.request import GenerationRequest, TokenEvent

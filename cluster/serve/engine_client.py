@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mneme.replicas.engine.commands import Query
+from mneme.errors import ReplicaUnavailable
+from mneme.replicas.engine.commands import GetSession, Query
+from mneme.replicas.engine.kv_commands import KvAnswer, KvQuery
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -58,3 +60,39 @@ class EngineClient(Protocol):
     def num_ready(self) -> int:
         """Replicas that requests may go to."""
         ...
+
+
+async def ask_tier(client: EngineClient, query: KvQuery) -> Any:
+    """Ask the cache tier through the first replica that can, as all of them share it; None: there is no tier."""
+    refusal = ReplicaUnavailable("no replica is ready")
+    for replica_id in client.replica_ids():
+        try:
+            answers = await client.query(query._replace(in_tier=True), replica_id=replica_id)
+        except ReplicaUnavailable as error:
+            refusal = error
+        else:
+            answer: KvAnswer = answers[replica_id]
+            return answer.tier
+    raise refusal
+
+
+async def look_up_session(client: EngineClient, key: SessionKey) -> tuple[str, dict[str, Any]] | None:
+    """Find a session on a replica, or have one take it from its durable log.
+
+    Returns the replica that has it and what that knows of it; None: there is no such session.
+    """
+    answers = await client.query(GetSession(key))
+    found = newest(answers)
+    if found is None and answers:
+        replica_id = next(iter(answers))
+        found = newest(await client.query(GetSession(key, restores=True), replica_id=replica_id))
+    return found
+
+
+def newest(answers: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Choose the newest of all replicas' answers to `GetSession`, with its replica; None: nobody knows it.
+
+    Where there are durable logs, their versions tell; else the session is where it was used last.
+    """
+    known = [(replica_id, answer) for replica_id, answer in answers.items() if answer is not None]
+    return max(known, key=lambda entry: (entry[1]["version"], -entry[1]["idle_s"]), default=None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -32,15 +30,6 @@ class SessionHomes:
     def fork_home(self, key: SessionKey) -> str | None:
         """The replica where a session was made that has had no turn yet."""
         return self._forks.get(key)
-
-
-def newest(answers: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Of all replicas' answers to `GetSession` the newest, with its replica; None: nobody knows it.
-
-    Where there are durable logs, their versions tell; else the session is where it was used last.
-    """
-    known = [(replica_id, answer) for replica_id, answer in answers.items() if answer is not None]
-    return max(known, key=lambda entry: (entry[1]["version"], -entry[1]["idle_s"]), default=None)
 
 
 def _put(homes: OrderedDict[SessionKey, str], key: SessionKey, replica_id: str) -> None:

@@ -441,67 +441,39 @@ def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -
 _CHUNKED = "Transfer-Encoding: chunked\r\n"
 _REFUSED = frozenset({400, 413, 431})
 
+
+def _ours(name: str, status: int, sent: bytes) -> RawRequest:
+    return RawRequest(name=name, sent=sent, statuses=frozenset({status}), is_ours=True)
+
+
 RAW_REQUESTS = [
-    RawRequest(
-        name="stalled body",
-        sent=_post("Content-Length: 100\r\n", b"{"),
-        statuses=frozenset({408}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="stalled chunked body",
-        sent=_post(_CHUNKED, b"1\r\n{\r\n"),
-        statuses=frozenset({408}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="body that never starts",
-        sent=_post("Content-Length: 9\r\n"),
-        statuses=frozenset({408}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="length over the cap",
-        sent=_post("Content-Length: 99999999\r\n"),
-        statuses=frozenset({413}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="chunks over the cap",
-        sent=_post(_CHUNKED, (b"100000\r\n" + b" " * MIB + b"\r\n") * 9),
-        statuses=frozenset({413}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="two content types",
-        sent=_post("Content-Type: text/plain\r\nContent-Length: 2\r\n", b"{}"),
-        statuses=frozenset({400}),
-        is_ours=True,
-    ),
-    RawRequest(
-        name="two authorizations",
-        sent=_post("Authorization: Bearer a\r\nAuthorization: Bearer b\r\nContent-Length: 2\r\n", b"{}"),
-        statuses=frozenset({400}),
-        is_ours=True,
+    _ours("stalled body", 408, _post("Content-Length: 100\r\n", b"{")),
+    _ours("stalled chunked body", 408, _post(_CHUNKED, b"1\r\n{\r\n")),
+    _ours("body that never starts", 408, _post("Content-Length: 9\r\n")),
+    _ours("length over the cap", 413, _post("Content-Length: 99999999\r\n")),
+    _ours("chunks over the cap", 413, _post(_CHUNKED, (b"100000\r\n" + b" " * MIB + b"\r\n") * 9)),
+    _ours("two content types", 400, _post("Content-Type: text/plain\r\nContent-Length: 2\r\n", b"{}")),
+    _ours(
+        "two authorizations",
+        400,
+        _post("Authorization: Bearer a\r\nAuthorization: Bearer b\r\nContent-Length: 2\r\n", b"{}"),
     ),
     *(
-        RawRequest(
-            name=f"{header} of other bytes",
-            sent=_post("Content-Length: 2\r\n", b"{}").replace(b"\r\n", b"\r\n" + header.encode() + b": a\xff\r\n", 1),
-            statuses=frozenset({400}),
-            is_ours=True,
+        _ours(
+            f"{header} of other bytes",
+            400,
+            _post("Content-Length: 2\r\n", b"{}").replace(b"\r\n", b"\r\n" + header.encode() + b": a\xff\r\n", 1),
         )
         for header in ("X-Session-ID", "X-Request-ID", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
     ),
-    RawRequest(
-        name="trailers are no headers",
-        sent=_post(
+    _ours(
+        "trailers are no headers",
+        404,
+        _post(
             "Transfer-Encoding: chunked\r\n",
             b"2\r\n{}\r\n0\r\nContent-Type: text/plain\r\nX-Session-ID: a\xff\r\nAuthorization: Bearer a\r\n\r\n",
             path="/v1/responses",
         ),
-        statuses=frozenset({404}),
-        is_ours=True,
     ),
     RawRequest(name="garbage for a chunk size", sent=_post(_CHUNKED, b"ZZZ\r\n{}\r\n"), statuses=_REFUSED),
     RawRequest(name="negative length", sent=_post("Content-Length: -5\r\n"), statuses=_REFUSED),
@@ -528,18 +500,12 @@ RAW_REQUESTS = [
     RawRequest(name="headers that never end", sent=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: b"),
     RawRequest(name="nothing at all", sent=b""),
     RawRequest(name="HEAD", sent=b"HEAD /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", statuses=frozenset({405})),
-    RawRequest(
-        name="HTTP/1.0 with bad json",
-        sent=b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
-        statuses=frozenset({400}),
-        is_ours=True,
+    _ours(
+        "HTTP/1.0 with bad json",
+        400,
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
     ),
-    RawRequest(
-        name="pipelined bad requests",
-        sent=_post("Content-Length: 1\r\n", b"{") * 3,
-        statuses=frozenset({400}),
-        is_ours=True,
-    ),
+    _ours("pipelined bad requests", 400, _post("Content-Length: 1\r\n", b"{") * 3),
     RawRequest(
         name="dots in the path",
         sent=b"GET /v1/models/../../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",

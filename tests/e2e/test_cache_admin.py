@@ -19,7 +19,7 @@ from mneme.cachetier.distributed.node_identity import node_actor_name
 from mneme.cachetier.sessions.record import SessionState, whole
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import ChainQuery
-from mneme.cluster.http.metrics_page import cache_metrics
+from mneme.cluster.metrics.page import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.session_records import ids_of, key_number
 from tests.cluster.metric_samples import samples

@@ -46,7 +46,7 @@ LEVELS = {
         "llm",
     ),
     "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
-    "cluster": ("config logs metrics tenancy", "serve", "http run", "app", "cli"),
+    "cluster": ("config logs tenancy", "serve", "metrics run", "http", "app", "cli"),
 }
 LEVEL = {
     f"{folder}.{room}": n

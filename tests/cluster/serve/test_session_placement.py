@@ -10,6 +10,7 @@ import pytest
 from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import session_homes
 from mneme.cluster.serve.client import RayEngineClient
+from mneme.cluster.serve.engine_client import newest
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import DeleteSession, GetSession, LeaveSession
 from mneme.replicas.request import GenerationRequest
@@ -78,8 +79,8 @@ def test_a_replica_that_died_with_a_session_is_not_waited_for_where_there_are_lo
 
 def test_the_newest_copy_counts_whichever_was_used_last() -> None:
     answers = {"a": {"version": 7, "idle_s": 100.0}, "b": {"version": 6, "idle_s": 1.0}, "c": None}
-    assert session_homes.newest(answers) == ("a", answers["a"])
-    assert session_homes.newest({"c": None}) is None
+    assert newest(answers) == ("a", answers["a"])
+    assert newest({"c": None}) is None
 
 
 def test_a_replica_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,18 @@ from typing import Any
 from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from mneme.cluster.http.kv_asking import ask_tier
 from mneme.cluster.metrics.families import (
     CACHE_ENGINES,
     CACHE_NODES,
     ENGINES,
     VLLM,
     Labels,
-    each_by,
     metric,
     number_at,
     summed,
 )
 from mneme.cluster.metrics.latency import Latencies
-from mneme.cluster.serve.engine_client import EngineClient, ReplicaStats
+from mneme.cluster.serve.engine_client import EngineClient, ReplicaStats, ask_tier
 from mneme.errors import MnemeError
 from mneme.replicas.engine.kv_commands import KvStats
 
@@ -71,16 +69,16 @@ class MetricsPage:
 
     def _metrics(self, stats: Sequence[ReplicaStats]) -> Iterator[Metric]:
         engines = [each.metrics for each in stats]
-        yield metric("mneme_ready", "gauge", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
-        yield metric("mneme_replicas", "gauge", "Replicas that answered.", {(): len(stats)})
+        yield metric("mneme_ready", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
+        yield metric("mneme_replicas", "Replicas that answered.", {(): len(stats)})
         yield from summed(ENGINES, engines)
         rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}
-        yield metric("mneme_resident_memory_bytes", "gauge", "Resident memory per replica.", rss)
-        yield metric("mneme_http_responses_total", "counter", "Answers of this ingress.", self._responses)
+        yield metric("mneme_resident_memory_bytes", "Resident memory per replica.", rss)
+        yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
         yield from summed(VLLM, engines, self._model)
         num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
         used = sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)
-        yield metric("vllm:kv_cache_usage_perc", "gauge", "Share of pages in use; 1 is all.", {self._model: used})
+        yield metric("vllm:kv_cache_usage_perc", "Share of pages in use; 1 is all.", {self._model: used})
         yield from self.latencies.collect()
 
 
@@ -88,17 +86,17 @@ def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[
     """`nodes`: what `CacheAdmin.stats` says; `engines`: what each engine's statistics have under "cache"."""
     if not nodes and not engines:
         return
-    yield metric("mneme_cache_nodes", "gauge", "Nodes of the cache tier that answered.", {(): len(nodes)})
+    yield metric("mneme_cache_nodes", "Nodes of the cache tier that answered.", {(): len(nodes)})
     num_without = sum(bool(node.get("disk_problem")) for node in nodes)
     text = "Nodes that go without the disk they should have; /v1/kv/stats says why."
-    yield metric("mneme_cache_nodes_without_disk", "gauge", text, {(): num_without})
-    yield from each_by("node", CACHE_NODES, nodes)
+    yield metric("mneme_cache_nodes_without_disk", text, {(): num_without})
+    yield from summed(CACHE_NODES if nodes else (), nodes, by="node")
     yield from summed(CACHE_ENGINES, engines)
     written = sum(number_at(node, ("disk", "written_bytes")) for node in nodes)
     lasting = written - sum(number_at(node, ("disk", "superseded_bytes")) for node in nodes)
     if lasting > 0:
         text = "Bytes of files for each byte that no longer tail has replaced."
-        yield metric("mneme_cache_write_amplification_ratio", "gauge", text, {(): written / lasting})
+        yield metric("mneme_cache_write_amplification_ratio", text, {(): written / lasting})
 
 
 class _Found(Collector):
