@@ -36,8 +36,8 @@ from attention.report import Check, at_most, closing_checks, print_check
 from workloads import cpu_name, load_average
 
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.explanations import MAX_EXPLANATIONS
 from mneme.replicas.engine.load import load_engine
+from mneme.replicas.engine.output import MAX_EXPLANATIONS
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.token_log import MAX_MARKS

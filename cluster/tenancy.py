@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Sequence
 
 from mneme.errors import InvalidRequest, Unauthorized
-from mneme.replicas.engine.warm_prompts import PUBLIC, Tenant
+from mneme.replicas.engine.pins import PUBLIC, Tenant
 
 MAX_SESSION_ID_CHARS = 256
 

@@ -16,8 +16,7 @@ from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
-from mneme.replicas.engine.pins import PinKey
-from mneme.replicas.engine.warm_prompts import PUBLIC
+from mneme.replicas.engine.pins import PUBLIC, PinKey
 from mneme.replicas.llm_output import Job, RequestOutput, progress_of
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent

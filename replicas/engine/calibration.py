@@ -28,7 +28,7 @@ from mneme.kernels.native.library import cpu_features
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
-from mneme.replicas.engine.pool import make_forest
+from mneme.replicas.engine.engine import make_forest
 from mneme.replicas.engine.warm_up import no_trace
 from mneme.replicas.model.sampler import SampleRow, sample
 from mneme.replicas.request import GenerationRequest, SamplingParams
@@ -38,7 +38,7 @@ from mneme.replicas.sequence import Sequence
 if TYPE_CHECKING:
     from mneme.replicas.model.runner import Runner
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PIECES = (32, 96, 384, 2048, 2048, 64)  # rows, one after the other
 _FEWEST_ROWS = 16  # of a piece behind the first, where it is shortened
@@ -74,7 +74,7 @@ def remembered_costs(
     started_s = time.perf_counter()
     calibration = calibrate(runner, config, chunk_tokens=chunk_tokens, disk_folder=disk_folder, budget_s=budget_s)
     costs = CostModel(calibration, clock)
-    log.info("measured costs in %.1f s: %s", time.perf_counter() - started_s, calibration)
+    logger.info("measured costs in %.1f s: %s", time.perf_counter() - started_s, calibration)
     file.write(costs)
     return costs
 

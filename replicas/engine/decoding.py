@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mneme.replicas.engine.admission import max_output_tokens, stop_stream
 from mneme.replicas.forest.nodes import Owner
 from mneme.replicas.model.sampler import SampleRow
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.sequence import Sequence
+from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen, TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.token_counts import TokenCounts
@@ -63,19 +64,9 @@ class Decoding:
             sequence.drawn = TokenCounts(sequence.output_ids)
         return sequence
 
-    def sample_row(self, sequence: Sequence) -> SampleRow:
-        request = sequence.request
-        params = request.sampling
-        barred = self._end_ids(sequence) if sequence.num_output < params.min_tokens else ()
-        return SampleRow(
-            params=params,
-            seed=params.seed or 0,
-            choice_index=request.choice_index,
-            position=request.output_offset + sequence.num_output,
-            barred_ids=barred,
-            seen=sequence.seen,
-            drawn=sequence.drawn,
-        )
+    def sample_rows(self, chunks: Iterable[Chunk]) -> list[SampleRow]:
+        """How the next token of each sequence is drawn whose last known token is in this step."""
+        return [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
 
     def finish_reason(self, sequence: Sequence, token_id: int) -> str | None:
         """Why the sequence ends with this token, which it has appended; None if it does not."""
@@ -95,6 +86,20 @@ class Decoding:
         seen = None if sequence.context is sequence.ids else Seen(array("i", sequence.context), sequence.root)
         return FinishedTurn(
             sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen
+        )
+
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        request = sequence.request
+        params = request.sampling
+        barred = self._end_ids(sequence) if sequence.num_output < params.min_tokens else ()
+        return SampleRow(
+            params=params,
+            seed=params.seed or 0,
+            choice_index=request.choice_index,
+            position=request.output_offset + sequence.num_output,
+            barred_ids=barred,
+            seen=sequence.seen,
+            drawn=sequence.drawn,
         )
 
     def _end_ids(self, sequence: Sequence) -> tuple[int, ...]:

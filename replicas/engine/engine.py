@@ -1,7 +1,7 @@
 """The engine: requests in, one batch per step, events out.
 
     submit -> Sessions.begin -> Scheduler.add          the prompt's ids, exact where the session knows them
-    step:  Engine._expire                              requests whose deadline has passed end
+    step:  Engine._schedule                            requests whose deadline has passed end;
            Scheduler.schedule                          rows under a token budget; pages; the forest
            Runner.prepare                              page tables -> plan, tokens and slots -> tensors
            Runner.forward                              logits of the rows that sample
@@ -20,26 +20,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mneme.cachetier.policy.eviction_policies import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.admission import check_request
+from mneme.replicas.engine.admission import QueueLimits, check_request
 from mneme.replicas.engine.decoding import Decoding
-from mneme.replicas.engine.limits import QueueLimits
 from mneme.replicas.engine.output import Outbox
-from mneme.replicas.engine.parts import make_scheduler, make_sessions
 from mneme.replicas.engine.pins import Pins
-from mneme.replicas.engine.pool import make_forest
-from mneme.replicas.engine.request_deadlines import RequestDeadlines
 from mneme.replicas.engine.stats import engine_stats
+from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.model.sampler import Sampled, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sessions.deadlines import Deadlines
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.session_pages import abandon_roots, share_pages
-from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, let_go, share_pages
+from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BLOCKED_S = 0.0005  # how often who drives an engine that is blocked looks whether it still is
 _FAILED = "the engine failed; the request was not completed"
@@ -70,17 +71,34 @@ class Engine:
         """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
         self._runner, self.chunks, self.durable = runner, chunks, durable
         known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
-        self._decoding = Decoding(tokenizer, known_eos)
+        self._decoding = decoding = Decoding(tokenizer, known_eos)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
-        self.scheduler = make_scheduler(runner, config, self.forest)
-        self.sessions = make_sessions(config, self._decoding, self.forest, clock, durable)
+        self.scheduler = Scheduler(
+            self.forest,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            attention_mass=getattr(runner, "attention_mass", None),
+        )
+        self.sessions = Sessions(
+            decoding.encode,
+            clock,
+            ttl_s=config.session_ttl_s,
+            max_sessions=config.max_sessions,
+            max_tokens=config.max_session_tokens,
+            end_token_ids=decoding.eos_token_ids,
+            decode=decoding.decode if decoding.has_tokenizer else None,
+            on_drop=partial(let_go, self.forest),
+            on_delete=partial(delete_pages, self.forest),
+            journal=None if durable is None else durable.writer,
+        )
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
-        self._deadlines = RequestDeadlines(clock, config.request_timeout_s)
+        self._timeout_s = config.request_timeout_s
+        self._deadlines = Deadlines[str]()  # of requests
         self._outbox = Outbox(on_end=self._deadlines.discard, clock=clock)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
@@ -134,7 +152,9 @@ class Engine:
             except Exception:
                 self._begin_next(self.sessions.end(request, None))
                 raise
-        self._deadlines.add(request.request_id, request.timeout_s)
+        timeout_s = self._timeout_s if request.timeout_s is None else request.timeout_s
+        if timeout_s is not None:
+            self._deadlines.set(request.request_id, self.clock() + timeout_s)
 
     def has_room_for(self, request: GenerationRequest) -> bool:
         """Whether it may wait; else `submit` answers `Overloaded`."""
@@ -146,14 +166,12 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
-        self._begin_step()
-        chunks = self.scheduler.schedule()
-        self._outbox.note_begun(chunks)
+        chunks = self._schedule()
         try:
             logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
         except TransferFailed:
             return self._compute_again()
-        sampled = sample(logits, [self._decoding.sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
+        sampled = sample(logits, self._decoding.sample_rows(chunks))
         return self._commit(chunks, sampled)
 
     def stats(self) -> dict[str, Any]:
@@ -198,9 +216,12 @@ class Engine:
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
 
-    def _begin_step(self) -> None:
+    def _schedule(self) -> list[Chunk]:
         self.limits.note_step()
         self._expire()
+        chunks = self.scheduler.schedule()
+        self._outbox.note_begun(chunks)
+        return chunks
 
     def _moves(self, chunks: list[Chunk]) -> Moves:
         """What the step does with pages."""
@@ -218,13 +239,13 @@ class Engine:
             try:
                 self._append(sequence, outcome)
             except Exception:  # one request may fail, the batch may not
-                log.exception("commit failed request_id=%s", sequence.request.request_id)
+                logger.exception("commit failed request_id=%s", sequence.request.request_id)
                 self._finish(sequence, "error", _FAILED)
         return self.take_events()
 
     def _compute_again(self) -> list[TokenEvent]:
         """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
-        log.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
+        logger.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
         if self.chunks is not None:
             self.chunks.abandon(self._runner)
         for sequence in self.scheduler.retract_all():
@@ -246,7 +267,7 @@ class Engine:
 
     def _expire(self) -> None:
         """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
-        for request_id in self._deadlines.take_due():
+        for request_id in self._deadlines.take_due(self.clock()) if self._deadlines else ():
             self.num_missed_deadlines += 1
             self._end(request_id, "error", DeadlineExceeded())
 
@@ -287,7 +308,7 @@ class Engine:
             except Exception as error:
                 refusal = error if isinstance(error, MnemeError) else None
                 if refusal is None:
-                    log.exception("start failed request_id=%s", request.request_id)
+                    logger.exception("start failed request_id=%s", request.request_id)
                 self._outbox.report_unstarted(request.request_id, "error", refusal)
                 unstarted.extend(self.sessions.end(request, None))
 
@@ -300,3 +321,19 @@ class Engine:
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""
         return self._outbox.take()
+
+
+def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:
+    """The forest over the runner's pages, as configured."""
+    return PrefixForest(
+        runner.num_pages,
+        runner.page_size,
+        sharing=config.prefix_sharing,
+        first_page=runner.first_page,
+        policy=make_policy(config.eviction, clock, runner.num_pages),
+        clock=clock,
+        num_host_pages=runner.num_host_pages,
+        host_policy=make_policy(config.eviction, clock, runner.num_host_pages),
+        copy_out_below=config.copy_out_below,
+        window=runner.window,
+    )

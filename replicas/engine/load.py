@@ -1,27 +1,39 @@
-"""From a model name to a running engine: files, device, dtype, pool size."""
+"""From a model name to a running engine: files, device, dtype, pool size, cache tier."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
+from mneme.cachetier.chunk.weights_digest import weights_digest
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.policy.cost_file import CostFile
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.sessions.logs import open_session_logs
+from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels.native import library as native_library
+from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.connector.connector import ChunkCache
+from mneme.replicas.connector.mover import ChunkMover
 from mneme.replicas.connector.workers import Workers
-from mneme.replicas.engine.cache_tier import OpenStore, open_cache_tier, process_store
+from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.engine.warm_prompts import PUBLIC, Tenant, warm_before_traffic
+from mneme.replicas.engine.pins import PUBLIC, Tenant, warm_before_traffic
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.config import DecoderConfig, load_model_config
 from mneme.replicas.model.decoder import Decoder
@@ -29,9 +41,11 @@ from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.graphs import decode_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.model.weights import Progress, load_weights
+from mneme.replicas.model.weights import Progress, load_weights, shard_paths
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 1 << 30
 _CPU_POOL_SHARE = 0.1  # of the memory that is available now
@@ -40,6 +54,10 @@ _HOST_BYTES = 64 << 30  # at most, of one engine: pinning takes 0.2 to 0.3 s a G
 _HOST_POOLS = 4  # times the device pool: more is rarely of use
 _GPU_POOL_SHARE = 0.8  # of what is free once the weights are loaded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CALIBRATION_S = 5.0  # at most, when a model is first served on a machine
+_NOT_IN_KV = ("max_context", "eos_token_ids", "dtype", "rope")  # how long, when it ends; the last two stand elsewhere
+
+OpenStore = Callable[[CacheConfig, ModelFingerprint], ChunkStore]
 
 
 def _silent(_what: str, _share: float) -> None:
@@ -56,7 +74,7 @@ def load_engine(
     device_share: float = 1.0,
     machine_share: float = 1.0,
     cache: CacheConfig | None = None,
-    open_store: OpenStore = process_store,
+    open_store: OpenStore | None = None,
     open_session_logs: OpenSessionLogs = open_session_logs,
 ) -> Engine:
     """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
@@ -64,7 +82,8 @@ def load_engine(
     device_share   what part of the GPU this engine has; others may have the rest
     machine_share  likewise of the machine's memory
 
-    `cache`: of the tier under the engine, which `open_store` opens, with logs of sessions; None: there is none.
+    `cache`: of the tier under the engine, which `open_store` opens (None: one of this process alone), with logs of
+    sessions; None: there is none.
     Raises `CheckpointError` or `ConfigError`.
     """
     report = on_progress or _silent
@@ -277,7 +296,7 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path(
     return free
 
 
-@contextmanager
+@contextlib.contextmanager
 def _fitting(what: str, device: torch.device) -> Iterator[None]:
     """Turns memory that a GPU does not have into a `ConfigError` that names what does not fit."""
     try:
@@ -299,3 +318,82 @@ def cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def open_cache_tier(
+    runner: Runner,
+    engine: EngineConfig,
+    cache: CacheConfig,
+    model_dir: Path,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    open_store: OpenStore | None = None,
+) -> ChunkCache:
+    """Open the tier that `open_store` gives, or one of this process alone; the runner moves chunks from then on.
+
+    Called before there is traffic. Raises `ConfigError` or `CheckpointError`.
+    """
+    folder = _kept_folder()
+    fingerprint = model_fingerprint(
+        model_dir, model, dtype, chunk_tokens=cache.chunk_tokens, memory=folder / "weights.json"
+    )
+    file = CostFile(folder, fingerprint.digest, machine_of(runner, engine))
+    store = ProcessChunkStore(cache) if open_store is None else open_store(cache, fingerprint)
+    try:
+        costs = _costs(runner, engine, cache, file)
+    except BaseException:
+        store.close()
+        raise
+    mover = ChunkMover(runner.pool, store, fingerprint, cache, costs.note_save)
+    runner.use_chunks(mover)
+    return ChunkCache(
+        store,
+        fingerprint,
+        costs,
+        cache,
+        page_size=runner.page_size,
+        on_close=lambda: file.write(costs),
+        settle_saves=mover.saver.settle,
+    )
+
+
+def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:
+    """Processes that start at once measure one after the other; the later ones read what the first has left."""
+    disk_folder = None if cache.disk is None else Path(cache.disk.folder)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, BuildError):  # then they measure beside each other
+            held.enter_context(locked(file.path.with_name("costs.lock")))
+        return remembered_costs(
+            runner, engine, file, chunk_tokens=cache.chunk_tokens, disk_folder=disk_folder, budget_s=_CALIBRATION_S
+        )
+
+
+def _kept_folder() -> Path:
+    """Where digests and costs are kept from start to start; for a user without a home they are not."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("digests and costs are not kept: %s", error)
+        return Path(os.devnull)
+    return folder
+
+
+def model_fingerprint(
+    model_dir: Path, config: DecoderConfig, dtype: torch.dtype, *, chunk_tokens: int = 256, memory: Path | None = None
+) -> ModelFingerprint:
+    """`dtype` is what the engine computes in; `memory`: see `weights_digest`. Reads every weight file once."""
+    architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
+    return ModelFingerprint(
+        weights=weights_digest(shard_paths(model_dir), memory),
+        layout=ChunkLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            chunk_tokens=chunk_tokens,
+        ),
+        inv_freq=config.rope.inv_freq,
+        attention_factor=config.rope.attention_factor,
+        architecture=json.dumps(architecture, sort_keys=True),
+    )

@@ -22,8 +22,8 @@ from mneme.replicas.connector.workers import Workers
 from mneme.replicas.engine.commands import EngineQuery, Query, answer, sessions_to_restore, was_there
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part, kv_tier_of
+from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.stats import beside_steps
-from mneme.replicas.engine.token_stream import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key

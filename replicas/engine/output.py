@@ -1,18 +1,34 @@
-"""The events of an engine until they are taken, and the counts of what they said. Policy only: no tensors."""
+"""What leaves an engine: events, explanations of recent prompts, and the token streams that carry the events."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+import logging
+import re
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from mneme.errors import MnemeError
-from mneme.replicas.engine.explanations import Explanations
-from mneme.replicas.request import TokenEvent
+from mneme.replicas.request import PromptUsage, StepMessage, TokenEvent
 from mneme.replicas.sequence import Chunk, Sequence
+
+logger = logging.getLogger(__name__)
+
+MAX_EXPLANATIONS = 1024  # per engine
+MAX_RANGES = 16_384  # in all of them together
+HOLD_S = 0.05  # no event waits longer for a log: a disk that hangs must not hang clients
+
+_SUFFIX = re.compile(r"(-\d+)?(~\d+)?\.\d+")  # prompt, attempt and choice of one HTTP request
+
+Deliver = Callable[[StepMessage], None]
+Batches = Mapping[str, list[TokenEvent]]  # by subscriber
 
 
 class Outbox:
-    """Turns what is new of a sequence into an event."""
+    """Turns what is new of a sequence into an event, keeps events until they are taken, and counts what they said."""
 
     def __init__(self, on_end: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._on_end = on_end  # told of every request that has ended
@@ -69,3 +85,108 @@ class Outbox:
         self._on_end(request_id)
         error = str(refusal or "the engine could not take the request") if reason == "error" else None
         self._events.append(TokenEvent(request_id, (), reason, None, None, error, refusal))
+
+
+class Explanations:
+    """Says where the KV of recent prompts came from, range by range (`GET /v1/kv/explain`); bounded."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[str, dict[str, Any]]] = deque()  # (tenant salt, explanation), oldest first
+        self._num_ranges = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def note(self, sequence: Sequence, usage: PromptUsage) -> None:
+        """A prompt has been computed."""
+        request = sequence.request
+        ranges = [origin._asdict() for origin in sequence.origins.ranges(usage.prompt_tokens)]
+        explanation = {
+            "request_id": request.request_id,
+            "choice": request.choice_index,
+            "has_session": request.session_id is not None,
+            "prompt_tokens": usage.prompt_tokens,
+            "kv_details": usage.kv_details(),
+            "ranges": ranges,
+        }
+        self._entries.append((request.salt, explanation))
+        self._num_ranges += len(ranges)
+        while len(self._entries) > MAX_EXPLANATIONS or self._num_ranges > MAX_RANGES:
+            _, oldest = self._entries.popleft()
+            self._num_ranges -= len(oldest["ranges"])
+
+    def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+        """One entry for each choice of the HTTP request that ran here, also of those that were moved on."""
+        return [e for owner, e in self._entries if owner == salt and _is_of(e["request_id"], http_id)]
+
+
+def _is_of(request_id: str, http_id: str) -> bool:
+    return request_id.startswith(http_id) and _SUFFIX.fullmatch(request_id, len(http_id)) is not None
+
+
+class Subscriber:
+    """Counts the messages of one token stream. Thread-safe."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._seq = 0
+        self._lock = threading.Lock()
+
+    def send(self, epoch: str, events: tuple[TokenEvent, ...]) -> None:
+        with self._lock:
+            message = StepMessage(epoch, self._seq, events)
+            self._seq += 1
+            try:
+                self._deliver(message)
+            except Exception:  # a subscriber's fault must not reach the engine or the others
+                logger.exception("a token stream could not take its message seq=%s", message.seq)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    batches: Batches
+    until_s: float
+
+
+class WithheldEvents:
+    """The last events of sessions' turns: sent when the logs have them, by the thread that wrote them. Thread-safe."""
+
+    def __init__(
+        self,
+        send: Callable[[Batches], None],
+        after: Callable[[Callable[[], None]], bool] | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`after` is `SessionLogWriter.after`; None: there are no logs, and nothing is held back."""
+        self._send, self._after, self._clock = send, after, clock
+        self._held: deque[_Held] = deque()  # oldest first
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def send(self, batches: Batches) -> None:
+        """Now, or as soon as what was said until now is written."""
+        held = _Held(batches, self._clock() + HOLD_S)
+        with self._lock:
+            self._held.append(held)
+        if self._after is None or self._after(lambda: self._release(held)):
+            self._release(held)
+
+    def release(self, *, everything: bool = False) -> None:
+        """Send what has waited too long."""
+        if not self._held:
+            return
+        now_s = self._clock()
+        with self._lock:
+            late = [held for held in self._held if everything or held.until_s <= now_s]
+        for held in late:
+            self._release(held)
+
+    def _release(self, held: _Held) -> None:
+        with self._lock:
+            if held not in self._held:
+                return  # somebody else was faster
+            self._held.remove(held)
+        self._send(held.batches)

@@ -1,9 +1,15 @@
-"""Prompts that are computed before traffic and stay resident until they are let go (RelayAttention 3.3).
+"""Prompts that are computed before traffic and stay resident until they are unpinned (RelayAttention 3.3).
 
 A prompt is warmed by a request like any other, of one output token that nobody hears of; when it ends, in the same
 step, its pages are pinned. Pins belong to a tenant, have a life of their own, and are bounded: in number per tenant,
 and in pages, so that what was taken can end and half of the pool is left to requests. Pins that a failed step took
 with it are warmed again.
+
+A pin ends no request: one that named `max_tokens` gets them. One that did not gets what there is: it needs room for one
+token more, and a pin lowers what it may have. A turn that is queued behind its own session may find as much history as
+the turns before it can leave. What it comes to is then bounded by the capacity that it was taken under.
+
+`warm_before_traffic` pins what the configuration names. KV is never shared between API keys, so each has its own copy.
 
 Policy only: no tensors.
 """
@@ -11,19 +17,26 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import logging
+from collections import abc
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mneme.errors import InvalidRequest, MnemeError, PinRefused
+from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
+from mneme.replicas.config import WarmPrompt
 from mneme.replicas.forest.nodes import Pin
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.schedule.page_needs import num_needed_tokens, num_queued_tokens
+from mneme.replicas.sequence import Sequence
+from mneme.replicas.sessions.sessions import Sessions
+from mneme.replicas.sessions.token_log import TokenLog, turn_name
+from mneme.replicas.text.prompt_prefix import conversation_prefix
 
 if TYPE_CHECKING:
     from mneme.replicas.config import EngineConfig
     from mneme.replicas.engine.engine import Engine
+    from mneme.replicas.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
 _OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
@@ -32,6 +45,14 @@ _OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
 class PinKey(NamedTuple):
     tenant: str
     pin_id: str  # drawn by the caller, so that it is the same on every replica
+
+
+class Tenant(NamedTuple):
+    name: str
+    salt: str
+
+
+PUBLIC = Tenant("public", "")  # the only one where there are no API keys
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -182,7 +203,7 @@ class Pins:
         self._entry_by_request[entry.request_id] = entry
 
     def _fail(self, entry: _Entry, error: MnemeError) -> None:
-        log.warning("pin_id=%s not pinned: %s", entry.key.pin_id, error)
+        logger.warning("pin_id=%s not pinned: %s", entry.key.pin_id, error)
         entry.error, entry.is_warming = error, False
         entry.expires_at_s = self._engine.clock() + _OUTCOME_S
 
@@ -204,5 +225,83 @@ def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int =
 
 def _num_kept_tokens(engine: Engine, num_tokens: int) -> int:
     started = [*engine.scheduler.waiting, *engine.scheduler.running]
-    queued = num_queued_tokens(engine.sessions, started, engine.capacity)
-    return max([num_tokens, queued, *map(num_needed_tokens, started)])
+    queued = _num_queued_tokens(engine.sessions, started, engine.capacity)
+    return max([num_tokens, queued, *map(_num_needed_tokens, started)])
+
+
+def _num_needed_tokens(sequence: Sequence) -> int:
+    """Tokens that a started request must be able to have."""
+    params = sequence.request.sampling
+    num_output = sequence.max_tokens
+    if params.max_tokens is None:
+        num_output = max(sequence.num_output + 1, min(params.min_tokens, sequence.max_tokens))
+    num_tokens = sequence.num_prompt - sequence.num_unseen + num_output
+    return num_tokens if sequence.window is None else min(num_tokens, sequence.window)
+
+
+def _num_queued_tokens(sessions: Sessions, started: abc.Iterable[Sequence], capacity: int) -> int:
+    """Tokens that the longest turn may need that waits behind its own session; 0 if none waits."""
+    sequence_by_id = {sequence.request.request_id: sequence for sequence in started}
+    logs = sessions.queued.logs
+    return min(max((_num_behind(log, sequence_by_id, capacity) for log in logs), default=0), capacity)
+
+
+def _num_behind(log: TokenLog, sequence_by_id: abc.Mapping[str, Sequence], capacity: int) -> int:
+    assert log.running is not None, "a turn waits for another"
+    answering = [sequence_by_id[name] for name in log.running.answering if name in sequence_by_id]
+    history = max([len(log.ids), *(sequence.num_prompt + sequence.max_tokens for sequence in answering)])
+    needed = 0
+    for _, choices in groupby(log.running.queue, turn_name):
+        turn = list(choices)
+        prompts = [_num_prompt(request, history) for request in turn]
+        for num_prompt, request in zip(prompts, turn, strict=True):
+            params = request.sampling
+            needed = max(needed, num_prompt + (params.max_tokens or max(params.min_tokens, 1)))
+        limit = turn[0].sampling.max_tokens
+        history = max(history, capacity if limit is None else prompts[0] + limit)
+    return needed
+
+
+def _num_prompt(request: GenerationRequest, num_history: int) -> int:
+    """Text may be matched to the ids of the history, which may be more than its own."""
+    is_matched = request.append or request.prompt_text is not None
+    return len(request.prompt_token_ids) + (num_history if is_matched else 0)
+
+
+def warm_before_traffic(
+    engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt], tenants: abc.Sequence[Tenant]
+) -> None:
+    """Compute and pin all of them for each tenant; raises `ConfigError` if one cannot be, or there is no room."""
+    keys: list[tuple[int, PinKey]] = []
+    for index, prompt in enumerate(prompts):
+        ids = _token_ids(tokenizer, prompt, index)
+        for tenant in tenants:
+            keys.append((index, PinKey(tenant.name, f"configured-{index}")))
+            _begin(engine, keys[-1], tenant.salt, tuple(ids), prompt.ttl_s)
+    while engine.has_work:
+        engine.step()
+    for index, key in keys:
+        described = engine.pins.describe(key)
+        if described is not None and described["error"] is not None:
+            raise ConfigError(f"engine.warm_prompts[{index}]: {described['error']}")
+
+
+def _begin(engine: Engine, named: tuple[int, PinKey], salt: str, ids: tuple[int, ...], ttl_s: float | None) -> None:
+    index, key = named
+    while True:
+        try:
+            return engine.pins.warm(key, salt, ids, ttl_s=ttl_s, is_configured=True)
+        except (InvalidRequest, Overloaded) as error:
+            if isinstance(error, InvalidRequest) or not engine.has_work:
+                raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None
+        engine.step()  # others wait already: their turn first
+
+
+def _token_ids(tokenizer: Tokenizer, prompt: WarmPrompt, index: int) -> list[int]:
+    try:
+        if prompt.text:
+            return tokenizer.encode(prompt.text, add_special_tokens=True)
+        messages = [{"role": "system", "content": prompt.system}]
+        return conversation_prefix(tokenizer.render_chat, tokenizer.encode_rendered, messages)
+    except MnemeError as error:
+        raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mneme.replicas.engine.pool import host_page_counts, page_counts
-
 if TYPE_CHECKING:
+    from mneme.replicas.engine.admission import QueueLimits
     from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.engine.limits import QueueLimits
+    from mneme.replicas.forest.forest import PrefixForest
+    from mneme.replicas.forest.tier import Tier
     from mneme.replicas.model.runner import Runner
 
 
@@ -18,8 +18,8 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
     """Plain values."""
     scheduler = engine.scheduler
     stats = {
-        "pages": page_counts(engine.forest),
-        "host_pages": host_page_counts(engine.forest),
+        "pages": _page_counts(engine.forest),
+        "host_pages": _by_state(engine.forest.host),
         "moved_pages": engine.forest.num_moved,
         "requests": {
             "running": len(scheduler.running),
@@ -61,3 +61,19 @@ def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
     if engine.durable is not None:
         found["session_logs"] = engine.durable.stats()
     return found
+
+
+def _page_counts(forest: PrefixForest) -> dict[str, int]:
+    """Pages by state; pinned ones are in use too, reclaimable ones are cached, with a copy on the host."""
+    pinned = {"pinned": forest.num_pages - forest.num_unpinned, "reclaimable": forest.num_reclaimable}
+    return {**_by_state(forest.device), **pinned}
+
+
+def _by_state(tier: Tier) -> dict[str, int]:
+    """In use on the host: pages with a copy on the device that sequences hold."""
+    return {
+        "free": len(tier.free),
+        "cached": tier.num_cached,
+        "in_use": tier.num_in_use,
+        "total": tier.num_pages,
+    }

@@ -5,7 +5,7 @@ left (`step_budget.py`); then waiting ones are admitted, fairly (`schedule/queue
 arrival that has no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and
 finds them again.
 A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
-only as long as each request that was taken fits beside the pinned ones (`page_needs.py`). A tenth of the pages is left
+only as long as each request that was taken fits beside the pinned ones (`engine/pins.py`). A tenth of the pages is left
 to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
 
 Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
@@ -24,7 +24,6 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Node, Pin
 from mneme.replicas.forest.pages import OutOfPages
 from mneme.replicas.schedule.grafting import Grafting
-from mneme.replicas.schedule.page_needs import limit_output
 from mneme.replicas.schedule.path_room import PathRoom
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
@@ -92,7 +91,7 @@ class Scheduler:
             pin = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
         finally:
             self._forest.release(path)
-        limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
+        _limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -329,3 +328,15 @@ def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:
     while index and running[index - 1].arrival > sequence.arrival:
         index -= 1
     running.insert(index, sequence)
+
+
+def _limit_output(sequences: Iterable[Sequence], capacity: int) -> None:
+    """Pages were pinned: requests that named no `max_tokens` end at `capacity` tokens, prompt and output together.
+
+    Those that are truncated when they outgrow their window have a smaller one.
+    """
+    for sequence in sequences:
+        if sequence.window is not None:
+            sequence.window = min(sequence.window, capacity)
+        elif sequence.request.sampling.max_tokens is None:
+            sequence.max_tokens = min(sequence.max_tokens, capacity - sequence.num_prompt)

@@ -239,13 +239,11 @@ class Sessions:
 
     def _expire_own(self, now: float) -> None:
         for key in self._deadlines.take_due(now):
-            log = self._log_by_key.get(key)
-            if log is None or log.ttl_s is None:
-                continue
-            if log.running is None and log.last_used_s + log.ttl_s < now:
+            log = self._log_by_key[key]
+            if log.running is None:
                 self._drop(key, log)
-            else:
-                self._deadlines.add((now if log.running else log.last_used_s) + log.ttl_s, key)
+            elif log.ttl_s is not None:
+                self._deadlines.set(key, now + log.ttl_s)
 
     def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
         log.running = None
@@ -262,23 +260,19 @@ class Sessions:
         """A session that has a past."""
         self._log_by_key[key] = log
         self._num_tokens += len(log.ids)
-        ttl_s, log.ttl_s = log.ttl_s, None
-        self._touch(key, log, ttl_s)
+        self._touch(key, log)
 
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
         log.last_used_s = self._clock()
         self._log_by_key.move_to_end(key)
-        if ttl_s is None:
-            return
-        if log.ttl_s is None or ttl_s < log.ttl_s:
-            self._deadlines.add(log.last_used_s + ttl_s, key)
-        log.ttl_s = ttl_s
-        if self._deadlines.is_stale(len(self)):
-            logs = self._log_by_key.items()
-            self._deadlines.replace((log.last_used_s + log.ttl_s, key) for key, log in logs if log.ttl_s is not None)
+        if ttl_s is not None:
+            log.ttl_s = ttl_s
+        if log.ttl_s is not None:
+            self._deadlines.set(key, log.last_used_s + log.ttl_s)
 
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]
+        self._deadlines.discard(key)
         self._num_tokens -= len(log.ids)
         self._on_drop(log)
 

@@ -14,8 +14,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
 from mneme.replicas.engine.commands import DeleteSession, DropPin, GetSession, Query, answer
 from mneme.replicas.engine.decoding import said_to_client
-from mneme.replicas.engine.explanations import Explanations
 from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part
+from mneme.replicas.engine.output import Explanations
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent

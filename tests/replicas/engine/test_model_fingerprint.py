@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mneme.errors import CheckpointError
-from mneme.replicas.engine.model_fingerprint import model_fingerprint
+from mneme.replicas.engine.load import model_fingerprint
 from mneme.replicas.model.config import DecoderConfig, load_model_config
 from mneme.replicas.model.directory import EMBEDDED_MODEL, model_directory
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mneme.errors import InvalidRequest, MnemeError, SessionNotFound
 from mneme.replicas.engine.commands import DeleteSession, ExplainPrompt, ForkSession, GetSession, answer
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.explanations import MAX_EXPLANATIONS
 from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.engine.output import MAX_EXPLANATIONS
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.request import PromptUsage, SamplingParams
 from mneme.replicas.sequence import Sequence

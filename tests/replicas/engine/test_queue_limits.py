@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mneme.config import parse
 from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.commands import GetSession, answer
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.limits import MAX_RETRY_S, MIN_RETRY_S, DrainRate
-from mneme.replicas.engine.request_deadlines import RequestDeadlines
 from mneme.replicas.request import SamplingParams, TokenEvent
+from mneme.replicas.sessions.deadlines import Deadlines
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
 
@@ -226,11 +226,11 @@ def test_an_id_that_comes_again_has_its_own_deadline() -> None:
 
 
 def test_deadlines_of_requests_that_ended_cost_nothing() -> None:
-    deadlines = RequestDeadlines(Clock(), None)
+    deadlines = Deadlines[str]()
     for number in range(5000):
-        deadlines.add(str(number), 60.0)
+        deadlines.set(str(number), 60.0)
         deadlines.discard(str(number))
-    assert (len(deadlines), len(deadlines._heap) < 200) == (0, True)
+    assert (len(deadlines), deadlines.num_entries < 200) == (0, True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,8 +17,7 @@ from mneme.replicas.engine.commands import DropPin, GetPin, ListPins, WarmPrompt
 from mneme.replicas.engine.commands import answer as ask
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.engine.pins import PinKey
-from mneme.replicas.engine.warm_prompts import PUBLIC, Tenant, warm_before_traffic
+from mneme.replicas.engine.pins import PUBLIC, PinKey, Tenant, warm_before_traffic
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.text.prompt_prefix import conversation_prefix
 from tests.replicas.fake_runner import FakeRunner, continuation

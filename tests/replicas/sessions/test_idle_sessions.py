@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.explanations import MAX_EXPLANATIONS
+from mneme.replicas.engine.output import MAX_EXPLANATIONS
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.sessions.token_log import MAX_MARKS
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request

@@ -416,7 +416,7 @@ def test_own_times_do_not_pile_up() -> None:
         clock.now = index
         request = replace(turn(f"{index}", f"s{index % 20}"), session_ttl_s=500.0 - index % 2)
         answer(sessions, request, [1], "c")
-    assert len(sessions._deadlines) <= 2 * 10 + 65
+    assert sessions._deadlines.num_entries <= 2 * 10 + 65
 
 
 def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
