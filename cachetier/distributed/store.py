@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 _SourceAndHeader = tuple[ChunkSource, ChunkHeader]
 
-_PUT_WAIT_S = 1.0
+_PUT_WAIT_S = 5.0  # for the node, which may wait for its disk
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
 

@@ -28,7 +28,7 @@ from mneme.cachetier.node.saving import HostPut, Saver
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.stats import node_stats
 from mneme.cachetier.node.tiers import NodeTiers
-from mneme.cachetier.node.write_behind import TAIL_DELAY_S
+from mneme.cachetier.node.write_behind import ROOM_WAIT_S, TAIL_DELAY_S
 from mneme.cachetier.store import ChainQuery, TierName
 
 _EXPIRE_EVERY_S = 1.0
@@ -64,7 +64,13 @@ class NodeCache:
         self._thread = Background(
             "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
         )
-        self._saver = Saver(tiers, host_bytes, lambda: self._promoter.is_loading, tail_delay_s)
+        self._saver = Saver(
+            tiers,
+            host_bytes,
+            lambda: self._promoter.is_loading,
+            tail_delay_s,
+            room_wait_s=ROOM_WAIT_S if has_threads else 0.0,
+        )
         self.writer = self._saver.writer
         if has_threads:
             self._thread.start()

@@ -37,7 +37,16 @@ class HostPut(Enum):
 class Saver:
     """`writer` is None without a disk."""
 
-    def __init__(self, tiers: NodeTiers, host_bytes: int, is_loading: Callable[[], bool], tail_delay_s: float) -> None:
+    def __init__(
+        self,
+        tiers: NodeTiers,
+        host_bytes: int,
+        is_loading: Callable[[], bool],
+        tail_delay_s: float,
+        room_wait_s: float = 0.0,
+    ) -> None:
+        """`room_wait_s`: how long a put waits for the disk, so that a burst is not lost; 0: no thread writes."""
+        self._room_wait_s = room_wait_s
         self._tiers, self._host, self._lock = tiers, tiers.host, tiers.lock
         self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
         self._late: dict[bytes, None] = {}  # likewise, as the queue was full
@@ -108,7 +117,9 @@ class Saver:
             return HostPut.REFUSED
         if is_admitted:
             self._arrive(header, held, lineage, is_to_write=is_to_write)
-        is_queued = is_to_write and self._submit(header, held, lineage, is_passing=not is_admitted)
+        is_queued = is_to_write and self._submit(
+            header, held, lineage, is_passing=not is_admitted, wait_s=self._room_wait_s
+        )
         if is_admitted:
             return HostPut.TAKEN
         return HostPut.TO_DISK if is_queued else HostPut.REFUSED
@@ -149,10 +160,18 @@ class Saver:
             superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt(), lineage)
         self.cancel(superseded)
 
-    def _submit(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None, *, is_passing: bool) -> bool:
+    def _submit(
+        self,
+        header: ChunkHeader,
+        held: Held,
+        lineage: Lineage | None = None,
+        *,
+        is_passing: bool,
+        wait_s: float = 0.0,
+    ) -> bool:
         assert self.writer is not None
         is_queued = header.parent not in self._late and self.writer.submit(
-            header, held, is_passing=is_passing, lineage=lineage
+            header, held, is_passing=is_passing, lineage=lineage, wait_s=wait_s
         )
         if not is_queued:
             self._try_later(self._late, header.key)

@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 
 TAIL_DELAY_S = 2.0
 _MIN_CHUNKS = 2  # of its size, that may wait whatever the bound: with fewer the disk would never get any
+ROOM_WAIT_S = 3.0  # by whoever has time for it: longer than a disk that works takes for a chunk
 _YIELD_S = 0.005
 _MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always reads would never save
 
@@ -63,8 +64,9 @@ class WriteBehind:
         self._tails: dict[bytes, Pending] = {}
         self._num_bytes = 0
         self._num_finishing = 0
-        self._num_flushing = 0
+        self._num_hurries = 0
         self._num_yields = 0
+        self._is_stalled = False  # somebody waited for room in vain, and nothing was written since
         self._counters: Counter[str] = Counter()
         self._thread = Background("mneme-write-behind", self.step, lambda: self._count("error"))
 
@@ -72,16 +74,27 @@ class WriteBehind:
         self._thread.start()
 
     def submit(
-        self, header: ChunkHeader, held: Held, *, is_passing: bool = False, lineage: Lineage | None = None
+        self,
+        header: ChunkHeader,
+        held: Held,
+        *,
+        is_passing: bool = False,
+        lineage: Lineage | None = None,
+        wait_s: float = 0.0,
     ) -> bool:
-        """Whether it was taken; a queue that is full takes no more."""
+        """Whether it was taken; a queue that is full for `wait_s` takes no more.
+
+        While the disk writes nothing at all only the first waits.
+        """
         is_tail = header.num_tokens < header.layout.chunk_tokens
         due_s = self._clock() + (self._tail_delay_s if is_tail else 0.0)
         pending = Pending(header, held, due_s, is_passing=is_passing, lineage=lineage)
         with self._changed:
+            if wait_s and not self._is_stalled and not self._has_room(pending):
+                self._is_stalled = not self._in_a_hurry(lambda: self._has_room(pending), wait_s)
             if header.key in self._whole or header.key in self._tails:
                 return False
-            if self._num_bytes + pending.num_bytes > max(self._max_bytes, _MIN_CHUNKS * pending.num_bytes):
+            if not self._has_room(pending):
                 self._warn_of_drops()
                 self._counters["dropped"] += 1
                 self._counters["dropped_bytes"] += pending.num_bytes
@@ -104,14 +117,7 @@ class WriteBehind:
     def flush(self, timeout_s: float) -> bool:
         """Write all that waits, tails too; False if that took too long."""
         with self._changed:
-            self._num_flushing += 1
-        self._thread.wake()
-        try:
-            with self._changed:
-                return self._changed.wait_for(lambda: not self._num_bytes and not self._num_finishing, timeout_s)
-        finally:
-            with self._changed:
-                self._num_flushing -= 1
+            return self._in_a_hurry(lambda: not self._num_bytes and not self._num_finishing, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """End after the chunk that is being written; what waits is not written."""
@@ -135,7 +141,7 @@ class WriteBehind:
             if pending is None:
                 return None
             wait_s = pending.due_s - self._clock()
-            if wait_s > 0 and not self._num_flushing:
+            if wait_s > 0 and not self._num_hurries:
                 return wait_s
             (self._whole if pending.header.key in self._whole else self._tails).pop(pending.header.key)
         try:
@@ -143,6 +149,18 @@ class WriteBehind:
         finally:
             self._finish(pending)
         return 0.0
+
+    def _in_a_hurry(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Under the lock: wait for this while tails are written without their delay; False if it took too long."""
+        self._num_hurries += 1
+        self._thread.wake()
+        try:
+            return self._changed.wait_for(is_done, timeout_s)
+        finally:
+            self._num_hurries -= 1
+
+    def _has_room(self, pending: Pending) -> bool:
+        return self._num_bytes + pending.num_bytes <= max(self._max_bytes, _MIN_CHUNKS * pending.num_bytes)
 
     def _warn_of_drops(self) -> None:
         """Under the lock; once."""
@@ -162,6 +180,8 @@ class WriteBehind:
         with self._changed:
             self._num_bytes -= pending.num_bytes
             self._num_finishing += 1
+            self._is_stalled = False
+            self._changed.notify_all()
         try:
             self._done(pending)  # which may submit another
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -24,6 +25,7 @@ class Queue(WriteBehind):
         self.ended: list[bytes] = []
         self.fails: set[bytes] = set()
         self.is_loading = False
+        self.is_writing: Callable[[], object] = lambda: None
         super().__init__(
             self.note,
             lambda pending: self.ended.append(pending.header.key),
@@ -34,17 +36,44 @@ class Queue(WriteBehind):
         )
 
     def note(self, pending: Pending) -> None:
+        self.is_writing()
         self.written.append(pending.header.key)
         if pending.header.key in self.fails:
             raise RuntimeError("of a test")
 
-    def give(self, token_ids: list[int]) -> tuple[bytes, bool]:
+    def give(self, token_ids: list[int], wait_s: float = 0.0) -> tuple[bytes, bool]:
         chunk = chunk_of(token_ids)
-        return chunk.header.key, self.submit(chunk.header, chunk.layers)
+        return chunk.header.key, self.submit(chunk.header, chunk.layers, wait_s=wait_s)
 
 
 def whole(number: int) -> list[int]:
     return [number, *range(CHUNK_TOKENS - 1)]
+
+
+FOREVER_S = 1e6  # a wait that is not meant to be waited for
+
+
+def test_a_burst_waits_for_the_disk_and_tails_for_nothing_while_somebody_waits() -> None:
+    queue = Queue(Clock(), num_blocks=1)  # two chunks at least; by this clock no tail is ever due
+    queue.start()
+    given = [queue.give(ids, FOREVER_S) for ids in ([1], [2], [3], whole(4), [5], whole(6))]
+    assert all(is_taken for _, is_taken in given)
+    assert queue.flush(TIMEOUT_S)
+    assert sorted(queue.written) == sorted(key for key, _ in given)
+    assert queue.close(TIMEOUT_S)
+
+
+def test_for_a_disk_that_writes_nothing_only_the_first_waits() -> None:
+    queue, goes_on = Queue(Clock(), num_blocks=1), threading.Event()
+    queue.is_writing = goes_on.wait
+    queue.start()
+    assert [queue.give(whole(number))[1] for number in range(2)] == [True, True]
+    assert not queue.give(whole(2), 0.01)[1]
+    assert not queue.give(whole(3), FOREVER_S)[1]
+    goes_on.set()
+    assert queue.flush(TIMEOUT_S)
+    assert queue.give(whole(4), FOREVER_S)[1]
+    assert queue.close(TIMEOUT_S)
 
 
 def test_whole_chunks_go_at_once_and_tails_in_their_turn() -> None:
