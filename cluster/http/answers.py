@@ -1,4 +1,4 @@
-"""The bodies of completions, whole and as server-sent events.
+"""Turns the engine's events into what a client is told: of each choice, and in the words of the two completion APIs.
 
 A stream's chunks are put together from bytes prepared once per request: building and dumping a dictionary
 for every token would be most of the ingress's work.
@@ -7,142 +7,294 @@ for every token would be most of the ingress's work.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from json.encoder import encode_basestring
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from mneme.cluster.http.choices import Choice, Delta, metrics_object, usage_object
-from mneme.cluster.http.logprob_format import chat_logprobs, completion_logprobs
+from mneme.errors import InvalidRequest
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
+from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
 
+MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+_LEAST = -9999.0  # JSON has no -Infinity; OpenAI uses this number for it
 
 
-class Answer(Protocol):
-    """How one API words its answers."""
+class FieldNames(NamedTuple):
+    """What a client calls the fields that engines name in their refusals."""
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The body when every choice has finished; `deltas` holds all of each."""
-        ...
+    prompt: str
+    max_tokens: str  # the prompt's name where the client gave no limit
 
-    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
-        """The JSON of a delta's events, of which the last has its text; `usage` is what follows `choices`."""
-        ...
-
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        """The last event's JSON, which has no choices."""
-        ...
+    def worded(self, error: InvalidRequest) -> InvalidRequest:
+        """The refusal in the client's words."""
+        field = {"prompt": self.prompt, "max_tokens": self.max_tokens}.get(error.field or "", error.field)
+        return type(error)(field, error.value, error.rule)
 
 
-class _Named:
-    """What all chunks of an answer have in common."""
+class Delta(NamedTuple):
+    """What one step brought of one choice; of several steps where its client is slow."""
 
-    def __init__(self, answer_id: str, kind: str, created: int, model: str, tokenizer: Tokenizer) -> None:
-        self.fields = {"id": answer_id, "object": kind, "created": created, "model": model}
-        self.tokenizer = tokenizer
-        self.head = json.dumps(self.fields, separators=(",", ":"))[:-1] + ',"choices":['
+    choice: int  # its index in the answer
+    text: str  # may be empty: half a character, or what a stop string may begin with
+    logprobs: list[Logprobs] | None  # None: not asked for
+    finish_reason: str | None
+    num_tokens: int
+    is_first: bool
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        return f"{self.head}],{_dumped(_figures(choices))[1:]}"
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """Collects events; what the client has not taken yet piles up here, at most `max_tokens` of it.
+
+    A stream has a chunk for every step that gives it a token, as load tools count chunks as tokens; a client that is
+    `MAX_DELTAS` steps behind gets what it missed in one.
+    """
+
+    index: int  # in the answer
+    prompt_index: int  # choices with one prompt share its usage
+    request: GenerationRequest
+    stream: TextStream
+    fields: FieldNames
+    usage: PromptUsage
+    num_tokens: int = 0
+    num_told: int = 0  # of these tokens, those that were taken
+    finish_reason: str | None = None
+    first_s: float | None = None  # when its first token came, by the ingress's clock
+    last_s: float = 0.0
+    _deltas: list[Delta] = field(default_factory=list)
+
+    @staticmethod
+    def start(
+        index: int,
+        prompt_index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        fields: FieldNames,
+    ) -> Choice:
+        params = request.sampling
+        return Choice(
+            index=index,
+            prompt_index=prompt_index,
+            request=request,
+            stream=TextStream.of(tokenizer, params),
+            fields=fields,
+            usage=PromptUsage(len(request.prompt_token_ids), 0),
+        )
+
+    @property
+    def decode_s(self) -> float:
+        """From its first token to its last."""
+        return 0.0 if self.first_s is None else self.last_s - self.first_s
+
+    def add(self, event: TokenEvent) -> None:
+        if len(self._deltas) == MAX_DELTAS:
+            self._deltas = [joined(self._deltas)]
+        is_first = not self.num_tokens and not self._deltas
+        self.num_tokens += len(event.token_ids)
+        text = self.stream.push(event.token_ids)
+        if event.usage is not None:
+            self.usage = event.usage
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            text += self.stream.finish()
+        logprobs = None if self.request.sampling.logprobs is None else list(event.logprobs or ())
+        self._deltas.append(Delta(self.index, text, logprobs, event.finish_reason, len(event.token_ids), is_first))
+
+    def take(self) -> Iterator[Delta]:
+        """What is new, one by one: `num_told` counts what was taken."""
+        deltas, self._deltas = self._deltas, []
+        for delta in deltas:
+            self.num_told += delta.num_tokens
+            yield delta
 
 
-class ChatAnswer(_Named):
-    """`chat.completion`, or `chat.completion.chunk` in a stream."""
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """What several steps brought of one choice."""
+    logprobs = None if deltas[0].logprobs is None else [item for delta in deltas for item in delta.logprobs or ()]
+    return Delta(
+        choice=deltas[0].choice,
+        text="".join(delta.text for delta in deltas),
+        logprobs=logprobs,
+        finish_reason=deltas[-1].finish_reason,
+        num_tokens=sum(delta.num_tokens for delta in deltas),
+        is_first=deltas[0].is_first,
+    )
+
+
+def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
+    """OpenAI's `usage`: each prompt once, the output that was told; and where the prompts' KV came from.
+
+    `cached_tokens` counts prompt tokens that no choice of this answer computed, `cache_write_tokens` the others: what
+    is computed stays.
+    """
+    usage_by_prompt: dict[int, PromptUsage] = {}
+    num_completion = 0
+    for choice in choices:
+        num_completion += choice.num_told
+        known = usage_by_prompt.setdefault(choice.prompt_index, choice.usage)
+        if choice.usage.cached_tokens < known.cached_tokens:
+            usage_by_prompt[choice.prompt_index] = choice.usage
+    usage = PromptUsage(*map(sum, zip(*usage_by_prompt.values(), strict=True)))
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": num_completion,
+        "total_tokens": usage.prompt_tokens + num_completion,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
+        "kv_details": usage.kv_details(),
+    }
+
+
+def metrics_object(choices: Sequence[Choice]) -> dict[str, float] | None:
+    """vLLM's `metrics`, by its names and meanings; None where they would be of several choices."""
+    if len(choices) != 1:
+        return None
+    (choice,) = choices
+    usage, num_more = choice.usage, choice.num_tokens - 1
+    inference_s = usage.prefill_s + choice.decode_s
+    found = {
+        "queue_time_ms": usage.queue_s * 1e3,
+        "time_to_first_token_ms": usage.prefill_s * 1e3,  # without the queue
+        "generation_time_ms": choice.decode_s * 1e3,
+        "mean_itl_ms": choice.decode_s / num_more * 1e3 if num_more > 0 else None,
+        "tokens_per_second": choice.num_tokens / inference_s if inference_s > 0 else None,
+    }
+    return {name: round(value, 3) for name, value in found.items() if value is not None}
+
+
+class Answer(ABC):
+    """Words the answers of one API, whole and as the JSON of a stream's events."""
 
     def __init__(
-        self, answer_id: str, created: int, model: str, tokenizer: Tokenizer, *, num_top: int, is_stream: bool
+        self, answer_id: str, kind: str, created: int, model: str, tokenizer: Tokenizer, *, num_top: int
     ) -> None:
-        kind = "chat.completion.chunk" if is_stream else "chat.completion"
-        super().__init__(answer_id, kind, created, model, tokenizer)
+        self._fields = {"id": answer_id, "object": kind, "created": created, "model": model}
+        self._head = json.dumps(self._fields, separators=(",", ":"))[:-1] + ',"choices":['
+        self._tokenizer = tokenizer
         self._num_top = num_top
 
     def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The body when every choice has finished; `deltas` holds all of each."""
         entries = [
             {
                 "index": delta.choice,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": self._logprobs(delta),
+                **self._said(delta),
+                "logprobs": None if delta.logprobs is None else self._logprobs(delta.choice, delta.logprobs),
                 "finish_reason": delta.finish_reason,
             }
             for delta in deltas
         ]
-        return {**self.fields, "choices": entries, **_figures(choices)}
+        return {**self._fields, "choices": entries, **_figures(choices)}
+
+    @abstractmethod
+    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+        """The JSON of a delta's events, of which the last has its text; `usage` is what follows `choices`."""
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
+        """The last event's JSON, which has no choices."""
+        return f"{self._head}],{_dumped(_figures(choices))[1:]}"
+
+    @abstractmethod
+    def _said(self, delta: Delta) -> dict[str, Any]:
+        """The text of a whole choice."""
+
+    @abstractmethod
+    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+        """`choices[i].logprobs`; of a stream's chunks in their order."""
+
+    def _end(self, delta: Delta, usage: str) -> str:
+        """What follows the text in a chunk."""
+        logprobs = _dumped(self._logprobs(delta.choice, delta.logprobs)) if delta.logprobs else "null"
+        reason = "null" if delta.finish_reason is None else _quoted(delta.finish_reason)
+        return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
+
+
+class ChatAnswer(Answer):
+    """`chat.completion`, or `chat.completion.chunk` in a stream."""
 
     def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
-        choice = f'{self.head}{{"index":{delta.choice},"delta":'
+        choice = f'{self._head}{{"index":{delta.choice},"delta":'
         if delta.is_first:
             role = '{"role":"assistant","content":""}'
             yield f'{choice}{role},"logprobs":null,"finish_reason":null}}]{usage}}}'
         content = f'"content":{_quoted(delta.text)}' if delta.text or delta.num_tokens else ""
-        logprobs = _dumped(self._logprobs(delta)) if delta.logprobs else "null"
-        yield (
-            f'{choice}{{{content}}},"logprobs":{logprobs},'
-            f'"finish_reason":{_quoted_or_null(delta.finish_reason)}}}]{usage}}}'
-        )
+        yield f"{choice}{{{content}}}{self._end(delta, usage)}"
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        return chat_logprobs(self.tokenizer, delta.logprobs, self._num_top)
+    def _said(self, delta: Delta) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+
+    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+        content = [
+            {
+                **self._entry(item.token_id, item.logprob),
+                "top_logprobs": [self._entry(*top) for top in item.top[: self._num_top]],
+            }
+            for item in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
 
 
-class CompletionAnswer(_Named):
+class CompletionAnswer(Answer):
     """`text_completion`; `echoes` are the prompts' texts, by choice, where they were asked for."""
 
-    def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        num_top: int,
-        echoes: Sequence[str],
-    ) -> None:
-        super().__init__(answer_id, "text_completion", created, model, tokenizer)
-        self._num_top = num_top
+    def __init__(self, *args: Any, echoes: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # by choice: where the next token's text begins
 
-    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
-        entries = [
-            {
-                "index": delta.choice,
-                "text": self._text(delta),
-                "logprobs": self._logprobs(delta),
-                "finish_reason": delta.finish_reason,
-            }
-            for delta in deltas
-        ]
-        return {**self.fields, "choices": entries, **_figures(choices)}
-
     def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
-        logprobs = _dumped(self._logprobs(delta)) if delta.logprobs else "null"
-        yield (
-            f'{self.head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))},"logprobs":{logprobs},'
-            f'"finish_reason":{_quoted_or_null(delta.finish_reason)}}}]{usage}}}'
-        )
+        yield f'{self._head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))}{self._end(delta, usage)}'
+
+    def _said(self, delta: Delta) -> dict[str, Any]:
+        return {"text": self._text(delta)}
 
     def _text(self, delta: Delta) -> str:
         echo = self._echoes[delta.choice] if self._echoes and delta.is_first else ""
         return echo + delta.text
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        offset = self._offsets.get(delta.choice, 0)
-        self._offsets[delta.choice] = offset + sum(
-            len(self.tokenizer.token_text(item.token_id)) for item in delta.logprobs
-        )
-        return completion_logprobs(self.tokenizer, delta.logprobs, self._num_top, offset)
+    def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
+        tokens = [self._tokenizer.token_text(item.token_id) for item in logprobs]
+        *offsets, self._offsets[choice] = accumulate(map(len, tokens), initial=self._offsets.get(choice, 0))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(item.logprob) for item in logprobs],
+            "top_logprobs": [self._top_by_text(item) for item in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top_by_text(self, item: Logprobs) -> dict[str, float]:
+        """The most likely tokens and the chosen one; of two with the same text the likelier counts."""
+        best: dict[str, float] = {}
+        for token_id, logprob in (*item.top[: self._num_top], (item.token_id, item.logprob)):
+            best.setdefault(self._tokenizer.token_text(token_id), _finite(logprob))
+        return best
 
 
 def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
     """What the end of an answer says of it."""
     metrics = metrics_object(choices)
     return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) and logprob > _LEAST else _LEAST
 
 
 def _dumped(value: object) -> str:
@@ -153,7 +305,3 @@ def _quoted(text: str) -> str:
     """A JSON string without what Python's `splitlines` takes for the end of a line, as careless clients do."""
     quoted = encode_basestring(text)
     return quoted if quoted.isascii() else quoted.translate(_LINE_ENDS)
-
-
-def _quoted_or_null(text: str | None) -> str:
-    return "null" if text is None else _quoted(text)

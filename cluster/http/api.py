@@ -1,6 +1,6 @@
 """The HTTP API: OpenAI's completions, models, tokenizing, probes and metrics, over any `EngineClient`.
 
-A request passes `Guard` (id, API key, whole body), `json_body` and `protocol` (types, ranges), `api_state`
+A request passes `Guard` (id, API key, whole body), `body` and `protocol` (types, ranges), `api_state`
 (template and tokenizer, off the event loop), and becomes a `RunResponse`, which runs it on the engine
 client and sends its text.
 """
@@ -8,7 +8,8 @@ client and sends its text.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,28 +21,26 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from mneme import __version__
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
+from mneme.cluster.http import completions, kv, pins, sessions
 from mneme.cluster.http.api_docs import Route
-from mneme.cluster.http.api_state import ApiState, ServedModel
-from mneme.cluster.http.completions import chat_completions, completions
+from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
 from mneme.cluster.http.error_response import http_exception_response
-from mneme.cluster.http.guard import Guard, Send
-from mneme.cluster.http.kv_protocol import DropRequest, LookupRequest, PinRequest, UnpinRequest, WarmRequest
-from mneme.cluster.http.kv_routes import drop, lookup, pin, stats, unpin
-from mneme.cluster.http.pin_routes import delete_pin, list_pins, warm
-from mneme.cluster.http.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ForkRequest, TokenizeRequest
-from mneme.cluster.http.request_body import Receive
-from mneme.cluster.http.session_routes import delete_session, explain, fork_session, get_session
-from mneme.cluster.http.token_routes import detokenize, tokenize
+from mneme.cluster.http.guard import Guard
+from mneme.cluster.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    TokenizeRequest,
+    validate,
+)
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
-from mneme.errors import shown
+from mneme.errors import InvalidRequest, shown
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
-
-Answerable = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-Handler = Callable[[ApiState, Request], Awaitable[Answerable]]
 
 
 def build_api(
@@ -84,12 +83,12 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
     salt = ("cache_salt",)
     routes = [
         Route(
-            *("POST", "/v1/chat/completions", chat_completions, docs.ChatCompletion, ChatRequest),
+            *("POST", "/v1/chat/completions", completions.chat_completions, docs.ChatCompletion, ChatRequest),
             others={"text/event-stream": docs.ChatChunk},
             headers=sent,
         ),
         Route(
-            *("POST", "/v1/completions", completions, docs.Completion, CompletionRequest),
+            *("POST", "/v1/completions", completions.completions, docs.Completion, CompletionRequest),
             others={"text/event-stream": docs.CompletionChunk},
             headers=sent,
         ),
@@ -97,18 +96,21 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
         Route("GET", "/v1/models", _list_models, docs.ModelList),
         Route("GET", "/v1/models/{model_id:path}", _get_model, docs.Model),
-        Route("GET", "/v1/sessions/{session_id:path}", get_session, docs.Session, query=salt),
-        Route("DELETE", "/v1/sessions/{session_id:path}", delete_session, docs.Deleted, query=salt),
-        Route("POST", "/v1/sessions/{session_id:path}/fork", fork_session, docs.Session, ForkRequest, query=salt),
-        Route("GET", "/v1/kv/explain/{request_id:path}", explain, docs.Explanation, query=salt),
-        Route("POST", "/v1/kv/warm", warm, docs.Pin, WarmRequest),
-        Route("POST", "/v1/kv/lookup", lookup, docs.Lookup, LookupRequest),
-        Route("POST", "/v1/kv/pin", pin, docs.TierPin, PinRequest),
-        Route("POST", "/v1/kv/unpin", unpin, docs.Deleted, UnpinRequest),
-        Route("DELETE", "/v1/kv", drop, docs.Dropped, DropRequest),
-        Route("GET", "/v1/kv/stats", stats, docs.KvStats),
-        Route("GET", "/v1/kv/pins", list_pins, docs.PinList),
-        Route("DELETE", "/v1/kv/pins/{pin_id:path}", delete_pin, docs.Deleted),
+        Route("GET", "/v1/sessions/{session_id:path}", sessions.get_session, docs.Session, query=salt),
+        Route("DELETE", "/v1/sessions/{session_id:path}", sessions.delete_session, docs.Deleted, query=salt),
+        Route(
+            *("POST", "/v1/sessions/{session_id:path}/fork", sessions.fork_session, docs.Session, ForkRequest),
+            query=salt,
+        ),
+        Route("GET", "/v1/kv/explain/{request_id:path}", sessions.explain, docs.Explanation, query=salt),
+        Route("POST", "/v1/kv/warm", pins.warm, docs.Pin, kv.WarmRequest),
+        Route("POST", "/v1/kv/lookup", kv.lookup, docs.Lookup, kv.LookupRequest),
+        Route("POST", "/v1/kv/pin", kv.pin, docs.TierPin, kv.PinRequest),
+        Route("POST", "/v1/kv/unpin", kv.unpin, docs.Deleted, kv.UnpinRequest),
+        Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
+        Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats),
+        Route("GET", "/v1/kv/pins", pins.list_pins, docs.PinList),
+        Route("DELETE", "/v1/kv/pins/{pin_id:path}", pins.delete_pin, docs.Deleted),
         Route("GET", "/health", _health, docs.Status),
         Route("GET", "/ready", _ready, docs.Ready),
         Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
@@ -118,16 +120,9 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("GET", "/openapi.json", _openapi, docs.OpenApi),
     ]
     for route in routes:
-        app.router.add_route(route.path, _bound(route.handler, api), methods=[route.method])
+        app.router.add_route(route.path, partial(route.handler, api), methods=[route.method])
     api.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes)
-
-
-def _bound(handler: Handler, api: ApiState) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> Any:
-        return await handler(api, request)
-
-    return endpoint
 
 
 async def _list_models(api: ApiState, request: Request) -> Response:
@@ -174,7 +169,7 @@ async def _openapi(api: ApiState, request: Request) -> Response:
 
 async def _root(api: ApiState, request: Request) -> Response:
     """What runs here and how busy it is: a page for a browser, JSON for others."""
-    model = next(iter(api.models.values()))
+    model = api.model(None)
     replicas = [each.metrics for each in await api.client.stats()]
 
     def total(*path: str) -> int:
@@ -220,3 +215,43 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "root": model.root,
         "max_model_len": model.max_context,
     }
+
+
+async def tokenize(api: ApiState, request: Request) -> JSONResponse:
+    """Ids of a text, or of a conversation as the chat endpoint would render it."""
+    body = validate(TokenizeRequest, await api.parsed(request))
+    model = api.model(body.model)
+    prompt = await _prompt(api, body, model)
+    answer: dict[str, Any] = {
+        "count": len(prompt.token_ids),
+        "max_model_len": model.max_context,
+        "tokens": list(prompt.token_ids),
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [api.tokenizer.token_text(token_id) for token_id in prompt.token_ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(api: ApiState, request: Request) -> JSONResponse:
+    """The text of ids."""
+    body = validate(DetokenizeRequest, await api.parsed(request))
+    api.model(body.model)
+
+    def decode() -> str:
+        api.check_ids("tokens", body.tokens)
+        return api.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    return JSONResponse({"prompt": await api.off_loop(len(body.tokens), decode)})
+
+
+async def _prompt(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
+    text, messages = body.prompt, body.messages
+    if (text is None) == (messages is None):
+        raise InvalidRequest("prompt", None, "give either a prompt or messages")
+    if messages is not None:
+        return await api.render(messages, model, add_generation_prompt=body.add_generation_prompt)
+    if not text:
+        raise InvalidRequest("prompt", text, "must not be empty")
+    return await api.off_loop(
+        len(text), lambda: api.encode("prompt", text, model, add_special_tokens=body.add_special_tokens)
+    )

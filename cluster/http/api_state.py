@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http.json_body import parse_json_object
+from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.protocol import Message, conversation
-from mneme.cluster.http.request_body import check_json_type
 from mneme.cluster.metrics.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
@@ -67,8 +66,10 @@ class ApiState:
     _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
 
-    def model(self, name: str) -> ServedModel:
-        """By its id, or by its `root`, as `vllm bench serve` asks /tokenize; raises `ModelNotFound`."""
+    def model(self, name: str | None) -> ServedModel:
+        """By its id, or by its `root`, as `vllm bench serve` asks /tokenize, or the first; raises `ModelNotFound`."""
+        if name is None:
+            return next(iter(self.models.values()))
         model = self.models.get(name) or next((m for m in self.models.values() if m.root == name), None)
         if model is None:
             raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from mneme.cluster.http.answers import Answer, ChatAnswer, CompletionAnswer
+from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.http.choices import Choice, FieldNames
 from mneme.cluster.http.protocol import (
     ChatRequest,
     CompletionRequest,
     SamplingBody,
     StreamOptions,
+    template_variables,
     validate,
 )
-from mneme.cluster.http.run_response import RunResponse
+from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.metrics.latency import RequestLatency
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.errors import DeadlineExceeded, InvalidRequest
@@ -37,17 +37,17 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
         body.messages,
         model,
         add_generation_prompt=body.add_generation_prompt,
-        template_variables=body.template_variables(),
+        template_variables=template_variables(body.chat_template_kwargs),
         appends=body.appends,
         truncation=turn.truncation,
     )
     answer = ChatAnswer(
         f"chatcmpl-{request.state.request_id}",
+        "chat.completion.chunk" if body.stream else "chat.completion",
         int(api.wall_clock()),
         model.id,
         api.tokenizer,
         num_top=params.logprobs or 0,
-        is_stream=bool(body.stream),
     )
     fields = [FieldNames("messages", body.max_tokens_field)]
     return _run(api, request, body, turn, params, [prompt], fields, answer, latency)
@@ -66,6 +66,7 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
     prompts = await api.off_loop(size, lambda: _take_prompts(api, body, given, model, turn))
     answer = CompletionAnswer(
         f"cmpl-{request.state.request_id}",
+        "text_completion",
         int(api.wall_clock()),
         model.id,
         api.tokenizer,

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
-from mneme.cluster.http.request_body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.serve.http_protocol import REPLACED
 from mneme.cluster.tenancy import authenticate

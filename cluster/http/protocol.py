@@ -1,24 +1,25 @@
-"""What a request body may say: types here, ranges in `SamplingParams`, what is refused in `unsupported.py`.
+"""What a request body may say: types and refused fields here, ranges in `SamplingParams`.
 
 Types are strict (no "5" for 5, no 5.0 for 5), numbers finite. Every breach is an `InvalidRequest` whose
-`field` is the path in the body, such as `messages[0].content`. Fields that no model here names are ignored.
+`field` is the path in the body, such as `messages[0].content`.
+
+A field of the OpenAI and vLLM APIs that no model here names is refused when leaving it out would change what the
+answer means: a caller who asks for JSON by a schema, or for a tool call, must hear that none will come. Its harmless
+values (null, the default, "off") are accepted.
+
+Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
+`user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `parallel_tool_calls`, `prediction`,
+`prompt_cache_retention`, `prompt_cache_options`, `moderation`, `reasoning_effort`, `verbosity`, `priority`
+and `kv_transfer_params`, none of which changes what the tokens mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
 
-from mneme.cluster.http.request_values import (
-    fields_named,
-    first_breach,
-    parse_logit_bias,
-    parse_prompts,
-    template_message,
-)
-from mneme.cluster.http.unsupported import refuse_unsupported
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
@@ -30,6 +31,7 @@ MAX_SEQUENCES = 128  # prompts x n of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
+_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "none"})  # pydantic puts them into error paths
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -37,6 +39,15 @@ class Body(BaseModel):
     """Strict about what it names, silent about the rest."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def _checked_ttl(ttl_s: float) -> float:
+    if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
+    return ttl_s
+
+
+Ttl = Annotated[float, AfterValidator(_checked_ttl)]
 
 
 class StreamOptions(Body):
@@ -49,12 +60,7 @@ class SessionOptions(Body):
 
     id: str | None = None
     append: bool = False
-    ttl_s: float | None = None
-
-    @field_validator("ttl_s")
-    @classmethod
-    def _in_range(cls, ttl_s: float | None) -> float | None:
-        return checked_ttl(ttl_s)
+    ttl_s: Ttl | None = None
 
 
 class TruncationOptions(Body):
@@ -148,11 +154,15 @@ class Message(Body):
     tool_calls: list[Any] | None = None
 
     def for_template(self, index: int) -> dict[str, str]:
+        """As chat templates expect it: plain text, and "developer" under its older name."""
         if self.tool_calls:
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "tool calling is not supported")
-        content = [part.text for part in self.content] if isinstance(self.content, list) else self.content
+        if self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
+        text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         others = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return template_message(index, self.role, content, others)
+        return message | {name: value for name, value in others.items() if value is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -177,12 +187,12 @@ class ChatRequest(SamplingBody):
         limit: int | None = getattr(self, name)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", self.top_logprobs, "only allowed when logprobs is true")
-        with fields_named({"max_tokens": name, "logprobs": "top_logprobs"}):
-            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        try:
             return self.sampling(logprobs=logprobs, max_tokens=limit, seed=seed)
-
-    def template_variables(self) -> Mapping[str, Any]:
-        return template_variables(self.chat_template_kwargs)
+        except InvalidRequest as error:  # named as the client wrote it
+            field = {"max_tokens": name, "logprobs": "top_logprobs"}.get(error.field or "", error.field)
+            raise InvalidRequest(field, error.value, error.rule) from None
 
 
 class CompletionRequest(SamplingBody):
@@ -232,12 +242,6 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = False
 
 
-def checked_ttl(ttl_s: float | None) -> float | None:
-    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-        raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
-    return ttl_s
-
-
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """A client's own variables for the chat template."""
     return {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
@@ -248,10 +252,132 @@ def conversation(messages: list[Message]) -> list[dict[str, str]]:
     return [message.for_template(i) for i, message in enumerate(messages)]
 
 
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
+    """A string, token ids, or a list of either, as a list of prompts; the first element says which.
+
+    Done by hand because a union of four list types would collect an error for each of a million elements.
+    """
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_int(prompt[0])):
+        check_prompt("prompt", prompt)
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest(
+            "prompt", _brief(prompt), "must be a non-empty string, list of token ids, or list of these"
+        )
+    for i, item in enumerate(prompt):
+        check_prompt(f"prompt[{i}]", item)
+        if type(item) is not type(prompt[0]):
+            raise InvalidRequest(f"prompt[{i}]", _brief(item), "prompts are all strings or all token ids")
+    return prompt
+
+
+def check_prompt(path: str, prompt: Any) -> None:
+    """Raise `InvalidRequest` for what is neither text nor token ids, or empty."""
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest(path, _brief(prompt), "must be a string or a list of token ids")
+    if not prompt:
+        raise InvalidRequest(path, _brief(prompt), "must not be empty")
+    if isinstance(prompt, list):
+        for i, token_id in enumerate(prompt):
+            if not _is_int(token_id):
+                raise InvalidRequest(f"{path}[{i}]", _brief(token_id), "must be a token id")
+
+
+def parse_logit_bias(logit_bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON object keys to token ids."""
+    for key in logit_bias:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise InvalidRequest("logit_bias", key, "keys are token ids")
+    return {int(key): bias for key, bias in logit_bias.items()}
+
+
+def _first_breach(error: ValidationError) -> InvalidRequest:
+    """The first type error as an `InvalidRequest` that names its path in the body."""
+    breaches = error.errors(include_url=False, include_context=False)
+    # A union reports each of its branches: the longest path is in the branch that was meant.
+    first = max(breaches, key=lambda breach: len(_path(breach["loc"])))
+    same = [b["msg"] for b in breaches if _path(b["loc"]) == _path(first["loc"])]
+    rule = ", or ".join(dict.fromkeys(message[:1].lower() + message[1:] for message in same))
+    value = None if first["type"] == "missing" else _brief(first["input"])
+    return InvalidRequest(_path_text(first["loc"]), value, rule)
+
+
+def _brief(value: Any) -> Any:
+    """`value`, or only its size where it is a collection."""
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else value
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int  # bool is not
+
+
+def _path(loc: tuple[int | str, ...]) -> list[int | str]:
+    return [p for p in loc if isinstance(p, int) or (p.isidentifier() and p not in _UNION_BRANCHES)]
+
+
+def _path_text(loc: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in _path(loc):
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "body"
+
+
+Accepts = Callable[[Any], bool]
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {}
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and value.get("type") == "text")
+
+
+def _one_of(*accepted: Any) -> Accepts:
+    return lambda value: any(value == other and type(value) is type(other) for other in accepted)
+
+
+_STRUCTURED = "structured output is not supported"
+_TOOLS = "tool calling is not supported; leave it out"
+_REFUSED: dict[str, tuple[Accepts, str]] = {
+    "tool_choice": (_one_of(None, "none", "auto"), _TOOLS),
+    "functions": (_is_off, _TOOLS),
+    "function_call": (_one_of(None, "none", "auto"), _TOOLS),
+    "response_format": (_is_text_format, f'{_STRUCTURED}: only {{"type": "text"}}'),
+    "structured_outputs": (_is_off, _STRUCTURED),
+    "guided_json": (_is_off, _STRUCTURED),
+    "guided_regex": (_is_off, _STRUCTURED),
+    "guided_choice": (_is_off, _STRUCTURED),
+    "guided_grammar": (_is_off, _STRUCTURED),
+    "json_schema": (_is_off, _STRUCTURED),
+    "regex": (_is_off, _STRUCTURED),
+    "ebnf": (_is_off, _STRUCTURED),
+    "audio": (_is_off, "audio is not supported"),
+    "modalities": (_one_of(None, ["text"]), 'only ["text"] is supported'),
+    "web_search_options": (_is_off, "web search is not supported"),
+    "logits_processors": (_is_off, "logits processors are not supported"),
+    "custom_logit_processor": (_is_off, "logits processors are not supported"),
+    "allowed_token_ids": (_is_off, "not supported"),
+    "bad_words": (_is_off, "not supported"),
+    "use_beam_search": (_is_off, "beam search is not supported"),
+    "prompt_embeds": (_is_off, "prompt embeddings are not supported"),
+    "prompt_logprobs": (_is_off, "log-probabilities of the prompt are not supported"),
+    "truncate_prompt_tokens": (_is_off, "not supported; `truncation` says what happens to a prompt that is too long"),
+    "continue_final_message": (_is_off, "not supported"),
+    "chat_template": (_is_off, "the model's own template is used"),
+    "documents": (_is_off, "documents are not supported"),
+    "suffix": (_one_of(None, ""), "suffixes are not supported"),
+}
+
+
 def validate(model: type[M], body: Mapping[str, Any]) -> M:
     """Check a parsed body against its model; raises `InvalidRequest` for the first breach."""
-    refuse_unsupported(body)
+    for field, (accepts, rule) in _REFUSED.items():
+        if field in body and not accepts(body[field]):
+            raise InvalidRequest(field, body[field], rule)
+    if not _is_off(body.get("tools")) and body.get("tool_choice") != "none":
+        raise InvalidRequest("tools", None, _TOOLS)
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise first_breach(error) from None
+        raise _first_breach(error) from None

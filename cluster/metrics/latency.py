@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Histogram, Metric, disable_created_metrics
 
 if TYPE_CHECKING:
-    from mneme.cluster.http.choices import Choice
+    from mneme.cluster.http.answers import Choice
 
 Clock = Callable[[], float]
 

@@ -13,8 +13,8 @@ import jsonschema
 
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api_client, get
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.http import test_kv_routes
-from tests.cluster.http.test_kv_routes import IDS, TieredEngines
+from tests.cluster.http import test_kv
+from tests.cluster.http.test_kv import IDS, TieredEngines
 
 BROWSER = {"accept": "text/html"}
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -110,7 +110,7 @@ def test_every_answer_has_the_fields_that_are_described_and_no_others() -> None:
 
     for scenario in (service, completions, sessions):
         run(scenario)
-    test_kv_routes.run(kv)
+    test_kv.run(kv)
     assert described.unseen == set()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mneme.cluster.http.choices import Choice, FieldNames, usage_object
-from mneme.cluster.http.json_body import parse_json_object
+from mneme.cluster.http.answers import Choice, FieldNames, usage_object
+from mneme.cluster.http.body import parse_json_object
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, get, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from mneme.cluster.http.answers import MAX_DELTAS, Choice, FieldNames
 from mneme.cluster.http.api import build_api
-from mneme.cluster.http.choices import MAX_DELTAS, Choice, FieldNames
 from mneme.replicas.request import GenerationRequest, Logprobs, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, Server, get, post, serving
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient

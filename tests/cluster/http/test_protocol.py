@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cluster.http.json_body import MAX_DEPTH, parse_json_object
-from mneme.cluster.http.protocol import ChatRequest, CompletionRequest, TokenizeRequest, conversation, validate
-from mneme.cluster.http.request_values import parse_logit_bias, parse_prompts
+from mneme.cluster.http.body import MAX_DEPTH, parse_json_object
+from mneme.cluster.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    conversation,
+    parse_logit_bias,
+    parse_prompts,
+    template_variables,
+    validate,
+)
 from mneme.cluster.tenancy import PUBLIC, Tenant, authenticate, kv_salt, session_key, tenants
 from mneme.errors import InvalidRequest, MnemeError, Unauthorized
 
@@ -40,7 +48,7 @@ def read_whole(body: ChatRequest | CompletionRequest) -> None:
         body.prompts()
     else:
         conversation(body.messages)
-        body.template_variables()
+        template_variables(body.chat_template_kwargs)
 
 
 @settings(max_examples=500, deadline=None)
@@ -127,7 +135,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
 
 def test_template_variables_cannot_replace_the_conversation() -> None:
     body = validate(ChatRequest, {**BASE, "chat_template_kwargs": {"messages": "x", "enable_thinking": False}})
-    assert body.template_variables() == {"enable_thinking": False}
+    assert template_variables(body.chat_template_kwargs) == {"enable_thinking": False}
 
 
 def test_tenants_sessions_and_salts() -> None:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http import generation
+from mneme.cluster.http import stream
 from mneme.errors import Overloaded
 from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, Server, serving
 from tests.cluster.fake_engine_client import SENTENCE
@@ -198,7 +198,7 @@ def test_many_clients_that_leave_leave_nothing_behind() -> None:
                 server.wait_busy()
             server.wait_idle()
         assert server.engine.num_aborted == 100
-        _eventually(lambda: not server.call(lambda: list(generation._tasks)))
+        _eventually(lambda: not server.call(lambda: list(stream._tasks)))
 
 
 def test_a_client_that_never_reads_is_cut_off() -> None:

@@ -15,7 +15,7 @@ from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query
 from tests.cluster.api_fixtures import TOKENIZER, get
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.http.test_kv_routes import IDS, TieredEngines, run
+from tests.cluster.http.test_kv import IDS, TieredEngines, run
 from tests.cluster.metric_samples import samples, samples_of
 
 ENGINE: dict[str, Any] = {

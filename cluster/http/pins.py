@@ -17,11 +17,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState
-from mneme.cluster.http.choices import FieldNames
-from mneme.cluster.http.kv_protocol import WarmRequest
-from mneme.cluster.http.kv_routes import let_go, tier_pins
-from mneme.cluster.http.kv_selection import select_prompt
+from mneme.cluster.http.kv import WarmRequest, one_given, release_pin, select_prompt, tier_pins
 from mneme.cluster.http.protocol import validate
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.engine.commands import DropPin, GetPin, ListPins, Query, WarmPrompt
@@ -34,7 +32,7 @@ _WARM_TIMEOUT_S = 600.0
 async def warm(api: ApiState, request: Request) -> JSONResponse:
     """Compute a prompt on replicas, and keep it there."""
     body = validate(WarmRequest, await api.parsed(request))
-    field, salt, ids, _ = await select_prompt(api, request, body)
+    field, salt, ids, _ = await select_prompt(api, request, body, one_given(body))
     key = PinKey(request.state.tenant, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
     try:
@@ -64,7 +62,7 @@ async def list_pins(api: ApiState, request: Request) -> JSONResponse:
 
 async def delete_pin(api: ApiState, request: Request) -> JSONResponse:
     """Let go of a prompt on every replica and in the cache tier; what runs goes on."""
-    return JSONResponse(await let_go(api, request.state.tenant, request.path_params["pin_id"]))
+    return JSONResponse(await release_pin(api, request.state.tenant, request.path_params["pin_id"]))
 
 
 async def _replicas(api: ApiState, wanted: str | int) -> list[str]:

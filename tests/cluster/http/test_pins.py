@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http import pin_routes
+from mneme.cluster.http import pins as pin_routes
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import ServedModel
 from mneme.cluster.serve.engine_client import ReplicaStats

@@ -27,7 +27,7 @@ from mneme.replicas.engine.kv_commands import KvTier
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
 from tests.cluster.api_fixtures import TOKENIZER
-from tests.cluster.http.test_pin_routes import KEYS, ONE, TWO, TwoEngines
+from tests.cluster.http.test_pins import KEYS, ONE, TWO, TwoEngines
 
 PUBLIC = ""
 IDS = list(range(5, 37))  # four chunks

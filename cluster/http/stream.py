@@ -1,0 +1,219 @@
+"""Runs a request's choices and sends what they say, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+from starlette.responses import Response
+
+from mneme.cluster.http.answers import DONE, Answer, Choice, Delta, joined, usage_object
+from mneme.cluster.http.body import ClientGone, Receive
+from mneme.cluster.http.error_response import error_object
+from mneme.cluster.http.guard import Send
+from mneme.cluster.http.protocol import StreamOptions
+from mneme.cluster.metrics.latency import RequestLatency
+from mneme.cluster.serve.engine_client import EngineClient
+from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
+from mneme.replicas.request import TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect a stream
+]
+_tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no strong reference to a task
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResponse:
+    """Nothing runs before Starlette calls it, and nothing runs on after it returns.
+
+    The status line waits for the first event, so that a refusal at admission has its own status. A client
+    that does not read is cut off when one piece has waited `stall_timeout_s`; until then its text piles up,
+    once.
+    """
+
+    client: EngineClient
+    choices: Sequence[Choice]
+    answer: Answer
+    stream: StreamOptions | None  # None: the answer is sent whole
+    latency: RequestLatency
+    stall_timeout_s: float
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        with Generation(self.client, self.choices, receive, self.latency) as generation:
+            await generation.news()
+            if generation.failure is not None:
+                raise generation.failure
+            if self.stream is None:
+                response = await self._whole(generation)
+                await response(scope, receive, send)
+            else:
+                await self._stream(generation, self.stream, send)
+        self.latency.end()
+
+    async def _whole(self, generation: Generation) -> Response:
+        while not generation.is_done:
+            await generation.news()
+        if generation.failure is not None:
+            raise generation.failure
+        whole = [joined(list(choice.take())) for choice in self.choices]
+        body = json.dumps(self.answer.whole(self.choices, whole), ensure_ascii=False)
+        return Response(body, media_type="application/json")
+
+    async def _stream(self, generation: Generation, options: StreamOptions, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        usage = self._usage_writer(options)
+        while not generation.is_done:
+            await self._send(send, self._events(generation.take(), usage))
+            await generation.news()
+        last = self._events(generation.take(), usage)
+        if generation.failure is not None:  # no [DONE]: the client must not take this for a whole answer
+            last += _event(json.dumps(error_object(generation.failure)))
+        else:
+            if options.include_usage:
+                last += _event(self.answer.usage_chunk(self.choices))
+            last += DONE
+        await self._send(send, last, is_last=True)
+
+    def _events(self, deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        return b"".join(_event(chunk) for delta in deltas for chunk in self.answer.chunks(delta, usage()))
+
+    def _usage_writer(self, options: StreamOptions) -> Callable[[], str]:
+        """What each chunk says of usage: nothing, null, or the count so far."""
+        if not options.include_usage:
+            return lambda: ""
+        if not options.continuous_usage_stats:
+            return lambda: ',"usage":null'
+        return lambda: f',"usage":{json.dumps(usage_object(self.choices))}'
+
+    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        if not body and not is_last:
+            return
+        try:
+            async with asyncio.timeout(self.stall_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        except TimeoutError:
+            logger.info("client stalled request=%s", self.choices[0].request.request_id)
+            raise ClientGone from None
+
+
+def _event(payload: str) -> bytes:
+    return f"data: {payload}\n\n".encode()
+
+
+class Generation:
+    """Runs one HTTP request's choices: `await news()`, then `take()`, until `is_done`; `failure` says what went wrong.
+
+    One task reads the engine's events into the choices, one waits for the client to hang up; the request's
+    handler wakes when either has something to say. Leaving the `with` block cancels both without awaiting: the
+    engine client aborts what still runs from the reading task, which nobody else cancels, so that the abort is
+    not lost with the handler.
+    """
+
+    def __init__(
+        self, client: EngineClient, choices: Sequence[Choice], receive: Receive, latency: RequestLatency
+    ) -> None:
+        self.choices = choices
+        self.is_done = False
+        self.failure: MnemeError | None = None
+        self._client = client
+        self._choice_by_request = {choice.request.request_id: choice for choice in choices}
+        self._receive = receive
+        self._latency = latency
+        self._is_client_gone = False
+        self._wake = asyncio.Event()
+        self._started: list[asyncio.Task[None]] = []
+
+    def __enter__(self) -> Generation:
+        self._started = [_start(self._read_events()), _start(self._wait_for_hang_up())]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._started:
+            task.cancel()
+
+    async def news(self) -> None:
+        """Wait until a choice has news or the run has ended; raises `ClientGone`."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._is_client_gone:
+            raise ClientGone
+
+    def take(self) -> Iterator[Delta]:
+        """What is new, choice by choice."""
+        return chain.from_iterable(choice.take() for choice in self.choices)
+
+    async def _read_events(self) -> None:
+        events = self._client.generate([choice.request for choice in self.choices])
+        try:
+            await self._read(events)
+        except InvalidRequest as error:
+            choice = self._choice_by_request.get(error.request_id or "", self.choices[0])
+            self.failure = choice.fields.worded(error)
+        except MnemeError as error:
+            self.failure = error
+        except Exception:  # the edge of the engine client: the client gets an answer, the log the cause
+            logger.exception("generation failed request=%s", self.choices[0].request.request_id)
+            self.failure = MnemeError("internal error")
+        finally:
+            self.is_done = True
+            self._wake.set()
+
+    async def _read(self, events: AsyncIterator[TokenEvent]) -> None:
+        num_running = len(self.choices)
+        async for event in events:
+            choice = self._choice_by_request[event.request_id]
+            if event.finish_reason in ("error", "abort"):
+                await _close(events)
+                raise _failure(event)
+            choice.add(event)
+            self._latency.event(choice, len(event.token_ids))
+            num_running -= event.finish_reason is not None
+            self._wake.set()
+        if num_running:
+            raise ReplicaUnavailable("the answer ended early")
+
+    async def _wait_for_hang_up(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_client_gone = True
+        self._wake.set()
+
+
+def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
+async def _close(events: AsyncIterator[TokenEvent]) -> None:
+    """Abort the other choices."""
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _failure(event: TokenEvent) -> MnemeError:
+    if event.refusal is not None:
+        if isinstance(event.refusal, InvalidRequest):
+            event.refusal.request_id = event.request_id
+        return event.refusal
+    if event.finish_reason == "abort":
+        return ReplicaUnavailable(event.error or "the replica stopped")
+    return MnemeError(event.error or "the engine failed")
