@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -38,6 +39,8 @@ _CACHE_CLOSE_S = 4.0
 GRACE_S = 8.5
 _INGRESS_S = 0.5  # for the call that ends answers
 _READY_POLL_S = 0.1
+
+_RAISED = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Unavailable|Interrupt)): (.+)$")
 
 BuildApplication = Callable[[EnginePlacement], object]
 Progress = Callable[[str, float], None]  # what is going on, fraction done
@@ -240,9 +243,20 @@ def _num_ready(url: str) -> int:
 
 def _reason(error: Exception) -> str:
     """The line of Serve's long report that says why a replica did not start."""
-    from mneme.cluster.run.status import failure_reason
+    from ray import serve
 
-    return failure_reason() or _first_line(error)
+    applications = serve.status().applications.values()
+    messages = [deployment.message for each in applications for deployment in each.deployments.values()]
+    return next(filter(None, map(raised_in, messages)), _first_line(error))
+
+
+def raised_in(message: str) -> str | None:
+    """The last `SomeError: text` line of a traceback."""
+    for line in reversed(message.splitlines()):
+        match = _RAISED.match(line.strip())
+        if match is not None and match[1] != "RuntimeError":
+            return f"{match[1]}: {match[2]}"
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Collection, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import ReplicaStats, newest
-from mneme.cluster.serve.link import LinkLost, ReplicaLink
-from mneme.cluster.serve.placement import PlacedChoice, Placement, failures
-from mneme.cluster.serve.session_homes import SessionHomes
+from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession, LeaveSession, Query
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import RouterConfig
@@ -32,11 +34,127 @@ logger = logging.getLogger(__name__)
 WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
 QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
+MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
 STATS_TIMEOUT_S = 0.5
 _STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
+
+
+@dataclass(slots=True)
+class PlacedChoice:
+    """One request of a generation, and what the client already has of it."""
+
+    request: GenerationRequest
+    attempt: int = 0
+    emitted: list[int] = field(default_factory=list)
+    usage: PromptUsage | None = None
+    is_finished: bool = False
+    clock: Callable[[], float] = time.monotonic
+    _deadline_s: float = inf  # of this process's clock: others differ
+
+    def __post_init__(self) -> None:
+        if self.request.timeout_s is not None:
+            self._deadline_s = self.clock() + self.request.timeout_s
+
+    @property
+    def time_left_s(self) -> float:
+        return self._deadline_s - self.clock()
+
+    @property
+    def attempt_id(self) -> str:
+        """The request id at the replica; a turn's choices keep their common stem and their suffix."""
+        request_id = self.request.request_id
+        if not self.attempt:
+            return request_id
+        suffix = f".{self.request.choice_index}"
+        stem = request_id.removesuffix(suffix)
+        return f"{stem}~{self.attempt}{suffix if stem != request_id else ''}"
+
+    def take(self, event: TokenEvent) -> TokenEvent:
+        """Note an event; what goes on to the client has the usage once, as of the first submit."""
+        self.emitted.extend(event.token_ids)
+        self.is_finished = event.finish_reason is not None
+        usage = event.usage if self.usage is None else None
+        self.usage = self.usage or event.usage
+        return event._replace(request_id=self.request.request_id, usage=usage)
+
+    def remaining(self) -> GenerationRequest:
+        """What is still to be done, as a request of its own; raises `DeadlineExceeded`."""
+        time_left_s = self.time_left_s
+        if time_left_s <= 0:
+            raise DeadlineExceeded
+        sampling, num_emitted = self.request.sampling, len(self.emitted)
+        if num_emitted:
+            left = None if sampling.max_tokens is None else sampling.max_tokens - num_emitted
+            sampling = replace(sampling, max_tokens=left, min_tokens=max(sampling.min_tokens - num_emitted, 0))
+        return replace(
+            self.request,
+            request_id=self.attempt_id,
+            prompt_token_ids=(*self.request.prompt_token_ids, *self.emitted),
+            timeout_s=None if time_left_s == inf else time_left_s,
+            output_offset=num_emitted,
+            sampling=sampling,
+        )
+
+    def is_complete(self) -> bool:
+        """All tokens came, only the word that it has finished was lost."""
+        max_tokens = self.request.sampling.max_tokens
+        return max_tokens is not None and len(self.emitted) >= max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Choices running on one replica."""
+
+    link: ReplicaLink
+    reservation: Reservation
+    sink: Sink
+    choices: dict[str, PlacedChoice]
+
+    async def events(self) -> AsyncGenerator[TokenEvent, None]:
+        """Events until each choice has finished; raises `LinkLost`."""
+        while not all(choice.is_finished for choice in self.choices.values()):
+            item = await self.sink.get()
+            if isinstance(item, LinkLost):
+                raise item
+            if item.finish_reason == "abort":  # not by us, who would not listen any more: the replica is stopping
+                raise LinkLost("the replica ended the request")
+            self.reservation.started()
+            yield self.choices[item.request_id].take(item)
+
+    def end(self) -> None:
+        """Give the reservation back and abort what still runs; never awaits."""
+        self.reservation.release()
+        self.link.abort([request_id for request_id, c in self.choices.items() if not c.is_finished])
+
+
+class SessionHomes:
+    """Remembers where this ingress last sent each session; bounded, the least recently used is forgotten first."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[SessionKey, tuple[str, bool]] = OrderedDict()  # replica id, whether it is a new fork
+
+    def move(self, key: SessionKey, replica_id: str) -> str | None:
+        """The session has a turn on this replica; returns the one it leaves, if it leaves one."""
+        left, _ = self._homes.get(key, (None, False))
+        self._put(key, replica_id, is_fork=False)
+        return None if left == replica_id else left
+
+    def note_fork(self, key: SessionKey, replica_id: str) -> None:
+        self._put(key, replica_id, is_fork=True)
+
+    def fork_home(self, key: SessionKey) -> str | None:
+        """The replica where a session was made that has had no turn yet."""
+        home, is_fork = self._homes.get(key, (None, False))
+        return home if is_fork else None
+
+    def _put(self, key: SessionKey, replica_id: str, *, is_fork: bool) -> None:
+        self._homes[key] = replica_id, is_fork
+        self._homes.move_to_end(key)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
 
 
 class RayEngineClient:
@@ -113,7 +231,7 @@ class RayEngineClient:
             except MnemeError as error:
                 if not num_losses:
                     raise
-                for event in failures(choices, error):
+                for event in _failures(choices, error):
                     yield event
                 return
             try:
@@ -134,7 +252,7 @@ class RayEngineClient:
                 choices.remove(choice)
                 yield TokenEvent(choice.request.request_id, (), "length", None, None)
             if num_losses > MAX_LOSSES:
-                for event in failures(choices, ReplicaUnavailable("replicas keep failing")):
+                for event in _failures(choices, ReplicaUnavailable("replicas keep failing")):
                     yield event
                 return
 
@@ -342,3 +460,7 @@ def _sooner(overloaded: Overloaded, other: MnemeError) -> Overloaded:
     if isinstance(other, Overloaded) and other.retry_after_s < overloaded.retry_after_s:
         return other
     return overloaded
+
+
+def _failures(choices: Sequence[PlacedChoice], error: MnemeError) -> list[TokenEvent]:
+    return [TokenEvent(choice.request.request_id, (), "error", None, None, str(error), error) for choice in choices]

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from mneme.cluster.serve.calls import StreamItem, StreamOpened
-from mneme.cluster.serve.replica_server import ReplicaServer
+from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import MnemeError
 from mneme.replicas.engine.commands import Query
 from mneme.replicas.request import GenerationRequest, StepMessage

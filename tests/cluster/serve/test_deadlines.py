@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from mneme.cluster.http.api import build_api
-from mneme.cluster.serve.client import RayEngineClient
-from mneme.cluster.serve.placement import PlacedChoice
+from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
 from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving

@@ -6,8 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
-from mneme.cluster.serve import replica_server
-from mneme.cluster.serve.replica_server import ReplicaServer
+from mneme.cluster.serve import replica
+from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
 from mneme.replicas.engine.commands import GetPin, Query
 from mneme.replicas.engine.kv_commands import KvQuery, KvStats
@@ -32,7 +32,7 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        asked = [server.query(replica_id="r", query=KvStats("", True)) for _ in range(replica_server._MAX_KV_QUERIES)]
+        asked = [server.query(replica_id="r", query=KvStats("", True)) for _ in range(replica._MAX_KV_QUERIES)]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # they have begun
         assert isinstance(await server.query(replica_id="r", query=KvStats("", True)), Overloaded)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from mneme.cluster.serve import client as ray_engine_client
-from mneme.cluster.serve import session_homes
 from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import newest
 from mneme.errors import ReplicaUnavailable, SessionNotFound
@@ -186,8 +185,8 @@ def test_a_request_goes_where_its_prefix_was_warmed(holder: str) -> None:
 
 
 def test_homes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_homes, "MAX_HOMES", 3)
-    homes = session_homes.SessionHomes()
+    monkeypatch.setattr(ray_engine_client, "MAX_HOMES", 3)
+    homes = ray_engine_client.SessionHomes()
     for index in range(5):
         homes.note_fork(("", f"{index}"), "a")
     assert [homes.fork_home(("", f"{index}")) for index in range(5)] == [None, None, "a", "a", "a"]

@@ -13,7 +13,7 @@ from mneme.cluster.serve import client as ray_engine_client
 from mneme.cluster.serve import link as replica_link
 from mneme.cluster.serve.calls import WrongReplica
 from mneme.cluster.serve.client import RayEngineClient
-from mneme.cluster.serve.replica_server import ReplicaServer
+from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.router.score import RouterConfig
