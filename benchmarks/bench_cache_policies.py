@@ -40,7 +40,7 @@ from mneme.cachetier.simulate.traces import TraceRequest, most_used_within, read
 BLOCK_TOKENS = 512
 TIER_NAMES = ("device", "host", "disk")
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000)
-POLICIES = ("lru", "lfu", "pensieve", "returning", "min")
+POLICIES = ("lru", "pensieve", "returning", "min")
 QUICK_POLICIES = ("lru", "returning", "min")
 DEFAULT = "returning"
 NUM_QUEUED = (8, 32)

@@ -27,7 +27,7 @@ from attention.report import Check, at_most, closing_checks, print_check
 from session_simulator import PAGE_SIZE, Simulator, TraceShape, make_trace
 from workloads import cpu_name, load_average
 
-from mneme.cachetier.policy.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Owner

@@ -60,7 +60,7 @@ from random_models import SHAPES, kv_bytes_per_token
 from workloads import cpu_name, load_average
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.eviction_policies import PolicyName
+from mneme.cachetier.policy.eviction import PolicyName
 from mneme.cachetier.simulate.costs import Prices
 
 MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"

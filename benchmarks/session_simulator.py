@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mneme.cachetier.policy.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Owner, Path
 from mneme.replicas.forest.pages import OutOfPages

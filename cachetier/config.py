@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mneme.cachetier.chunk.fingerprint import MAX_CHUNK_TOKENS
-from mneme.cachetier.policy.eviction_policies import PolicyName
+from mneme.cachetier.policy.eviction import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
 

@@ -14,7 +14,7 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node.disk_interface import Put
 from mneme.cachetier.node.disk_tier import DiskTier
-from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cachetier.policy.eviction import LruPolicy
 from mneme.errors import MnemeError
 
 

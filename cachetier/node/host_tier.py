@@ -95,7 +95,7 @@ class HostTier:
         if self.used_blocks + num_blocks <= self._full_blocks:
             return True
         has_returned = self.index.was_here(header.key)
-        return self._policy.admits(Candidate(header.key, num_blocks, now_s, 1, has_returned))
+        return self._policy.admits(Candidate(header.key, num_blocks, now_s, has_returned))
 
     def reserve(self, header: ChunkHeader, spared: Container[bytes] | None = None) -> bool:
         """Room for a chunk that is to come: `arrive` or `cancel` follows.

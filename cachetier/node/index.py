@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
-from mneme.cachetier.policy.past_keys import PastKeys
+from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy, Ghosts
 
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system
 _MAX_PAST_KEYS = 1 << 17  # some 20 MB
@@ -25,11 +24,10 @@ _FEW_SIBLINGS = 16  # that are compared one by one
 class Entry(ABC):
     """A chunk in a tier."""
 
-    __slots__ = ("has_returned", "last_used_s", "num_uses")
+    __slots__ = ("has_returned", "last_used_s")
 
     def __init__(self, last_used_s: float) -> None:
         self.last_used_s = last_used_s
-        self.num_uses = 1
         self.has_returned = False
 
     @property
@@ -90,7 +88,7 @@ class ChunkIndex(Generic[E]):
         self.num_blocks = 0
         self.blocks_by_owner: Counter[bytes] = Counter()
         self._policy, self._on_change = policy, on_change
-        self._past = PastKeys(_MAX_PAST_KEYS)
+        self._past = Ghosts(_MAX_PAST_KEYS)
         self._entries: dict[bytes, E] = {}  # oldest use first
         self._keys_by_owner: dict[bytes, dict[bytes, None]] | None = {} if has_quotas else None  # likewise
         self._children: dict[bytes, bytes | set[bytes]] = {}  # most have one: a set for each would cost 200 bytes
@@ -163,7 +161,6 @@ class ChunkIndex(Generic[E]):
 
     def use(self, entry: E, now_s: float) -> None:
         entry.last_used_s = now_s
-        entry.num_uses += 1
         entry.has_returned = True
         key = entry.key
         self._entries[key] = self._entries.pop(key)
@@ -248,7 +245,7 @@ class ChunkIndex(Generic[E]):
         return [*found.values()]
 
     def candidate(self, entry: E) -> Candidate:
-        return Candidate(entry.key, entry.num_blocks, entry.last_used_s, entry.num_uses, entry.has_returned)
+        return Candidate(entry.key, entry.num_blocks, entry.last_used_s, entry.has_returned)
 
     def _insert(self, entry: E) -> None:
         key, owner, num_blocks = entry.key, entry.owner, entry.num_blocks

@@ -22,7 +22,7 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.sources import DiskSource, HostSource
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.cachetier.store import ChainQuery, ChunkSource
 
 DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given

@@ -17,7 +17,7 @@ from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import ChunkMemory, Held
 from mneme.cachetier.node.pins import NodePins, TierPins
 from mneme.cachetier.node.waiting_requests import WaitingRequests
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import make_policy
 
 
 class NodeTiers:

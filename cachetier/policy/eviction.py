@@ -5,16 +5,33 @@ else needs them. A policy ranks candidates and knows nothing of what is in them,
 the device and chunks of a host tier. The owner of the pages keeps its candidates true: it offers a run when it becomes
 idle or its size changes, withdraws it when it is used, and asks for a victim when it needs room.
 
-Costs do not depend on the number of candidates, but for the logarithm of a heap.
+Costs do not depend on the number of candidates, but for the logarithm of a heap. A new policy is a class here and
+a line in `make_policy`.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Literal, NamedTuple, get_args
+
+from mneme.errors import ConfigError, shown
 
 Queue = Callable[[], Iterable[Hashable | None]]  # keys that waiting requests will use, in their order; None: no key
+PolicyName = Literal["lru", "pensieve", "lookahead", "returning", "fifo"]
+
+_SLACK = 64  # entries of a heap that may be stale before they are swept
+_PER_PAGE, _MIN_KNOWN = 4, 1024  # keys whose arrival `fifo` knows, those that are in use among them
+_MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however long the queue is
+
+# In seconds, as people's pauses are, which have a median of two minutes. Tuned on the first half, by time, of the
+# conversation trace; `bench_cache_policies.py` says how. USED_ONCE_S < LONG_S: the order by last use is kept.
+USED_ONCE_S = 300.0
+LONG_S = 600.0
 
 
 class Candidate(NamedTuple):
@@ -23,7 +40,6 @@ class Candidate(NamedTuple):
     key: Hashable
     num_pages: int  # that its eviction would free
     last_used_s: float
-    num_uses: int  # how often its last page was used
     has_returned: bool = False  # whether two thirds of it were used before that, as far as is known
 
 
@@ -32,6 +48,94 @@ class Victim(NamedTuple):
 
     candidate: Candidate
     num_pages: int
+
+
+class Ghosts:
+    """Remembers keys of pages that are gone, `max_keys` at most, so that a return is known as one.
+
+    Without it every session that returns after its pages went would look like a new one. A few times as many keys as a
+    tier holds pages cost a thousandth of the pages themselves. The key that was noted longest ago goes first.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._keys: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys
+
+    def note(self, key: Hashable) -> None:
+        """The page of this key is gone."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._max_keys:
+            self._keys.popitem(last=False)
+
+    def take(self, key: Hashable) -> bool:
+        """Whether a page of this key was here; it is forgotten now."""
+        known = key in self._keys
+        self._keys.pop(key, None)
+        return known
+
+
+class EvictionHeap:
+    """Keys by rank, smallest first; equal ranks in the order they came. A key stands in it once.
+
+    A key may be taken back: stale entries are skipped, and swept when they are half of all.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, Hashable]] = []
+        self._serial_by_key: dict[Hashable, int] = {}
+        self._serials = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._serial_by_key)
+
+    @property
+    def num_entries(self) -> int:
+        """Stale ones too."""
+        return len(self._entries)
+
+    def push(self, key: Hashable, rank: float) -> None:
+        serial = next(self._serials)
+        self._serial_by_key[key] = serial
+        heapq.heappush(self._entries, (rank, serial, key))
+
+    def discard(self, key: Hashable) -> None:
+        self._serial_by_key.pop(key, None)
+        if len(self._entries) > 2 * len(self) + _SLACK:
+            self._entries = [entry for entry in self._entries if self._is_true(entry)]
+            heapq.heapify(self._entries)
+
+    def first(self) -> tuple[float, Hashable]:
+        """Rank and key; raises `IndexError` if it is empty."""
+        while not self._is_true(self._entries[0]):
+            heapq.heappop(self._entries)
+        rank, _, key = self._entries[0]
+        return rank, key
+
+    def first_but(self, exempt: Collection[Hashable]) -> Hashable | None:
+        """The first key that is not exempt, None if there is none; the heap is left as it was."""
+        passed: list[tuple[Hashable, float]] = []
+        found = None
+        while found is None and len(self):
+            rank, key = self.first()
+            if key in exempt:
+                self.discard(key)
+                passed.append((key, rank))
+            else:
+                found = key
+        for key, rank in passed:
+            self.push(key, rank)
+        return found
+
+    def _is_true(self, entry: tuple[float, int, Hashable]) -> bool:
+        _, serial, key = entry
+        return self._serial_by_key.get(key) == serial
 
 
 class EvictionPolicy(ABC):
@@ -78,3 +182,197 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def _choose(self) -> tuple[Hashable, int]:
         """A victim's key and how many pages; there is at least one candidate."""
+
+
+class LruPolicy(EvictionPolicy):
+    """Evicts whole runs by the time of their last use alone: pages of one run were last used together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap = EvictionHeap()
+
+    def _rank(self, candidate: Candidate) -> None:
+        self._heap.push(candidate.key, candidate.last_used_s)
+
+    def _unrank(self, candidate: Candidate) -> None:
+        self._heap.discard(candidate.key)
+
+    def _choose(self) -> tuple[Hashable, int]:
+        _, key = self._heap.first()
+        return key, self.candidates[key].num_pages
+
+
+class FifoPolicy(LruPolicy):
+    """Evicts by when a key was first offered since it was last a victim, whatever was used meanwhile.
+
+    AttentionStore 4.3.4 compares with it (Fig. 21).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._arrivals = itertools.count()
+        self._arrived: dict[Hashable, int] = {}  # oldest first
+        self._max_known = max(_PER_PAGE * capacity, _MIN_KNOWN)
+
+    def _rank(self, candidate: Candidate) -> None:
+        arrived = self._arrived.get(candidate.key)
+        if arrived is None:
+            arrived = self._arrived[candidate.key] = next(self._arrivals)
+            if len(self._arrived) > self._max_known:  # what went another way was never a victim
+                del self._arrived[next(iter(self._arrived))]
+        self._heap.push(candidate.key, arrived)
+
+    def _choose(self) -> tuple[Hashable, int]:
+        key, num_pages = super()._choose()
+        self._arrived.pop(key, None)
+        return key, num_pages
+
+
+class MinPolicy(LruPolicy):
+    """Evicts a page that is used last of all (Belady's MIN), its parent later: the bound of all other policies.
+
+    Only a simulator knows the future: `next_use` of a key grows with the time of it; infinity for never.
+    """
+
+    def __init__(self, next_use: Callable[[Hashable], float]) -> None:
+        super().__init__()
+        self._next_use = next_use
+
+    def admits(self, candidate: Candidate) -> bool:
+        return not self.candidates or -self._next_use(candidate.key) > self._heap.first()[0]
+
+    def _rank(self, candidate: Candidate) -> None:
+        self._heap.push(candidate.key, -self._next_use(candidate.key))
+
+    def _choose(self) -> tuple[Hashable, int]:
+        return self._heap.first()[1], 1
+
+
+class PensievePolicy(EvictionPolicy):
+    """Evicts by size times idle time, a trailing half at a time (Pensieve 4.3).
+
+    Size is what the eviction would free. A run that was used just now scores 0, and goes only when all others do too.
+    Runs of one size are in order of their last use, so the highest score is that of the oldest of some size: a choice
+    looks at one run per size that occurs, and n pages have at most sqrt(2 n) sizes.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._heap_by_size: dict[int, EvictionHeap] = {}
+
+    def _rank(self, candidate: Candidate) -> None:
+        heap = self._heap_by_size.setdefault(candidate.num_pages, EvictionHeap())
+        heap.push(candidate.key, candidate.last_used_s)
+
+    def _unrank(self, candidate: Candidate) -> None:
+        heap = self._heap_by_size[candidate.num_pages]
+        heap.discard(candidate.key)
+        if not heap:
+            del self._heap_by_size[candidate.num_pages]
+
+    def _choose(self) -> tuple[Hashable, int]:
+        now_s = self._clock()
+        oldest = [(size, *heap.first()) for size, heap in self._heap_by_size.items()]
+        # Of equal scores the one that was idle for longer.
+        size, _, key = max(oldest, key=lambda entry: (entry[0] * (now_s - entry[1]), -entry[1]))
+        return key, -(-size // 2)
+
+
+class LookaheadPolicy(LruPolicy):
+    """Keeps what the queue will use (AttentionStore 3.3.2). `capacity` is the tier's, in pages.
+
+    The look-ahead window is the head of the queue: as many requests as sessions fit the tier, (capacity / mean size of
+    a run) of them. A run that one of them will use is exempt; the others go by their last use. If all runs are exempt,
+    the one whose first consumer is nearest to the window's tail goes. A run goes as a whole or not at all: a session
+    uses all of its KV or none.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._num_pages = 0  # of all candidates
+
+    def _rank(self, candidate: Candidate) -> None:
+        self._num_pages += candidate.num_pages
+        self._heap.push(candidate.key, candidate.last_used_s)
+
+    def _unrank(self, candidate: Candidate) -> None:
+        self._num_pages -= candidate.num_pages
+        self._heap.discard(candidate.key)
+
+    def _choose(self) -> tuple[Hashable, int]:
+        exempt = self._first_consumers()
+        key = self._oldest_but(exempt)
+        if key is None:
+            key = max(exempt, key=exempt.__getitem__)
+        return key, self.candidates[key].num_pages
+
+    def _first_consumers(self) -> dict[Hashable, int]:
+        """The candidates in the window, with the place in the queue of the first request that will use each."""
+        window = min(max(1, self._capacity * len(self.candidates) // self._num_pages), _MAX_WINDOW)
+        places: dict[Hashable, int] = {}
+        for place, key in enumerate(itertools.islice(self._queue(), window)):
+            if key in self.candidates:
+                places.setdefault(key, place)
+        return places
+
+    def _oldest_but(self, exempt: Collection[Hashable]) -> Hashable | None:
+        return self._heap.first_but(exempt)
+
+
+class ReturningPolicy(LookaheadPolicy):
+    """Evicts by the last use, where a run that was used once counts as older: who came back comes back again.
+
+    Most runs are used once (2Q and LRU-2: Johnson & Shasha 1994, O'Neil et al. 1993). One that was counts as older by
+    `USED_ONCE_S` when it is new and by less the older it is: it goes before all that returned about as recently, so a
+    flood of new sessions does not flush a tier, and what returned is not kept for ever either. A run that nobody came
+    back to for `LONG_S` is as old as it is: a tier that keeps everything for so long is LRU. Both kinds stand in the
+    order of their last use, and a choice compares two. What the queue will use stays, as in `lookahead`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._returned = EvictionHeap()  # the other heap has what was used once
+        self._newest_s = -math.inf
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether it would not be the next victim itself."""
+        key = self._oldest_but(())
+        return key is None or self._counted_age_s(candidate) < self._counted_age_s(self.candidates[key])
+
+    def _rank(self, candidate: Candidate) -> None:
+        self._newest_s = max(self._newest_s, candidate.last_used_s)
+        self._num_pages += candidate.num_pages
+        heap = self._returned if candidate.has_returned else self._heap
+        heap.push(candidate.key, candidate.last_used_s)
+
+    def _unrank(self, candidate: Candidate) -> None:
+        super()._unrank(candidate)
+        self._returned.discard(candidate.key)
+
+    def _oldest_but(self, exempt: Collection[Hashable]) -> Hashable | None:
+        keys = [key for heap in (self._heap, self._returned) if (key := heap.first_but(exempt)) is not None]
+        return max(keys, key=lambda key: self._counted_age_s(self.candidates[key]), default=None)
+
+    def _counted_age_s(self, candidate: Candidate) -> float:
+        age_s = self._newest_s - candidate.last_used_s
+        return age_s if candidate.has_returned else age_s + USED_ONCE_S * max(0.0, 1 - age_s / LONG_S)
+
+
+def make_policy(name: PolicyName, clock: Callable[[], float], capacity: int) -> EvictionPolicy:
+    """A policy for a tier of `capacity` pages; `clock` gives the seconds that `last_used_s` is in.
+
+    Raises `ConfigError` for another name.
+    """
+    if name == "pensieve":
+        return PensievePolicy(clock)
+    if name == "lookahead":
+        return LookaheadPolicy(capacity)
+    if name == "returning":
+        return ReturningPolicy(capacity)
+    if name == "fifo":
+        return FifoPolicy(capacity)
+    if name == "lru":
+        return LruPolicy()
+    raise ConfigError(f"eviction: must be one of {', '.join(get_args(PolicyName))} (got {shown(name)})")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mneme.cachetier.policy.cost_file import costs_in
+from mneme.cachetier.policy.calibration import costs_in
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.errors import ConfigError, shown
 

@@ -17,9 +17,7 @@ from functools import partial
 from typing import cast, get_args
 
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.eviction import EvictionPolicy
-from mneme.cachetier.policy.eviction_min import MinPolicy
-from mneme.cachetier.policy.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, PolicyName, make_policy
 from mneme.cachetier.simulate.costs import Rates
 from mneme.cachetier.simulate.loads import SimulatedLoads
 from mneme.cachetier.simulate.tiers import Block, SimulatedTiers

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
-from mneme.cachetier.policy.past_keys import PastKeys
+from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy, Ghosts
 
 GHOSTS = 4  # keys of blocks that are gone that are remembered for each block that all tiers hold
 
@@ -19,7 +18,7 @@ GHOSTS = 4  # keys of blocks that are gone that are remembered for each block th
 class Block:
     """`tier` counts from 0; `release` tells blocks that were used together."""
 
-    __slots__ = ("children", "has_returned", "key", "last_used_s", "num_below", "num_uses", "parent", "release", "tier")
+    __slots__ = ("children", "has_returned", "key", "last_used_s", "num_below", "parent", "release", "tier")
 
     def __init__(self, key: int, parent: Block | None) -> None:
         self.key = key
@@ -30,7 +29,6 @@ class Block:
         self.release = 0
         self.last_used_s = 0.0
         self.has_returned = False
-        self.num_uses = 0
 
 
 class Tier:
@@ -116,7 +114,7 @@ class Tier:
         run = [leaf]
         while (parent := run[-1].parent) is not None and self._continues(leaf, parent):
             run.append(parent)
-        return Candidate(leaf, len(run), leaf.last_used_s, leaf.num_uses, run[len(run) // 3].has_returned)
+        return Candidate(leaf, len(run), leaf.last_used_s, run[len(run) // 3].has_returned)
 
     def _continues(self, leaf: Block, parent: Block) -> bool:
         return parent.release == leaf.release and parent.num_below == 1 and parent.tier == self._index
@@ -128,7 +126,7 @@ class SimulatedTiers:
     def __init__(self, capacities: Sequence[int | None], make_policy: Callable[[int | None], EvictionPolicy]) -> None:
         self.tiers = [Tier(index, capacity, make_policy(capacity)) for index, capacity in enumerate(capacities)]
         self.blocks: dict[int, Block] = {}
-        self._past = PastKeys(GHOSTS * sum(capacity or 0 for capacity in capacities))
+        self._past = Ghosts(GHOSTS * sum(capacity or 0 for capacity in capacities))
         self._release = 0
 
     def use(self, keys: Sequence[int], now_s: float) -> int:
@@ -188,7 +186,6 @@ class SimulatedTiers:
         else:
             self._reuse(block)
         block.release, block.last_used_s = self._release, now_s
-        block.num_uses += 1
         return block
 
     def _create(self, key: int, parent: Block | None) -> Block:

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.policy.cost_file import CostFile
+from mneme.cachetier.policy.calibration import CostFile, measured_edges
 from mneme.cachetier.policy.cost_model import Calibration, CostModel, calibrated
-from mneme.cachetier.policy.edge_calibration import measured_edges
 from mneme.kernels.native.library import cpu_features
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import QueueLimits, check_request

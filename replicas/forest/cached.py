@@ -100,7 +100,7 @@ class CachedPages:
         for key, candidate in offered.items():
             assert isinstance(key, Node)
             assert candidate.num_pages >= self._run_length(key)
-            assert (candidate.last_used_s, candidate.num_uses) == (key.last_used_s, key.num_uses)
+            assert candidate.last_used_s == key.last_used_s
         for node in nodes:
             assert node.below[self._tier] == sum(self._is_idle(child) for child in node.children.values())
 
@@ -127,4 +127,4 @@ class CachedPages:
         for _ in range(num_pages // 3):
             assert node.parent is not None  # the run is longer
             node = node.parent
-        self._policy.offer(Candidate(leaf, num_pages, leaf.last_used_s, leaf.num_uses, node.num_uses > 1))
+        self._policy.offer(Candidate(leaf, num_pages, leaf.last_used_s, node.num_uses > 1))

@@ -26,8 +26,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from mneme.cachetier.policy.eviction import EvictionPolicy
-from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest import deletion as forest_deletion
 from mneme.replicas.forest.gaps import Spans, is_lost, note_gaps, visible_gaps

@@ -13,7 +13,7 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk_tier import DiskTier
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cachetier.policy.eviction import LruPolicy
 from tests.cachetier.chunks import chunk_of, make_fingerprint
 
 BIG = make_fingerprint(head_dim=256)  # 6 KB a token: a write that a kill can hit

@@ -13,7 +13,7 @@ from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk_interface import Put
 from mneme.cachetier.node.disk_room import DiskRoom
 from mneme.cachetier.node.node_admin import NodeAdmin
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import ReplicaUnavailable
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files, chunk_of
 from tests.cachetier.node.test_disk_tier import make_tier

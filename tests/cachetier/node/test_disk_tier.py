@@ -24,8 +24,7 @@ from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node.disk_interface import Put
 from mneme.cachetier.node.disk_tier import DiskTier
 from mneme.cachetier.node.index import descendants
-from mneme.cachetier.policy.eviction_lru import LruPolicy
-from mneme.cachetier.policy.eviction_policies import PolicyName, make_policy
+from mneme.cachetier.policy.eviction import LruPolicy, PolicyName, make_policy
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
@@ -167,7 +166,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "pensieve", "lookahead"])
+@pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead"])
 def test_the_bounds_hold_under_every_policy(tmp_path: Path, policy: PolicyName) -> None:
     clock, chance = Clock(), random.Random(3)
     config = DiskTierConfig(folder=str(tmp_path), capacity_bytes=9 * BLOCK + 100, max_files=7)

@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
-from mneme.cachetier.policy.eviction_fifo import FifoPolicy
-from mneme.cachetier.policy.eviction_heap import EvictionHeap
-from mneme.cachetier.policy.eviction_lfu import LfuPolicy
-from mneme.cachetier.policy.eviction_lookahead import LookaheadPolicy
-from mneme.cachetier.policy.eviction_lru import LruPolicy
-from mneme.cachetier.policy.eviction_pensieve import PensievePolicy
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import (
+    Candidate,
+    EvictionHeap,
+    EvictionPolicy,
+    FifoPolicy,
+    LookaheadPolicy,
+    LruPolicy,
+    PensievePolicy,
+    make_policy,
+)
 from mneme.errors import ConfigError
 
 NOW_S = 1000.0
 
 
-def offer(policy: EvictionPolicy, key: str, num_pages: int, last_used_s: float, num_uses: int = 1) -> None:
-    policy.offer(Candidate(key, num_pages, last_used_s, num_uses))
+def offer(policy: EvictionPolicy, key: str, num_pages: int, last_used_s: float) -> None:
+    policy.offer(Candidate(key, num_pages, last_used_s))
 
 
 def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
@@ -31,7 +33,7 @@ def order(policy: EvictionPolicy) -> list[tuple[object, int]]:
     return victims
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "pensieve", "lookahead", "returning", "fifo"])
+@pytest.mark.parametrize("name", ["lru", "pensieve", "lookahead", "returning", "fifo"])
 def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> None:
     policy = make_policy(name, lambda: NOW_S, 100)  # type: ignore[arg-type]
     assert policy.choose() is None
@@ -46,7 +48,7 @@ def test_every_candidate_is_chosen_once_and_a_withdrawn_one_never(name: str) -> 
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of lru, lfu, pensieve, lookahead, returning, fifo"):
+    with pytest.raises(ConfigError, match="must be one of lru, pensieve, lookahead, returning, fifo"):
         make_policy("lifo", lambda: NOW_S, 100)  # type: ignore[arg-type]
 
 
@@ -78,26 +80,6 @@ def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:
     offer(policy, "middle", 2, 5.0)
     offer(policy, "old again", 4, 1.0)
     assert order(policy) == [("old", 5), ("old again", 4), ("middle", 2), ("young", 1)]
-
-
-def test_lfu_goes_by_uses_then_by_last_use_a_page_at_a_time() -> None:
-    policy = LfuPolicy()
-    offer(policy, "popular", 4, 1.0, num_uses=9)
-    offer(policy, "once, old", 4, 2.0)
-    offer(policy, "once, young", 4, 3.0)
-    assert order(policy) == [("once, old", 1), ("once, young", 1), ("popular", 1)]
-
-
-def test_lfu_lets_what_was_popular_once_grow_old() -> None:
-    policy = LfuPolicy()
-    offer(policy, "popular once", 1, 0.0, num_uses=20)
-    for index in range(30):  # used twice each: without aging they would all go before it
-        offer(policy, f"k{index}", 1, float(index), num_uses=2)
-        victim = policy.choose()
-        assert victim is not None
-        if victim.candidate.key == "popular once":
-            return
-    raise AssertionError("it is never overtaken")
 
 
 def test_pensieve_weighs_size_and_idle_time_and_takes_the_trailing_half() -> None:
@@ -192,7 +174,7 @@ def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
 def test_a_heap_keeps_few_stale_entries() -> None:
     heap = EvictionHeap()
     for index in range(10_000):
-        heap.push(index, (float(index),))
+        heap.push(index, float(index))
         heap.discard(index - 5)
         assert heap.num_entries <= 2 * len(heap) + 64 + 1
     assert heap.first() == ((9995.0,), 9995)

@@ -18,7 +18,7 @@ from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node import disk_names, folder_reports
 from mneme.cachetier.node.disk_interface import Put
 from mneme.cachetier.node.disk_tier import DiskTier
-from mneme.cachetier.policy.eviction_lru import LruPolicy
+from mneme.cachetier.policy.eviction import LruPolicy
 from mneme.cluster.cli.main import main
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chain_of, chunk_files, chunk_of, make_fingerprint
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.cost_file import CostFile
+from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig

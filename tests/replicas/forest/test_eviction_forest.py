@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mneme.cachetier.policy.eviction_policies import make_policy
+from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Node, Owner, Path, Pin
@@ -26,7 +26,7 @@ from mneme.replicas.forest.pages import OutOfPages
 SessionName = tuple[str, str]  # (tenant salt, session)
 
 PAGE_SIZE = 4
-POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
+POLICIES = ["lru", "pensieve", "lookahead"]
 
 
 class Clock:
@@ -438,8 +438,6 @@ class ForestMachine(RuleBasedStateMachine):
         """What decides the order, largest first; equal for candidates between which the policy is free."""
         if self.policy == "pensieve":
             return (self.size(leaf) * (self.clock.now_s - leaf.last_used_s), -leaf.last_used_s)
-        if self.policy == "lfu":  # its ranks remember when they were given: see test_eviction.py
-            return ()
         if self.policy == "lookahead":
             return self.lookahead_key(leaf)
         return (-leaf.last_used_s,)

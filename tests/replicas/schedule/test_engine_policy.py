@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.eviction_heap import EvictionHeap
+from mneme.cachetier.policy.eviction import EvictionHeap
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
@@ -16,7 +16,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
 from tests.replicas.fake_runner import FakeRunner, continuation
 
-POLICIES = ["lru", "lfu", "pensieve", "lookahead"]
+POLICIES = ["lru", "pensieve", "lookahead"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 

@@ -22,8 +22,6 @@ SALT = "t" * 32
 PER_PAGE = (
     "forest",
     "forest_nodes",
-    "eviction_heap",
-    "eviction_lookahead",
     "eviction",
     "fake_runner",
     "forest_cached",

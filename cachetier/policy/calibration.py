@@ -1,8 +1,8 @@
-"""What reading chunks costs on this machine, measured before there is one: first guesses that soon give way to loads.
+"""What a cost model starts from: edges measured on this machine, or the file that an earlier start has left.
 
 Host: runs of bytes as large as a chunk are hashed, as a read of a chunk is, and copied, to the engine's device where it
 has one. Disk: they are read from a scratch file in the tier's folder, which the page cache is asked to forget first.
-Peers keep their defaults until they are read.
+Peers keep their defaults until they are read. These are first guesses, which soon give way to loads.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mneme.cachetier.policy.cost_model import CostEdge
+from mneme.cachetier.chunk.private_file import read_private, write_private
+from mneme.cachetier.policy.cost_model import CostEdge, CostModel
 from mneme.cachetier.policy.linear_cost import Point
+from mneme.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
+_VERSION = 1  # of the file; raised when the numbers of older files mean something else
+_FORMAT = "mneme cost model"
 # Reads: how many, and the share of all bytes that each has: so that bytes and chunks can be told apart.
 _READS = ((1, 1 / 64), (1, 1 / 8), (8, 1 / 8), (1, 1.0), (8, 1 / 64))
 _CHUNKS = 8  # that all bytes together are
@@ -31,6 +37,50 @@ _HEADER_BYTES = 4096  # of a chunk, read on their own
 
 Bring = Callable[[npt.NDArray[np.uint8]], object]
 Read = Callable[[int, int], object]  # start and end, in bytes
+
+
+class CostFile:
+    """Keeps a cost model from one start to the next, for each model on each machine.
+
+    `machine`: all that costs depend on beside the model, such as processors, devices and threads.
+    """
+
+    def __init__(self, folder: Path, fingerprint: bytes, machine: str) -> None:
+        self._whose = {"format": _FORMAT, "version": _VERSION, "model": fingerprint.hex(), "machine": machine}
+        named = blake2b(fingerprint + machine.encode(), digest_size=12, person=b"mneme costs").hexdigest()
+        self.path = folder / f"costs-{named}.json"
+
+    def read(self, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+        """What was learned before; None, with a warning if there is a file, for one that is broken or foreign."""
+        try:
+            found = read_private(self.path)
+            if found is None:
+                return None
+            if not isinstance(found, dict) or any(found.get(key) != value for key, value in self._whose.items()):
+                raise ValueError("it is of another model, machine or version")
+            return CostModel.from_mapping(found.get("costs"), clock)
+        except (OSError, ValueError, ConfigError) as error:
+            logger.warning("costs are measured anew, %s cannot be used: %s", self.path, error)
+            return None
+
+    def write(self, costs: CostModel) -> None:
+        """Keep it if that is possible: what is not kept is measured again."""
+        try:
+            write_private(self.path, {**self._whose, "costs": costs.as_mapping()})
+        except OSError as error:
+            logger.warning("costs are not kept, %s cannot be written: %s", self.path, error)
+
+
+def costs_in(content: Any, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
+    """The cost model in a file's JSON, of whatever model and machine; None if it is something else.
+
+    Raises `ConfigError` for one of another version, or broken.
+    """
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return None
+    if content.get("version") != _VERSION:
+        raise ConfigError(f"cost model: version {content.get('version')!r}; this is version {_VERSION}")
+    return CostModel.from_mapping(content.get("costs"), clock)
 
 
 def measured_edges(
@@ -63,7 +113,7 @@ def measured_edges(
         try:
             edges["disk"] = _measured_disk(content, buffer, disk_folder, until_s, clock)
         except OSError as error:
-            log.warning("the disk's speed is a guess, %s cannot be written and read: %s", disk_folder, error)
+            logger.warning("the disk's speed is a guess, %s cannot be written and read: %s", disk_folder, error)
     return {edge: points for edge, points in edges.items() if points}
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.cost_file import CostFile
-from mneme.cachetier.policy.edge_calibration import measured_edges
+from mneme.cachetier.policy.calibration import CostFile, measured_edges
 from mneme.cachetier.policy.linear_cost import fit
 from mneme.cachetier.simulate.costs import load_costs
 from mneme.errors import ConfigError
