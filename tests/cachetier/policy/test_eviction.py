@@ -177,7 +177,7 @@ def test_a_heap_keeps_few_stale_entries() -> None:
         heap.push(index, float(index))
         heap.discard(index - 5)
         assert heap.num_entries <= 2 * len(heap) + 64 + 1
-    assert heap.first() == ((9995.0,), 9995)
+    assert heap.first() == (9995.0, 9995)
     for index in range(9995, 10_000):
         heap.discard(index)
     with pytest.raises(IndexError):

@@ -183,7 +183,7 @@ def test_returning_is_what_a_scan_of_all_would_choose() -> None:
     for step in range(3000):
         now_s += rng.expovariate(0.1)
         held[step] = (now_s, rng.random() < 0.4)
-        policy.offer(Candidate(step, rng.randrange(1, 9), now_s, 1, held[step][1]))
+        policy.offer(Candidate(step, rng.randrange(1, 9), now_s, held[step][1]))
         if step % 7 == 0:
             gone = rng.choice(list(held))
             del held[gone]

@@ -20,16 +20,10 @@ NUM_SESSIONS, NUM_TURNS = 300, 1 + MAX_MARKS // 2
 PAGE_SIZE, PAGES_EACH = 16, 2
 SALT = "t" * 32
 PER_PAGE = (
-    "forest",
-    "forest_nodes",
-    "eviction",
-    "fake_runner",
-    "forest_cached",
-    "forest_paths",
-    "forest_tier",
-    "forest_pages",
-    "forest_moves",
-)
+    "replicas/forest/*",
+    "cachetier/policy/eviction",
+    "replicas/fake_runner",
+)  # files whose objects there are per page
 
 
 def session_id(index: int) -> str:
