@@ -19,7 +19,8 @@ from tests.replicas.sessions.test_session_machine import LETTERS, LetterTokenize
 NUM_SESSIONS, NUM_TURNS = 300, 1 + MAX_MARKS // 2
 PAGE_SIZE, PAGES_EACH = 16, 2
 SALT = "t" * 32
-PER_PAGE = (
+# Files of which there are objects per page.
+PER_PAGE = ("replicas/forest/*", "cachetier/policy/eviction", "replicas/fake_runner")
     "replicas/forest/*",
     "cachetier/policy/eviction",
     "replicas/fake_runner",
