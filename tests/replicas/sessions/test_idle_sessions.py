@@ -21,10 +21,6 @@ PAGE_SIZE, PAGES_EACH = 16, 2
 SALT = "t" * 32
 # Files of which there are objects per page.
 PER_PAGE = ("replicas/forest/*", "cachetier/policy/eviction", "replicas/fake_runner")
-    "replicas/forest/*",
-    "cachetier/policy/eviction",
-    "replicas/fake_runner",
-)  # files whose objects there are per page
 
 
 def session_id(index: int) -> str:
