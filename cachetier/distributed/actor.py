@@ -37,7 +37,7 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.sessions.logs import open_session_logs
+from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, TierName
 from mneme.errors import ConfigError, MnemeError
@@ -181,8 +181,8 @@ class NodeActor:
     async def delete_owned_logs_here(self, owner: bytes) -> int | None:
         return None if self._logs is None else await self._logs.delete_owned_here(owner)
 
-    async def install_log(self, key: LogKey, content: bytes) -> Appended:
-        return Appended.FAILED if self._logs is None else await self._logs.install(key, content)
+    async def install_log(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        return Appended.FAILED if self._logs is None else await self._logs.install(key, records)
 
     async def log_node_joined(self) -> bool:
         if self._logs is not None:

@@ -23,7 +23,7 @@ _AGAIN_S = 1.0  # pause after a copy that none of them took
 class LogCopies:
     """Lives on an event loop. `read_own` gives all of a log of this node; None: it has none, or cannot read it."""
 
-    def __init__(self, peers: LogPeers, read_own: Callable[[LogKey], Awaitable[bytes | None]]) -> None:
+    def __init__(self, peers: LogPeers, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
         self._peers, self._read_own = peers, read_own
         self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
         self._alone: OrderedDict[LogKey, None] = OrderedDict()  # sessions that wait for a peer to be there

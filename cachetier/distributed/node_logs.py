@@ -14,13 +14,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.log_copies import MAX_COPIES, LogCopies
 from mneme.cachetier.distributed.log_peers import LogPeers
-from mneme.cachetier.sessions.logs import SessionLogs
-from mneme.cachetier.sessions.record import taken_over
-from mneme.cachetier.sessions.store import Appended, LogKey, parse_log
+from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.sessions.record import RecordFields, fields_of, taken_over
+from mneme.cachetier.sessions.store import Appended, LogKey
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +38,13 @@ _ANY = LogKey(bytes(16), bytes(8))
 class LogRead(NamedTuple):
     """What a node, or all that could be asked, know of a log."""
 
-    content: bytes | None
+    records: list[bytes] | None
     is_sure: bool  # that there is nothing newer
+
+    @property
+    def head(self) -> RecordFields | None:
+        """The last record's."""
+        return fields_of(self.records[-1]) if self.records else None
 
 
 class NodeSessionLogs:
@@ -67,9 +73,9 @@ class NodeSessionLogs:
             self._copies.note(key, records)
         return outcome
 
-    async def install(self, key: LogKey, content: bytes) -> Appended:
+    async def install(self, key: LogKey, records: Sequence[bytes]) -> Appended:
         """A copy of another node's log."""
-        return Appended.FAILED if self._logs is None else await self._in(self._logs.install, key, content)
+        return Appended.FAILED if self._logs is None else await self._in(self._logs.install, key, records)
 
     async def read_here(self, key: LogKey, newer_than: int) -> LogRead:
         """Of this node alone."""
@@ -86,22 +92,24 @@ class NodeSessionLogs:
         asked = [self._peers.ask(peer, "read_log_here", key, newer_than, timeout_s=timeout_s) for peer in peers]
         own, *answers = await asyncio.gather(self.read_here(key, newer_than), *asked)
         found = [own, *(LogRead(None, False) if each is None else each for each in answers)]
-        newest = max((each.content for each in found if each.content), key=lambda c: _version(c, key), default=None)
-        return LogRead(newest, all(each.is_sure for each in found))
+        newest = max(found, key=lambda each: each.head.version if each.head else -1)
+        return LogRead(newest.records, all(each.is_sure for each in found))
 
     async def delete_here(self, key: LogKey, at_least: int) -> bool | None:
-        """None: what is here is not known yet."""
+        """None: what is here is not known yet, or cannot be written."""
         if self._logs is None:
             return None if self._is_unknown else False
-        return await self._in(self._logs.delete, key, at_least)
+        try:
+            return await self._in(self._logs.delete, key, at_least)
+        except OSError:
+            return None
 
     async def delete(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
         """On all nodes; whether there was a session. None: some node has not answered."""
         read = await self.read(key, 0, timeout_s)
-        was_there = read.content is not None and _num_ids(read.content, key) > 0
-        if read.content is not None:
-            version = _version(read.content, key)
-            at_least = at_least if at_least > version else taken_over(version, time.time())
+        was_there = read.head is not None and read.head.num_all_ids > 0
+        if read.head is not None:
+            at_least = at_least if at_least > read.head.version else taken_over(read.head.version, time.time())
         elif not at_least:
             return False if read.is_sure else None
         self._copies.forget([key])
@@ -111,10 +119,13 @@ class NodeSessionLogs:
         return None if any(answer is None for answer in answers) else was_there
 
     async def delete_owned_here(self, owner: bytes) -> int | None:
-        """None: what is here is not known yet."""
+        """None: what is here is not known yet, or cannot be written."""
         if self._logs is None:
             return None if self._is_unknown else 0
-        return await self._in(self._logs.delete_owned, owner)
+        try:
+            return await self._in(self._logs.delete_owned, owner)
+        except OSError:
+            return None
 
     async def delete_owned(self, owner: bytes, timeout_s: float) -> int | None:
         """On all nodes; how many logs there were. None: some node has not answered."""
@@ -156,25 +167,16 @@ class NodeSessionLogs:
         """Copies that waited when the actor before this one ended are made now."""
         self._logs = await self._in(self._open_logs)
         if self._logs is not None:
-            for key in await self._in(self._logs.written_since, _LAST_S, MAX_COPIES):
-                self._copies.note(key)
+            with suppress(OSError):
+                for key in await self._in(self._logs.written_since, _LAST_S, MAX_COPIES):
+                    self._copies.note(key)
 
     async def _join(self) -> None:
         for peer in await self._peers.of(_ANY):
             await self._peers.ask(peer, "log_node_joined", timeout_s=_JOIN_S)
 
-    async def _read_own(self, key: LogKey) -> bytes | None:
-        return (await self.read_here(key, 0)).content
+    async def _read_own(self, key: LogKey) -> list[bytes] | None:
+        return (await self.read_here(key, 0)).records
 
     async def _in(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
-
-
-def _version(content: bytes, key: LogKey) -> int:
-    parsed = parse_log(content, key)
-    return -1 if parsed is None else parsed.replay.version
-
-
-def _num_ids(content: bytes, key: LogKey) -> int:
-    parsed = parse_log(content, key)
-    return 0 if parsed is None else parsed.replay.num_ids

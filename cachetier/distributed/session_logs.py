@@ -32,11 +32,11 @@ class RaySessionLogs:
         outcome = self._ask("append_log", key, list(records), timeout_s=APPEND_S)
         return Appended.FAILED if outcome is None else Appended(outcome)
 
-    def read(self, key: LogKey, newer_than: int = 0) -> bytes | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
         read: LogRead | None = self._ask("read_log", key, newer_than, READ_S * _PEER_SHARE, timeout_s=READ_S)
         if read is None or not read.is_sure:
             raise TimeoutError("not all nodes that may have a session's log have answered")
-        return read.content
+        return read.records
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
         was_there: bool | None = self._ask("delete_log", key, at_least, DELETE_S * _PEER_SHARE / 2, timeout_s=DELETE_S)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from math import isfinite
 from typing import NamedTuple
@@ -70,20 +71,10 @@ class SessionState(NamedTuple):
     ttl_s: float | None = None  # the session's own
 
 
-class RecordHead(NamedTuple):
-    """What is known of a record without applying it."""
-
-    kind: RecordKind
-    version: int
-    base: int  # the version it goes on from
-    num_ids: int  # of the state it leads to, what is seen of a truncated one too
-    num_prompt: int  # ids beside these, of the turn that it begins
-    ttl_s: float | None
-    is_from_prompt: bool  # it goes on from the prompt of a BEGAN right before it
-
-
 class RecordFields(NamedTuple):
-    kind: int
+    """A record's fixed fields: what is known of it without applying it."""
+
+    kind: int  # a `RecordKind`
     flags: int
     num_marks: int
     num_hits: int
@@ -108,11 +99,19 @@ class RecordFields(NamedTuple):
         return (self.epoch << _HALF) + self.time
 
     @property
-    def head(self) -> RecordHead:
-        base = (self.base_epoch << _HALF) + self.base_time
-        num_ids = self.num_ids + self.num_seen
-        kind, num_prompt = RecordKind(self.kind), self.ids_count if self.kind == RecordKind.BEGAN else 0
-        return RecordHead(kind, self.version, base, num_ids, num_prompt, self.own_ttl_s, self.is_from_prompt)
+    def base(self) -> int:
+        """The version it goes on from."""
+        return (self.base_epoch << _HALF) + self.base_time
+
+    @property
+    def num_all_ids(self) -> int:
+        """Of the state it leads to, what is seen of a truncated one too."""
+        return self.num_ids + self.num_seen
+
+    @property
+    def num_prompt(self) -> int:
+        """Ids beside these, of the turn that it begins."""
+        return self.ids_count if self.kind == RecordKind.BEGAN else 0
 
     @property
     def own_ttl_s(self) -> float | None:
@@ -128,6 +127,7 @@ class RecordFields(NamedTuple):
 
     @property
     def is_from_prompt(self) -> bool:
+        """It goes on from the prompt of a BEGAN right before it."""
         return bool(self.flags & _FROM_PROMPT)
 
     @property
@@ -189,10 +189,13 @@ def deleted(version: int) -> bytes:
     return _packed(RecordKind.DELETED, SessionState(version=version), 0, ids=Delta(0, NO_IDS))
 
 
-def head_of(record: bytes | memoryview) -> RecordHead | None:
-    """None for what is no record."""
-    fields = fields_of(record)
-    return None if fields is None else fields.head
+def replayed(records: Sequence[bytes]) -> Replay | None:
+    """A log's records as far as each follows the one before; None if not even the first is one."""
+    replay = Replay()
+    for record in records:
+        if not replay.apply(record):
+            break
+    return replay if replay.version else None
 
 
 def common_prefix(one: array[int], other: array[int]) -> int:
@@ -223,7 +226,7 @@ def _packed(
     return b"".join((fixed, ids.ids.tobytes(), seen.ids.tobytes(), marks, hits))
 
 
-def fields_of(record: bytes | memoryview) -> RecordFields | None:
+def fields_of(record: bytes) -> RecordFields | None:
     """None if a field is out of its bounds, or the record is not as long as it says."""
     if not FIXED_BYTES <= len(record) <= MAX_RECORD_BYTES:
         return None
@@ -237,6 +240,98 @@ def fields_of(record: bytes | memoryview) -> RecordFields | None:
     if fields.num_seen and not fields.flags & _SEEN:
         return None
     return fields
+
+
+class Replay:
+    """Applies records; one that does not fit leaves everything as it was."""
+
+    def __init__(self) -> None:
+        self._ids, self._seen = array("i"), array("i")
+        self._is_truncated = False
+        self._prompt: Delta | None = None  # of the turn that the last record began
+        self._last = SessionState()  # without ids
+
+    @property
+    def version(self) -> int:
+        return self._last.version
+
+    def state(self) -> SessionState:
+        """As of the last record; it has no more of the turn that runs than its name."""
+        return self._last._replace(ids=self._ids[:], seen_ids=self._seen[:] if self._is_truncated else None)
+
+    def apply(self, record: bytes) -> bool:
+        """False, and nothing has changed, if it is no record that follows those before it."""
+        fields = fields_of(record)
+        if fields is None or fields.version <= self.version:
+            return False
+        if fields.kind in (RecordKind.WHOLE, RecordKind.DELETED):
+            return self._replace(fields, record)
+        if fields.base != self.version:
+            return False
+        return self._begin(fields, record) if fields.kind == RecordKind.BEGAN else self._end(fields, record)
+
+    def _begin(self, fields: RecordFields, record: bytes) -> bool:
+        if fields.ids_start > len(self._ids):
+            return False
+        self._prompt = Delta(fields.ids_start, _array(record, FIXED_BYTES, fields.ids_count))
+        self._last = self._last._replace(
+            version=fields.version,
+            num_base=fields.num_base,
+            last_turn=fields.own_last_turn,
+            ttl_s=fields.own_ttl_s,
+        )
+        return True
+
+    def _end(self, fields: RecordFields, record: bytes) -> bool:
+        prompt = self._prompt if fields.is_from_prompt else Delta(len(self._ids), array("i"))
+        if prompt is None:
+            return False
+        seen = self._seen if self._is_truncated else array("i")
+        num_before = prompt.start + len(prompt.ids)
+        is_whole = fields.num_ids == fields.ids_start + fields.ids_count and fields.ids_start <= num_before
+        if not is_whole or fields.num_seen != fields.seen_start + fields.seen_count or fields.seen_start > len(seen):
+            return False
+        del self._ids[prompt.start :]
+        self._ids.extend(prompt.ids)
+        self._take(fields, record)
+        return True
+
+    def _replace(self, fields: RecordFields, record: bytes) -> bool:
+        is_whole = (fields.ids_start, fields.seen_start) == (0, 0)
+        if not is_whole or (fields.num_ids, fields.num_seen) != (fields.ids_count, fields.seen_count):
+            return False
+        if fields.kind == RecordKind.DELETED and fields.num_bytes != FIXED_BYTES:
+            return False
+        self._take(fields, record)
+        return True
+
+    def _take(self, fields: RecordFields, record: bytes) -> None:
+        """The ids behind those that stay, and all the rest."""
+        seen_at = FIXED_BYTES + 4 * fields.ids_count
+        marks_at = seen_at + 4 * fields.seen_count
+        hits_at = marks_at + MARK_BYTES * fields.num_marks
+        self._is_truncated = fields.is_truncated
+        del self._ids[fields.ids_start :]
+        del self._seen[fields.seen_start :]
+        self._ids.extend(_array(record, FIXED_BYTES, fields.ids_count))
+        self._seen.extend(_array(record, seen_at, fields.seen_count))
+        self._prompt = None
+        self._last = SessionState(
+            version=fields.version,
+            marks=record[marks_at:hits_at],
+            mark_key=fields.mark_key,
+            hits=record[hits_at:],
+            num_turns=fields.num_turns,
+            num_base=fields.num_base,
+            last_turn=fields.own_last_turn,
+            ttl_s=fields.own_ttl_s,
+        )
+
+
+def _array(record: bytes, at: int, count: int) -> array[int]:
+    ids = array("i")
+    ids.frombytes(record[at : at + 4 * count])
+    return ids
 
 
 def _halves(version: int) -> tuple[int, int]:

@@ -241,8 +241,8 @@ CACHE_NODES = (
         "Session logs that could not be read, written or removed, and those that made room.",
         "session_logs.counters.{fault}",
         fault=(
-            *("append_failed", "read_failed", "remove_failed", "tombstone_failed", "disk_full"),
-            *("damaged", "torn", "lost", "evicted", "expired"),
+            *("append_failed", "read_failed", "tombstone_failed", "disk_full"),
+            *("damaged", "lost", "evicted", "expired"),
         ),
     ),
     family(

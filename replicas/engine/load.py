@@ -20,7 +20,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.sessions.logs import open_session_logs
+from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChunkStore
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels.native import library as native_library

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from mneme.cachetier.chunk.keys import owner_of
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.sessions.record import SessionState, taken_over
-from mneme.cachetier.sessions.store import SessionLogStore, log_key, parse_log
+from mneme.cachetier.sessions.record import SessionState, replayed, taken_over
+from mneme.cachetier.sessions.store import SessionLogStore, log_key
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sessions.log_readers import LogReaders
@@ -140,12 +140,10 @@ class DurableSessions:
         return Recalled(key, None)
 
     def _read(self, key: SessionKey, version: int) -> SessionState | None:
-        name = log_key(self._model, *key)
-        content = self._store.read(name, version)
-        parsed = None if content is None else parse_log(content, name)
-        if parsed is None:
+        replay = replayed(self._store.read(log_key(self._model, *key), version) or ())
+        if replay is None:
             return None
-        state = parsed.replay.state()
+        state = replay.state()
         is_sound = is_usable(state, self._vocab_size)
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import sys
 
-from mneme.cachetier.sessions.index import SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
-from mneme.cachetier.sessions.record import SessionState, whole
-from mneme.cachetier.sessions.store import Appended, parse_log
+from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.record import SessionState, replayed, whole
+from mneme.cachetier.sessions.store import Appended
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
 
 NUM_SESSIONS = 4
@@ -21,9 +20,8 @@ def open_logs(folder: str) -> SessionLogs:
 
 
 def read(logs: SessionLogs, number: int) -> SessionState:
-    content = logs.read(key_number(number))
-    parsed = None if content is None else parse_log(content, key_number(number))
-    return SessionState() if parsed is None else parsed.replay.state()
+    replay = replayed(logs.read(key_number(number)) or ())
+    return SessionState() if replay is None else replay.state()
 
 
 def expected_ids(num_turns: int) -> list[int]:

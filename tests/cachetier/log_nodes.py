@@ -13,8 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from mneme.cachetier.distributed import log_peers as ray_log_peers
 from mneme.cachetier.distributed.node_logs import NodeSessionLogs
-from mneme.cachetier.sessions.index import SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
+from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
 
 _METHODS = {
     "append_log": lambda logs, key, records, is_copy: logs.append(key, records, is_copy=is_copy),

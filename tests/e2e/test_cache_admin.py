@@ -130,7 +130,7 @@ def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster
     eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
     found = samples(cache_metrics(admin.stats(), []))
     assert found['mneme_session_logs{node="a"}'] == 1
-    assert found['mneme_session_log_bytes{node="a"}'] == 4096
+    assert 0 < found['mneme_session_log_bytes{node="a"}'] < 1 << 16
     assert found['mneme_cache_directory_faults_total{fault="told_all",node="a"}'] > 0
     assert {"counters", "copies", "copies_waiting"} <= admin.stats()[0]["session_logs"].keys()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier, start_session_logs
-from mneme.cachetier.sessions.record import SessionState, whole
-from mneme.cachetier.sessions.store import Appended, LogKey, parse_log
+from mneme.cachetier.sessions.record import SessionState, replayed, whole
+from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.cache_cluster import CacheCluster, cache_cluster, call, eventually, kill
 
@@ -43,7 +45,7 @@ class LogProcess:
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
         return self.logs.append(key, records)
 
-    def read(self, key: LogKey, newer_than: int = 0) -> bytes | str | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | str | None:
         """ "unknown": it cannot be known now."""
         try:
             return self.logs.read(key, newer_than)
@@ -85,13 +87,13 @@ class Nodes:
         return STEPS[2 * last - 1][1]
 
     def read(self, name: str, key: LogKey) -> SessionState | None:
-        def known() -> tuple[bytes | None] | None:
+        def known() -> tuple[list[bytes] | None] | None:
             found = call(self.engines[name].read, key)
             return None if found == "unknown" else (found,)
 
-        (content,) = eventually(known)
-        parsed = None if content is None else parse_log(content, key)
-        return None if parsed is None else parsed.replay.state()
+        (records,) = eventually(known)
+        replay = replayed(records or ())
+        return None if replay is None else replay.state()
 
     def has(self, name: str, key: LogKey, state: SessionState) -> bool:
         return self.read(name, key) == state
@@ -106,8 +108,13 @@ class Nodes:
         figures = eventually(settled)
         return sum(each["copies"].get(name, 0) for each in figures for name in ("copied", "copied_whole"))
 
-    def num_files(self, key: LogKey) -> int:
-        return len(list(self.cluster.folder.glob(f"kv-*/mneme-sessions-1/{key.name.hex()}*.log")))
+    def num_copies(self, key: LogKey) -> int:
+        """Nodes whose databases have the session."""
+        found = 0
+        for path in self.cluster.folder.glob("kv-*/mneme-sessions-*/sessions.db"):
+            with closing(sqlite3.connect(path, isolation_level=None)) as database:
+                found += len(database.execute("SELECT 1 FROM sessions WHERE name = ?", (key.name,)).fetchall())
+        return found
 
     def actor(self, name: str) -> Any:
         return self.cluster.node_actor(name, APPLICATION)
@@ -125,7 +132,7 @@ def test_a_session_goes_on_on_any_node_and_has_one_copy(nodes: Nodes) -> None:
     key = key_number(1)
     state = nodes.say("a", key, 0, 2)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
-    eventually(lambda: nodes.num_files(key) == 2)
+    eventually(lambda: nodes.num_copies(key) == 2)
     state = nodes.say("b", key, 2, 3)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
     state = nodes.say("head", key, 3, 6)
@@ -175,7 +182,7 @@ def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: 
     key = key_number(4)
     nodes.say("a", key, 0, 2)
     nodes.say("b", key, 2, 3)
-    eventually(lambda: nodes.num_files(key) >= 2)
+    eventually(lambda: nodes.num_copies(key) >= 2)
     assert eventually(lambda: call(nodes.engines["head"].delete, key)) is True
     for name in nodes.engines:
         kill(nodes.actor(name))
@@ -191,7 +198,7 @@ def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: 
 def test_a_node_that_is_gone_leaves_the_copies(nodes: Nodes) -> None:
     """The last test: a node goes for good."""
     states = {number: nodes.say("b", key_number(number), 0, 1 + number % 4) for number in range(10, 22)}
-    eventually(lambda: all(nodes.num_files(key_number(number)) == 2 for number in states))
+    eventually(lambda: all(nodes.num_copies(key_number(number)) == 2 for number in states))
     eventually(nodes.copied)
     nodes.cluster.remove_node("b")
     for number, state in states.items():

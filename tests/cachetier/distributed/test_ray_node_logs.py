@@ -14,8 +14,8 @@ from mneme.cachetier.distributed import log_peers as ray_log_peers
 from mneme.cachetier.distributed import node_logs as ray_node_logs
 from mneme.cachetier.distributed.log_peers import rendezvous
 from mneme.cachetier.distributed.node_logs import LogRead
-from mneme.cachetier.sessions.record import whole
-from mneme.cachetier.sessions.store import Appended, LogKey, parse_log
+from mneme.cachetier.sessions.record import replayed, whole
+from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
 from tests.cachetier.session_records import conversation, key_number
 
@@ -53,15 +53,15 @@ async def say(node: LogNode, key: LogKey, first: int, last: int) -> None:
         assert await node.logs.append(key, [record]) is Appended.WRITTEN
 
 
-def num_turns(content: bytes | None, key: LogKey) -> int | None:
+def num_turns(read: LogRead) -> int | None:
     """None: there is no session."""
-    parsed = None if content is None else parse_log(content, key)
-    return None if parsed is None else parsed.replay.state().num_turns
+    replay = replayed(read.records or ())
+    return None if replay is None else replay.state().num_turns
 
 
 async def turns_at(node: LogNode, key: LogKey) -> int | None:
     """Of the copy there."""
-    return num_turns((await node.logs.read_here(key, 0)).content, key)
+    return num_turns(await node.logs.read_here(key, 0))
 
 
 def in_order(cluster: LogCluster, writer: str, key: LogKey) -> list[LogNode]:
@@ -73,7 +73,7 @@ def test_an_actor_that_another_took_the_place_of_is_found(play) -> None:
     async def scene(cluster: LogCluster) -> None:
         one, two = cluster.nodes["a"], cluster.nodes["b"]
         await say(two, KEY, 0, 1)
-        assert num_turns((await one.logs.read(KEY, 0, READ_S)).content, KEY) == 1
+        assert num_turns(await one.logs.read(KEY, 0, READ_S)) == 1
         await two.logs.close()
         await two.start()  # the folder is the same
         await say(two, KEY, 1, 2)
@@ -85,7 +85,7 @@ def test_an_actor_that_another_took_the_place_of_is_found(play) -> None:
 
 async def _turns(node: LogNode, key: LogKey, num: int) -> bool:
     read = await node.logs.read(key, 0, READ_S)
-    return read.is_sure and num_turns(read.content, key) == num
+    return read.is_sure and num_turns(read) == num
 
 
 def test_a_read_is_sure_only_if_all_nodes_have_answered(play) -> None:
@@ -98,7 +98,7 @@ def test_a_read_is_sure_only_if_all_nodes_have_answered(play) -> None:
         await eventually(lambda: _has_copy(cluster, "a", KEY, 1))
         writer.hangs = True
         read = await reader.logs.read(KEY, 0, READ_S)
-        assert (num_turns(read.content, KEY), read.is_sure) == (1, False)
+        assert (num_turns(read), read.is_sure) == (1, False)
         assert await reader.logs.read(key_number(2), 0, READ_S) == LogRead(None, False)
         writer.hangs = False
         assert (await reader.logs.read(KEY, 0, READ_S)).is_sure

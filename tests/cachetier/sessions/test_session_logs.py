@@ -1,11 +1,16 @@
-"""Session logs in a folder: bounds, ages, deletions, what a restart finds, and faults of the disk."""
+"""Session logs in a database: bounds, ages, deletions, what a restart finds, and faults of the disk."""
 
 from __future__ import annotations
 
-import errno
 import os
+import random
+import resource
+import sqlite3
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +19,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.sessions.folder import SessionLogFolder
-from mneme.cachetier.sessions.index import MAX_CLOCK_SKEW_S, SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
-from mneme.cachetier.sessions.record import SessionState, deleted, whole
-from mneme.cachetier.sessions.store import TOMBSTONE_BYTES, Appended, LogKey, parse_log
+from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.record import SessionState, deleted, ended, replayed, whole
+from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
-from tests.cachetier.chunks import FailingFiles, failing_at
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number
 
-BLOCK = 4096
 STEPS = conversation(5)
+LIMIT_S = 20.0
+Fails = Callable[[str], int | None]  # a statement that begins so: SQLite's code if it fails
 
 
 class Clocks:
-    """A wall clock that starts where files' times do, and one that does not jump."""
+    """A wall clock, and one that does not jump."""
 
     def __init__(self) -> None:
         self.wall_s, self.now_s = time.time(), 500.0
@@ -45,20 +47,52 @@ class Clocks:
         self.now_s += seconds
 
 
-def make_logs(
-    folder: Path, clocks: Clocks | None = None, files: FileOperations | None = None, **options: Any
-) -> SessionLogs:
+class Disk:
+    """Connections of which a statement fails where `fails` says so; `num_calls` have begun."""
+
+    def __init__(self) -> None:
+        self.fails: Fails = lambda _statement: None
+        self.num_calls = 0
+
+    def connect(self, path: str, **options: Any) -> sqlite3.Connection:
+        disk = self
+
+        class Connection(sqlite3.Connection):
+            def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+                disk.check(statement)
+                return super().execute(statement, *args)
+
+            def executemany(self, statement: str, *args: Any) -> sqlite3.Cursor:
+                disk.check(statement)
+                return super().executemany(statement, *args)
+
+        return sqlite3.connect(path, factory=Connection, **options)
+
+    def check(self, statement: str) -> None:
+        self.num_calls += 1
+        code = self.fails(statement)
+        if code is not None:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = code
+            raise error
+
+
+def make_logs(folder: Path, clocks: Clocks | None = None, disk: Disk | None = None, **options: Any) -> SessionLogs:
     clocks = clocks or Clocks()
+    connect = sqlite3.connect if disk is None else disk.connect
     config = SessionLogConfig(folder=str(folder), **options)
-    return SessionLogs(config, files=files, clock=clocks.now, wall_clock=clocks.wall)
+    return SessionLogs(config, clock=clocks.now, wall_clock=clocks.wall, connect=connect)
 
 
 def state_in(logs: SessionLogs, key: LogKey = KEY) -> SessionState | None:
     """As a replica reads it; a tombstone is a state without ids."""
-    content = logs.read(key)
-    parsed = None if content is None else parse_log(content, key)
-    assert content is None or (parsed is not None and parsed.num_bytes == len(content))
-    return None if parsed is None else parsed.replay.state()
+    replay = replayed(logs.read(key) or ())
+    return None if replay is None else replay.state()
+
+
+def is_gone(logs: SessionLogs, key: LogKey = KEY) -> bool:
+    state = state_in(logs, key)
+    return state is None or not len(state.ids)
 
 
 def write(logs: SessionLogs, state: SessionState, key: LogKey = KEY) -> Appended:
@@ -69,12 +103,9 @@ def some_state(version: int, num_ids: int = 3) -> SessionState:
     return SessionState(version=version, ids=ids_of(version, num_ids), num_turns=1)
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".log", ".part"))
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(-(-path.stat().st_size // BLOCK) * BLOCK for path in files_of(folder))
+def database(folder: Path) -> Path:
+    (path,) = folder.rglob("sessions.db")
+    return path
 
 
 def test_what_is_appended_is_read_after_a_restart(tmp_path: Path) -> None:
@@ -85,18 +116,18 @@ def test_what_is_appended_is_read_after_a_restart(tmp_path: Path) -> None:
         assert logs.read(KEY, state.version) is None
         assert logs.read(KEY, state.version - 1) is not None
         logs.close()
-    assert len(files_of(tmp_path)) == 1
     logs = make_logs(tmp_path)
     assert state_in(logs) == STEPS[-1][1]
+    assert logs.stats()["sessions"] == 1
     logs.close()
 
 
-def test_names_and_folders_say_nothing(tmp_path: Path) -> None:
+def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
     write(logs, some_state(1))
-    (path,) = files_of(tmp_path)
-    assert path.name == f"{KEY.name.hex()}-{KEY.owner.hex()}.log"
-    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    folder = database(tmp_path).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     logs.close()
 
 
@@ -108,9 +139,27 @@ def test_a_second_process_is_refused_and_a_folder_that_cannot_be_used(tmp_path: 
     make_logs(tmp_path).close()
     with pytest.raises(ConfigError, match="cannot be used"):
         make_logs(tmp_path / "none")
-    for number in (1, 2):
+    disk = Disk()
+    for statement in ("PRAGMA journal_mode", "PRAGMA quick_check"):
+        disk.fails = lambda text, begin=statement: sqlite3.SQLITE_IOERR if text.startswith(begin) else None
         with pytest.raises(ConfigError, match="cannot be used"):
-            make_logs(tmp_path, files=failing_at(number))
+            make_logs(tmp_path, disk=disk)
+    path = database(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        make_logs(tmp_path)
+    path.unlink()
+    make_logs(tmp_path).close()
+
+
+def test_logs_of_an_older_version_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = tmp_path / "mneme-sessions-1" / "a.log"
+    old.parent.mkdir()
+    old.write_text("old")
+    make_logs(tmp_path).close()
+    assert old.read_text() == "old"
+    assert "mneme-sessions-1 is of an older version" in caplog.text
 
 
 def test_what_does_not_go_on_from_the_log_is_refused(tmp_path: Path) -> None:
@@ -141,36 +190,43 @@ def test_a_log_that_is_mostly_obsolete_is_asked_for_as_a_whole(tmp_path: Path) -
         if Appended.NEEDS_WHOLE in outcomes:
             assert write(logs, state) is Appended.WRITTEN
             num_whole += 1
-        largest = max(largest, files_of(tmp_path)[0].stat().st_size)
+        largest = max(largest, logs.stats()["used_bytes"])
         assert state_in(logs) == state
         if number % 2:  # an edit: most goes
-            state = SessionState(version=state.version + 1, ids=state.ids[:2000])
-            if logs.append(KEY, [whole(state)]) is not Appended.WRITTEN:
-                raise AssertionError
-    assert largest < 64 << 10
+            before, state = state, state._replace(version=state.version + 1, ids=state.ids[:2000])
+            if logs.append(KEY, [ended(before, state, None)]) is Appended.NEEDS_WHOLE:
+                assert write(logs, state) is Appended.WRITTEN
+                num_whole += 1
+    assert num_whole
+    assert largest < 128 << 10
+    state = state._replace(version=state.version + 1)
+    assert write(logs, state) is Appended.WRITTEN
     for number in range(200, 400):
         record, running = begin_turn(state, number, 100)
         assert logs.append(KEY, [record]) is Appended.WRITTEN
         record, state = end_turn(running, number, 100, 200)
         assert logs.append(KEY, [record]) is Appended.WRITTEN
-    assert files_of(tmp_path)[0].stat().st_size < 2.2 * 4 * len(state.ids)
+    assert logs.stats()["used_bytes"] < 2.5 * 4 * len(state.ids)
     logs.close()
 
 
-def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Path) -> None:
-    for name, options in (("bytes", {"capacity_bytes": 10 * BLOCK}), ("number", {"max_sessions": 10})):
-        (tmp_path / name).mkdir()
-        logs = make_logs(tmp_path / name, **options)
-        for number in range(40):
-            assert write(logs, some_state(number + 1), key_number(number)) is Appended.WRITTEN
-            assert folder_bytes(tmp_path / name) == logs.stats()["used_bytes"] <= 10 * BLOCK
-        kept = [number for number in range(40) if state_in(logs, key_number(number)) is not None]
-        assert kept == list(range(40 - len(kept), 40))
-        assert len(kept) >= 9
-        assert write(logs, some_state(99, 20_000), key_number(99)) is (
-            Appended.FAILED if name == "bytes" else Appended.WRITTEN
-        )
+@pytest.mark.parametrize("options", [{"capacity_bytes": 30 * PAGE_BYTES}, {"max_sessions": 10}])
+def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Path, options: dict[str, int]) -> None:
+    logs = make_logs(tmp_path, **options)
+    for number in range(200):
+        assert write(logs, some_state(number + 1, 300), key_number(number)) is Appended.WRITTEN
+        assert logs.stats()["used_bytes"] <= logs.stats()["capacity_bytes"]
+    kept = [number for number in range(200) if state_in(logs, key_number(number)) is not None]
+    assert kept == list(range(200 - len(kept), 200))
+    assert len(kept) == 10 or 30 < len(kept) < 90
+    is_bounded = "capacity_bytes" in options
+    huge = write(logs, some_state(999, 40_000), key_number(999))
+    assert huge is (Appended.FAILED if is_bounded else Appended.WRITTEN)
+    if is_bounded:  # it would not fit: it costs nobody their log
+        assert state_in(logs, key_number(kept[0])) is not None
         logs.close()
+        assert database(tmp_path).stat().st_size <= 30 * PAGE_BYTES
+    logs.close()
 
 
 def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
@@ -182,7 +238,7 @@ def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
         record, state = end_turn(running, number, num_prompt, 50)
         assert logs.append(KEY, [record]) is Appended.WRITTEN
         num_ids += num_prompt + 50
-    assert logs.stats()["counters"]["written_bytes"] < 4 * num_ids + BLOCK
+    assert logs.stats()["counters"]["written_bytes"] < 4 * num_ids + PAGE_BYTES
     assert state_in(logs) == state
     logs.close()
 
@@ -200,17 +256,17 @@ def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: P
 
 
 def test_tombstones_leave_room_for_sessions(tmp_path: Path) -> None:
-    """The latest are kept; there are no fewer than fit."""
-    logs = make_logs(tmp_path, capacity_bytes=10 * BLOCK)
-    for number in range(30):
+    """The latest are kept, in half of the bytes."""
+    logs = make_logs(tmp_path, capacity_bytes=16 * PAGE_BYTES)
+    for number in range(300):
         assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
         assert logs.delete(key_number(number))
-        assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] <= 10 * BLOCK
-    assert logs.stats()["tombstones"] == 5
-    for number in range(30, 40):
+    assert logs.stats()["tombstones"] == 8 * PAGE_BYTES // 256
+    assert logs.stats()["used_bytes"] <= 16 * PAGE_BYTES
+    for number in range(300, 305):
         assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
-    known = [number for number in range(40) if state_in(logs, key_number(number)) is not None]
-    assert known == [*range(25, 30), *range(35, 40)]
+    known = [number for number in range(305) if state_in(logs, key_number(number)) is not None]
+    assert known == list(range(300 - 128, 305))
     logs.close()
 
 
@@ -222,14 +278,17 @@ def test_sessions_expire_by_the_time_that_passes_also_while_nothing_runs(tmp_pat
     write(logs, own, key_number(2))
     clocks.pass_s(31.0)
     assert [state_in(logs, key_number(number)) is not None for number in (1, 2)] == [True, False]
-    assert len(files_of(tmp_path)) == 1  # its file too
+    write(logs, some_state(1), key_number(3))
+    assert logs.stats()["sessions"] == 2  # its rows too
     logs.close()
     clocks.wall_s += 60.0
     logs = make_logs(tmp_path, clocks, ttl_s=100.0)
     assert state_in(logs, key_number(1)) is not None
     clocks.now_s += 12.0
     assert state_in(logs, key_number(1)) is None
-    assert files_of(tmp_path) == []
+    clocks.pass_s(120.0)
+    write(logs, some_state(1), key_number(4))
+    assert logs.stats()["sessions"] == 1
     logs.close()
 
 
@@ -241,7 +300,7 @@ def test_clocks_that_jump_while_it_runs_do_nothing(tmp_path: Path) -> None:
         clocks.wall_s += jump
         assert state_in(logs) is not None
     logs.close()
-    logs = make_logs(tmp_path, clocks, ttl_s=100.0)  # files from the future are new
+    logs = make_logs(tmp_path, clocks, ttl_s=100.0)  # what is from the future is new
     assert state_in(logs) is not None
     logs.close()
 
@@ -263,7 +322,7 @@ def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
         assert logs.install(KEY, copy) is Appended.STALE  # another node's
         assert logs.append(KEY, [STEPS[-1][0]]) is Appended.STALE
         assert write(logs, STEPS[-1][1]) is Appended.STALE
-        assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES]
+        assert (logs.stats()["sessions"], logs.stats()["tombstones"]) == (0, 1)
         logs.close()
         logs = make_logs(tmp_path, clocks, ttl_s=100.0)
     clocks.pass_s(100.0 + MAX_CLOCK_SKEW_S - 1)
@@ -296,18 +355,19 @@ def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path:
     one, two = make_logs(tmp_path / "a"), make_logs(tmp_path / "b")
     for record, _ in STEPS:
         one.append(KEY, [record])
-    content = one.read(KEY)
-    assert content is not None
-    assert two.install(KEY, content) is Appended.WRITTEN
-    assert two.install(KEY, content) is Appended.STALE
-    assert two.install(key_number(1), content) is Appended.FAILED
-    assert two.install(KEY, content[:-1]) is Appended.FAILED
+    records = one.read(KEY)
+    assert records is not None
+    assert two.install(KEY, records) is Appended.WRITTEN
+    assert two.install(KEY, records) is Appended.STALE
+    assert two.install(KEY, records[1:]) is Appended.FAILED
+    assert two.install(KEY, []) is Appended.FAILED
+    assert two.install(KEY, [*records, b"nonsense"]) is Appended.FAILED
     assert state_in(two) == STEPS[-1][1]
     one.delete(KEY)
     tombstone = one.read(KEY)
     assert tombstone is not None
     assert two.install(KEY, tombstone) is Appended.WRITTEN
-    assert one.install(KEY, content) is Appended.STALE
+    assert one.install(KEY, records) is Appended.STALE
     one.close()
     two.close()
 
@@ -322,76 +382,70 @@ def test_a_tenant_s_sessions_can_be_deleted_together(tmp_path: Path) -> None:
     logs.close()
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_a_deletion_by_record_is_a_tombstone(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
     write(logs, some_state(1))
-    (path,) = files_of(tmp_path)
+    assert logs.append(KEY, [deleted(5)]) is Appended.WRITTEN
+    assert logs.stats()["tombstones"] == 1
     logs.close()
-    kept = [path.with_name("notes.txt"), path.with_name(f"{'0' * 32}-{'0' * 16}.log")]
-    kept[0].write_text("mine")
-    kept[1].symlink_to(path)
-    os.mkfifo(path.with_name(f"{'1' * 32}-{'0' * 16}.log"))
-    path.with_name(f"{'2' * 32}.7.part").write_bytes(b"of a crash")
-    path.with_name(f"{'3' * 32}-{'0' * 16}.log").write_bytes(b"")
+
+
+def filled(folder: Path, num_sessions: int = 40) -> dict[int, SessionState]:
+    """Closed; the states in it."""
+    logs, states = make_logs(folder), {}
+    for number in range(num_sessions):
+        for record, state in conversation(4, number):
+            assert logs.append(key_number(number), [record]) is Appended.WRITTEN
+            states[number] = state
+    logs.close()
+    return states
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_database_that_is_damaged_anywhere_gives_what_was_written_or_nothing(tmp_path: Path, seed: int) -> None:
+    """Bits that flip, bytes that are overwritten, a file that is cut; afterwards it takes logs as before."""
+    chance, states = random.Random(seed), filled(tmp_path)
+    path = database(tmp_path)
+    content = bytearray(path.read_bytes())
+    if seed % 4 == 0:
+        del content[chance.randrange(len(content)) :]
+    else:
+        start, length = chance.randrange(len(content)), 1 if seed % 4 < 3 else 500
+        content[start : start + length] = bytes(
+            byte ^ 1 << chance.randrange(8) for byte in content[start : start + length]
+        )
+    path.write_bytes(content)
     logs = make_logs(tmp_path)
+    for number, state in states.items():
+        try:
+            found = state_in(logs, key_number(number))
+        except OSError:  # found when it was read: it is set aside now
+            continue
+        assert found in (None, state)
     counters = logs.stats()["counters"]
-    assert (counters["scan_unknown"], counters["scan_not_ours"], counters["scan_removed"]) == (1, 2, 1)
-    assert all(each.is_symlink() or each.exists() for each in kept)
-    assert state_in(logs) is not None
-    assert logs.read(LogKey(b"\x33" * 16, bytes(8))) is None
+    if any(logs.read(key_number(number)) is None for number in states) and seed % 4 == 0:
+        assert counters["damaged"] == 1
+        assert list(tmp_path.rglob("sessions.damaged.db"))
+    later = SessionState(version=1 << 120, ids=ids_of(7, 7), num_turns=1)
+    assert write(logs, later, key_number(1)) is Appended.WRITTEN
+    assert state_in(logs, key_number(1)) == later
     logs.close()
-
-
-def test_a_file_that_changes_under_us_is_a_log_that_is_lost_or_shorter(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
-    logs.append(KEY, [record for record, _ in STEPS[:2]])
-    (path,) = files_of(tmp_path)
-    sound = path.stat().st_size
-    logs.append(KEY, [STEPS[2][0]])
-    os.truncate(path, sound)
-    assert state_in(logs) == STEPS[1][1]
-    assert logs.append(KEY, [STEPS[3][0]]) is Appended.NEEDS_WHOLE
-    assert write(logs, STEPS[3][1]) is Appended.WRITTEN
-    path.unlink()
-    assert logs.append(KEY, [STEPS[4][0]]) is Appended.FAILED
-    assert logs.append(KEY, [STEPS[5][0]]) is Appended.NEEDS_WHOLE
-    assert write(logs, STEPS[5][1]) is Appended.WRITTEN
-    path.write_bytes(b"another's")
-    assert logs.read(KEY) is None
-    path.unlink(missing_ok=True)
-    assert write(logs, STEPS[-1][1]) is Appended.WRITTEN
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
-    assert logs.read(KEY) is None
+    assert state_in(logs, key_number(1)) == later
     logs.close()
 
 
-def test_a_torn_tail_does_not_stay_on_the_disk_once_it_does_not_count(tmp_path: Path) -> None:
-    logs = make_logs(tmp_path)
-    logs.append(KEY, [record for record, _ in STEPS[:2]])
-    logs.close()
-    (path,) = files_of(tmp_path)
-    with path.open("ab") as file:
-        file.write(bytes(1 << 19))
-    written_s = int(time.time()) - 30
-    os.utime(path, (written_s, written_s))
-    logs = make_logs(tmp_path)
-    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] > 1 << 19
-    assert state_in(logs) == STEPS[1][1]
-    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] == BLOCK
-    assert path.stat().st_mtime == written_s  # reading it makes it no younger
-    logs.close()
-
-
-def test_what_was_written_in_part_does_not_stay_on_the_disk(tmp_path: Path) -> None:
-    files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files, sync=True)
-    logs.append(KEY, [STEPS[0][0]])
-    record, _ = begin_turn(STEPS[0][1], 1, 10_000)
-    files.fails = lambda name, _number: errno.EIO if name == "sync" else None
-    assert logs.append(KEY, [record]) is Appended.FAILED
-    assert folder_bytes(tmp_path) == logs.stats()["used_bytes"] == BLOCK
-    logs.close()
+def test_a_file_that_is_no_database_is_set_aside_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path, 1)
+    path = database(tmp_path)
+    for content in (b"no database" * 1000, b"another"):
+        path.write_bytes(content)
+        logs = make_logs(tmp_path)
+        assert logs.stats()["counters"]["damaged"] == 1
+        assert path.with_name("sessions.damaged.db").read_bytes() == content
+        assert write(logs, some_state(1)) is Appended.WRITTEN
+        logs.close()
+    assert "sessions.damaged.db" in caplog.text
 
 
 def play(logs: SessionLogs) -> dict[int, SessionState]:
@@ -410,8 +464,11 @@ def play(logs: SessionLogs) -> dict[int, SessionState]:
             except OSError:
                 continue
             assert found is None or not len(found.ids) or found in states_of(number)
-    logs.delete(key_number(0))
-    written.pop(0, None)
+    try:
+        logs.delete(key_number(0))
+        written[0] = SessionState()
+    except OSError:  # it was not, and whoever asked is told so
+        written.pop(0, None)
     return written
 
 
@@ -419,147 +476,144 @@ def states_of(number: int) -> list[SessionState]:
     return [state for _, state in conversation(3, number)]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("sync", [False, True])
-def test_any_one_call_may_fail(tmp_path: Path, code: int, sync: bool) -> None:
-    """The k-th call to the file system fails, for every k after the start: a log is behind by what failed, or whole."""
-    files = FailingFiles(lambda _operation, _number: None)
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL])
+def test_any_one_statement_may_fail(tmp_path: Path, code: int) -> None:
+    """The k-th one, for every k after the start: a log is behind by what failed, or whole."""
+    disk = Disk()
     (tmp_path / "0").mkdir()
-    logs = make_logs(tmp_path / "0", files=files, sync=sync)
-    assert len(play(logs)) == 2
+    logs = make_logs(tmp_path / "0", disk=disk)
+    num_first = disk.num_calls
+    assert len(play(logs)) == 3
     logs.close()
-    num_counted = 0
-    for number in range(4, files.num_calls + 1):
+    num_counted, last = 0, disk.num_calls
+    for number in range(num_first + 1, last + 1, 3):
         folder = tmp_path / str(number)
         folder.mkdir()
-        logs = make_logs(folder, files=failing_at(number, code), sync=sync)
+        disk = Disk()
+        logs = make_logs(folder, disk=disk)
+        disk.fails = lambda _, disk=disk, number=number: code if disk.num_calls == number else None
         written = play(logs)
         counters = logs.stats()["counters"]
         num_counted += any(counters.get(name) for name in ("append_failed", "read_failed", "tombstone_failed"))
         logs.close()
         logs = make_logs(folder)
-        assert not list(folder.rglob("*.part"))
         for session, state in written.items():
             found = state_in(logs, key_number(session))
-            if found is None:  # a full disk: the least recently used go
-                assert code == errno.ENOSPC
+            if not len(state.ids):
+                assert is_gone(logs, key_number(session))
+            elif found is None:  # a full disk: the one written longest ago goes
+                assert code == sqlite3.SQLITE_FULL
             else:
                 assert found in states_of(session)
                 assert found.version >= state.version
-        gone = state_in(logs, key_number(0))
-        assert gone is None or not len(gone.ids)
-        assert folder_bytes(folder) == logs.stats()["used_bytes"]
         logs.close()
-    assert num_counted > files.num_calls // 2
+    assert num_counted > (last - num_first) // 6
 
 
-@pytest.mark.parametrize(
-    "operation", ["open_to_write", "open_to_read", "create", "write", "rename", "unlink", "status"]
-)
-def test_all_calls_of_a_kind_may_fail_for_a_while(tmp_path: Path, operation: str) -> None:
-    files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files)
-    play(logs)
-    files.fails = lambda name, _number: errno.EROFS if name == operation else None
-    play(logs)
-    logs.delete(key_number(1))
-    files.fails = lambda _operation, _number: None
-    gone = state_in(logs, key_number(1))
-    assert gone is None or not len(gone.ids)
-    assert write(logs, SessionState(version=2**100, ids=ids_of(1, 2)), key_number(2)) is Appended.WRITTEN
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The operating system takes no byte behind these, in any file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_takes_nothing_for_a_while_costs_what_was_not_told(tmp_path: Path) -> None:
+    logs = make_logs(tmp_path)
+    write(logs, some_state(1), key_number(1))
+    write(logs, some_state(1), key_number(2))
+    with files_of_at_most(16):
+        assert write(logs, some_state(2), key_number(1)) is Appended.FAILED
+        assert write(logs, some_state(2), key_number(3)) is Appended.FAILED
+        with pytest.raises(OSError, match="session logs"):
+            logs.delete(key_number(2))
+        assert state_in(logs, key_number(1)) == some_state(1)
+    assert logs.stats()["counters"]["tombstone_failed"] == 1
+    assert write(logs, some_state(2), key_number(1)) is Appended.WRITTEN
+    assert logs.delete(key_number(2))
     logs.close()
     logs = make_logs(tmp_path)
-    gone = state_in(logs, key_number(1))
-    assert gone is None or not len(gone.ids)
+    assert state_in(logs, key_number(1)) == some_state(2)
+    assert is_gone(logs, key_number(2))
+    assert logs.read(key_number(3)) is None
     logs.close()
 
 
-def test_a_deletion_on_a_disk_that_is_read_only_for_a_while_is_one(tmp_path: Path) -> None:
-    files = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=files)
-    write(logs, some_state(1))
-    files.fails = lambda name, _number: errno.EROFS if name in ("create", "unlink", "open_to_write") else None
-    assert logs.delete(KEY)
-    gone = state_in(logs)
-    assert gone is not None
-    assert not len(gone.ids)
-    assert logs.stats()["counters"]["tombstone_failed"] > 0
-    files.fails = lambda _operation, _number: None
-    assert state_in(logs) is not None  # and it is written
-    assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES]
-    logs.close()
-
-
-def deleted_in_vain(folder: Path, num: int, *operations: str) -> tuple[SessionLogs, FailingFiles, list[LogKey]]:
-    """Sessions that were written, and deleted while these operations failed, as they still do."""
-    files = FailingFiles(lambda _operation, _number: None)
-    logs, keys = make_logs(folder, files=files), [key_number(number) for number in range(num)]
-    for key in keys:
-        write(logs, some_state(1), key)
-    files.fails = lambda name, _number: errno.EIO if name in operations else None
-    assert all(logs.delete(key) for key in keys)
-    return logs, files, keys
-
-
-def test_deletions_on_a_disk_that_takes_nothing_for_a_while_are_ones_also_after_a_crash(tmp_path: Path) -> None:
-    """However many: each removes its own file at least."""
-    logs, _, keys = deleted_in_vain(tmp_path, 9, "create")
-    logs._folder.close()  # a crash: nothing is written any more
-    logs = make_logs(tmp_path)
-    assert [state_in(logs, key) for key in keys] == [None] * len(keys)
-    logs.close()
-
-
-def test_tombstones_that_could_not_be_written_are_tried_in_turns_and_all_at_the_end(tmp_path: Path) -> None:
-    """The first ones keep failing."""
-    logs, files, keys = deleted_in_vain(tmp_path, 12, "create", "unlink")
-    num_tries = 0
-
-    def fails(name: str, _number: int) -> int | None:
-        nonlocal num_tries
-        num_tries += name == "create"
-        return errno.EIO if name == "create" and num_tries <= 4 else None
-
-    files.fails = fails
-    for _ in range(2):
-        logs.read(key_number(99))
-    assert sum(path.stat().st_size == TOMBSTONE_BYTES for path in files_of(tmp_path)) == 4
-    logs.close()
-    assert [path.stat().st_size for path in files_of(tmp_path)] == [TOMBSTONE_BYTES] * len(keys)
-
-
-def test_a_session_that_began_anew_is_not_replaced_by_its_old_tombstone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It began while the tombstone before its own was written."""
-    logs, files, (first, second) = deleted_in_vain(tmp_path, 2, "create")
-    files.fails = lambda _name, _number: None
-    anew = SessionState(version=1 << 120, ids=ids_of(7, 7), num_turns=1)
-    write_new, written = SessionLogFolder.write_new, []
-
-    def write_beside(folder: SessionLogFolder, key: LogKey, content: bytes) -> str:
-        if key == first:
-            writing = threading.Thread(target=lambda: written.append(write(logs, anew, second)))
-            writing.start()
-            writing.join(30)
-        return write_new(folder, key, content)
-
-    monkeypatch.setattr(SessionLogFolder, "write_new", write_beside)
-    logs.read(key_number(99))
-    assert written
-    assert state_in(logs, second) == anew
+def test_on_a_full_disk_the_session_written_longest_ago_makes_room(tmp_path: Path) -> None:
+    disk = Disk()
+    logs = make_logs(tmp_path, disk=disk)
+    for number in range(3):
+        write(logs, some_state(1), key_number(number))
+    disk.fails = lambda statement: sqlite3.SQLITE_FULL if statement.startswith("INSERT INTO records") else None
+    assert write(logs, some_state(1), key_number(3)) is Appended.FAILED
+    disk.fails = lambda _statement: None
+    assert logs.stats()["counters"]["disk_full"] == 1
+    assert [state_in(logs, key_number(number)) is not None for number in range(4)] == [False, True, True, False]
+    assert logs.stats()["sessions"] == 2
     logs.close()
 
 
 def test_a_log_that_cannot_be_read_now_is_not_an_unknown_one(tmp_path: Path) -> None:
-    make = FailingFiles(lambda _operation, _number: None)
-    logs = make_logs(tmp_path, files=make)
+    disk = Disk()
+    logs = make_logs(tmp_path, disk=disk)
     write(logs, some_state(1))
-    make.fails = lambda name, _number: errno.EMFILE if name == "open_to_read" else None
-    with pytest.raises(OSError, match="open files"):
+    disk.fails = lambda _statement: sqlite3.SQLITE_IOERR
+    with pytest.raises(OSError, match="I/O error"):
         logs.read(KEY)
-    make.fails = lambda _operation, _number: None
+    disk.fails = lambda _statement: None
     assert state_in(logs) is not None
+    logs.close()
+
+
+def test_a_disk_that_stands_still_for_a_record_holds_up_no_read(tmp_path: Path) -> None:
+    disk, entered, go = Disk(), threading.Event(), threading.Event()
+    logs = make_logs(tmp_path, disk=disk, sync=True)
+    write(logs, some_state(1))
+
+    def stand_still(statement: str) -> None:
+        if statement == "COMMIT":
+            entered.set()
+            assert go.wait(LIMIT_S)
+
+    disk.fails = stand_still
+    with ThreadPoolExecutor(2) as pool:
+        stuck = pool.submit(write, logs, some_state(2))
+        try:
+            assert entered.wait(LIMIT_S)
+            assert pool.submit(state_in, logs).result(LIMIT_S / 2) == some_state(1)
+            assert pool.submit(logs.stats).result(LIMIT_S / 2)["sessions"] == 1
+        finally:
+            go.set()
+        assert stuck.result(LIMIT_S) is Appended.WRITTEN
+    assert state_in(logs) == some_state(2)
+    logs.close()
+
+
+def test_calls_from_many_threads_leave_what_each_was_told(tmp_path: Path) -> None:
+    logs = make_logs(tmp_path, capacity_bytes=60 * PAGE_BYTES)
+
+    def converse(number: int) -> int:
+        """Two threads to a session; versions of one are odd. The last that was written."""
+        key, last = key_number(number // 2), 0
+        for turn in range(60):
+            version = 2 * turn + number % 2 + 1
+            if write(logs, some_state(version, 100 * (turn % 30)), key) is Appended.WRITTEN:
+                last = version
+            logs.read(key)
+            if turn % 20 == 19 and number % 2:
+                logs.delete(key_number(number // 2 + 50))
+        return last
+
+    with ThreadPoolExecutor(8) as pool:
+        lasts = list(pool.map(converse, range(8)))
+    for session in range(4):
+        state = state_in(logs, key_number(session))
+        assert state is None or state.version == max(lasts[2 * session : 2 * session + 2])
+    assert logs.stats()["used_bytes"] <= 60 * PAGE_BYTES
+    assert not {"damaged", "append_failed"} & logs.stats()["counters"].keys()
     logs.close()
 
 
@@ -604,25 +658,14 @@ class LogsMachine(RuleBasedStateMachine):
         self.logs.close()
         self.logs = make_logs(self.folder, self.clocks)
 
-    @rule(number=st.integers(0, 2), cut=st.integers(1, 40))
-    def tear(self, number: int, cut: int) -> None:
-        """The last record was half written when the machine fell."""
-        state = self.states.get(number)
-        if state is None:
-            return
-        self.logs.close()
-        path = next(self.folder.rglob(f"{key_number(number).name.hex()}*"))
-        with path.open("ab") as file:
-            file.write(bytes(range(cut)))
-        self.logs = make_logs(self.folder, self.clocks)
-
     @invariant()
     def logs_are_what_was_written(self) -> None:
         for number in range(3):
             found = state_in(self.logs, key_number(number))
             expected = self.states.get(number)
-            assert (found if expected is not None else found is None or not len(found.ids)) == (expected or True)
-        assert folder_bytes(self.folder) == self.logs.stats()["used_bytes"]
+            assert found == expected if expected is not None else found is None or not len(found.ids)
+        kept, num_states = self.logs.stats(), sum(state is not None for state in self.states.values())
+        assert num_states == kept["sessions"]
 
     def teardown(self) -> None:
         self.logs.close()
@@ -631,11 +674,3 @@ class LogsMachine(RuleBasedStateMachine):
 def test_logs_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_LOGS", str(tmp_path))
     run_state_machine_as_test(LogsMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
-
-
-def test_a_deletion_by_record_is_a_tombstone(tmp_path: Path) -> None:
-    logs = make_logs(tmp_path)
-    write(logs, some_state(1))
-    assert logs.append(KEY, [deleted(5)]) is Appended.WRITTEN
-    assert logs.stats()["tombstones"] == 1
-    logs.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mneme.cachetier.sessions.record import head_of
+from mneme.cachetier.sessions.record import fields_of
 from mneme.cachetier.sessions.store import Appended, LogKey, log_key
 from mneme.replicas.sessions import log_writer as session_log_writer
 from mneme.replicas.sessions.journal import DurableSessions, Recalled
@@ -25,7 +25,7 @@ MODEL = b"letters"
 class HeldStore:
     """Answers once `go` is set; `read` then gives what `on_read` does."""
 
-    def __init__(self, on_read: Callable[[], bytes | None] = lambda: None) -> None:
+    def __init__(self, on_read: Callable[[], list[bytes] | None] = lambda: None) -> None:
         self.on_read = on_read
         self.entered, self.go = threading.Event(), threading.Event()
         self.deleted: list[LogKey] = []
@@ -36,11 +36,11 @@ class HeldStore:
         self.entered.set()
         assert self.go.wait(30)
         outcome = self.outcomes.pop(0) if self.outcomes else Appended.WRITTEN
-        if outcome is Appended.WRITTEN and (head := head_of(records[-1])) is not None:
+        if outcome is Appended.WRITTEN and (head := fields_of(records[-1])) is not None:
             self.versions.setdefault(key, []).append(head.version)
         return outcome
 
-    def read(self, key: LogKey, newer_than: int = 0) -> bytes | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
         self.entered.set()
         assert self.go.wait(30)
         return self.on_read()

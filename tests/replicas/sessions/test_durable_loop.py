@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.sessions.index import SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
+from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession
@@ -36,7 +35,7 @@ class GatedLogs(SessionLogs):
         assert self.gate.wait(LIMIT_S)
         return super().append(key, records)
 
-    def read(self, key: LogKey, newer_than: int = 0) -> bytes | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
         assert self.gate.wait(LIMIT_S)
         return super().read(key, newer_than)
 

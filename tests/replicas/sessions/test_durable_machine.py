@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from mneme.cachetier.sessions.index import SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
+from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
 from mneme.replicas.engine.commands import GetSession, answer, sessions_to_restore
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.sessions.journal import DurableSessions

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.chunk.keys import owner_of
-from mneme.cachetier.sessions.index import SessionLogConfig
-from mneme.cachetier.sessions.logs import SessionLogs
+from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession, LeaveSession, answer, was_there
