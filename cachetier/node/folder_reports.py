@@ -1,15 +1,11 @@
-"""What `mneme cache` finds in a disk tier's folder: listings, sums, faults, and what is collected. Bounded memory."""
+"""What `mneme cache` finds in a disk tier's folder: sums and faults. Bounded memory."""
 
 from __future__ import annotations
 
-import heapq
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.misses import Miss
@@ -37,7 +33,7 @@ class ChunkFilter:
     max_age_s: float | None = None
 
     def takes(self, seen: SeenFile, now_s: float) -> bool:
-        name, age_s = seen.name, age_of(seen, now_s)
+        name, age_s = seen.name, _age_of(seen, now_s)
         return (
             name is not None
             and (self.key is None or name.key.hex().startswith(self.key))
@@ -49,19 +45,16 @@ class ChunkFilter:
         )
 
 
-def age_of(seen: SeenFile, now_s: float) -> float:
+def _age_of(seen: SeenFile, now_s: float) -> float:
     """Seconds since the last use; a clock that jumped makes nothing younger than now."""
     return max(0.0, now_s - seen.time_s)
 
 
-def chunks(
-    view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[str] | None = None
-) -> Iterator[SeenFile]:
-    """Those that are chosen; `others` counts by kind what is no sound chunk."""
+def chunks(view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[str]) -> Iterator[SeenFile]:
+    """Yield those that are chosen; `others` counts by kind what is no sound chunk."""
     for seen in view.scan():
         if seen.kind is not Kind.CHUNK:
-            if others is not None:
-                others[seen.kind.value] += 1
+            others[seen.kind.value] += 1
         elif chosen.takes(seen, now_s):
             yield seen
 
@@ -81,27 +74,6 @@ class Sum:
 
     def shown(self) -> dict[str, int]:
         return {"chunks": self.num_chunks, "tokens": self.num_tokens, "bytes": self.num_bytes}
-
-
-def listing(found: Iterable[SeenFile], limit: int, *, largest: bool = False) -> tuple[list[SeenFile], Sum]:
-    """The most recently used, or the largest, and the sum of all."""
-    total = Sum()
-
-    def counted() -> Iterator[SeenFile]:
-        for seen in found:
-            if seen.name is not None:
-                total.add(seen.name)
-                yield seen
-
-    return heapq.nlargest(limit, counted(), key=_by_size if largest else _by_time), total
-
-
-def _by_size(seen: SeenFile) -> tuple[float, str]:
-    return seen.num_bytes, seen.path
-
-
-def _by_time(seen: SeenFile) -> tuple[float, str]:
-    return seen.time_s, seen.path
 
 
 class Totals:
@@ -124,7 +96,7 @@ class Totals:
         self._sum("lineages", name.kind.name.lower()).add(name)
         self._sum("tenants", name.owner.hex()).add(name)
         self._sum("models", name.model.hex()).add(name)
-        age_s = age_of(seen, now_s)
+        age_s = _age_of(seen, now_s)
         self._ages[next((text for text, bound in AGES_S.items() if age_s < bound), "older")] += 1
         full = self._full_tokens(seen, name)
         self._num_unknown += full is None
@@ -198,44 +170,3 @@ def _fault_of_kind(seen: SeenFile) -> Miss:
     if seen.kind is Kind.NOT_OURS or seen.name is None:
         return Miss.NOT_OURS
     return Miss.SHORT if seen.num_bytes != seen.name.num_bytes else Miss.OTHER_KEY
-
-
-@dataclass(slots=True)
-class Collected:
-    """What was removed, or would be."""
-
-    removed: Sum = field(default_factory=Sum)
-    num_leftovers: int = 0  # temporary and torn files of a crash
-    num_failed: int = 0
-
-
-def collect(view: FolderView, chosen: ChunkFilter | None, now_s: float, *, dry_run: bool) -> Collected:
-    """Remove the chosen chunks, None: none, and what a crash left. Under the lock unless it is dry."""
-    done = Collected()
-    for seen in view.scan():
-        is_chosen = seen.kind is Kind.CHUNK and chosen is not None and chosen.takes(seen, now_s)
-        is_leftover = seen.kind in (Kind.TEMPORARY, Kind.TORN)
-        if not is_chosen and not is_leftover:
-            continue
-        if not dry_run and not view.remove(seen):
-            done.num_failed += 1
-        elif is_leftover:
-            done.num_leftovers += 1
-        elif seen.name is not None:
-            done.removed.add(seen.name)
-    return done
-
-
-def age_beyond(found: Iterable[SeenFile], keep_bytes: int, now_s: float) -> float | None:
-    """The age from which on chunks must go so that at most so many bytes stay; None: all may stay.
-
-    Bytes are whole blocks. 16 bytes of memory per chunk.
-    """
-    ages, blocks = array("d"), array("q")
-    for seen in found:
-        ages.append(age_of(seen, now_s))
-        blocks.append(blocks_of(seen.num_bytes))
-    order = np.argsort(ages, kind="stable")
-    kept = np.cumsum(np.asarray(blocks, np.int64)[order]) * BLOCK_BYTES
-    num_kept = int(np.searchsorted(kept, keep_bytes, side="right"))
-    return None if num_kept == len(order) else float(np.asarray(ages)[order[num_kept]])

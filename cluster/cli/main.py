@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate_arguments(simulate)
     simulate.set_defaults(run=run_simulation)
 
-    cache = commands.add_parser("cache", help="what the disk tier's folder holds; checks and removes it")
+    cache = commands.add_parser("cache", help="what the disk tier's folder holds, and whether it is sound")
     add_cache_arguments(cache)
     cache.set_defaults(run=run_cache)
     return parser

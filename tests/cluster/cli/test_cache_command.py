@@ -1,4 +1,4 @@
-"""`mneme cache ls|verify|gc|stats` on folders that a real tier wrote, sound, damaged and hostile."""
+"""`mneme cache verify|stats` on folders that a real tier wrote, sound, damaged and hostile."""
 
 from __future__ import annotations
 
@@ -72,27 +72,15 @@ def run(capsys: pytest.CaptureFixture[str], what: str, folder: Path, *arguments:
     return read_json(capsys)
 
 
-def keys(found: Any) -> set[str]:
-    return {row["key"] for row in found["chunks"]}
-
-
 def path_of(folder: Path, chunk: Chunk) -> Path:
     return next(path for path in chunk_files(folder) if path.name.startswith(chunk.header.key.hex()))
 
 
-def test_everything_is_listed_beside_a_running_tier(
+def test_everything_is_read_beside_a_running_tier(
     tmp_path: Path, tier: DiskTier, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chunks = put(tier, chain_of(list(range(20))))
+    put(tier, chain_of(list(range(20))))
     before, times = tier.stats(), [path.stat().st_mtime_ns for path in chunk_files(tmp_path)]
-    found = run(capsys, "ls", tmp_path)
-    assert keys(found) == {chunk.header.key.hex() for chunk in chunks}
-    row = next(row for row in found["chunks"] if row["key"] == chunks[1].header.key.hex())
-    assert row["parent"] == chunks[0].header.key.hex()
-    assert (row["lineage"], row["tokens"], row["tenant"]) == ("prefix", CHUNK_TOKENS, owner_of("tenant").hex())
-    assert row["bytes"] == path_of(tmp_path, chunks[1]).stat().st_size
-    assert row["model"] == FINGERPRINT.digest[:8].hex()
-    assert 0 <= row["age_s"] < 3600
     assert run(capsys, "verify", tmp_path)["chunks"] == 3
     assert run(capsys, "stats", tmp_path)["chunks"] == 3
     assert tier.stats() == before
@@ -101,31 +89,22 @@ def test_everything_is_listed_beside_a_running_tier(
     assert run(capsys, "stats", tmp_path)["chunks"] == 4
 
 
-def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chunks = filled(tmp_path)
-    assert cache("ls", tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(chunks) + 2
-    assert lines[-1].startswith("5 of 5 chunks, 30 tokens")
-
-
-def test_what_is_listed_can_be_chosen_ordered_and_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chunks = filled(tmp_path)
     now_s = time.time()
     for age_s, chunk in enumerate(chunks):
         os.utime(path_of(tmp_path, chunk), (now_s, now_s - 100 * age_s))
-    names = [chunk.header.key.hex() for chunk in chunks]
-    newest = run(capsys, "ls", tmp_path, "--limit", "2")
-    assert [row["key"] for row in newest["chunks"]] == names[:2]
-    assert newest["total"]["chunks"] == 5
-    smallest_left_out = run(capsys, "ls", tmp_path, "--limit", "3", "--sort", "size")
-    assert keys(smallest_left_out) == {names[0], names[1], names[4]}
-    assert keys(run(capsys, "ls", tmp_path, "--tenant", owner_of("other").hex())) == {names[3]}
-    assert keys(run(capsys, "ls", tmp_path, "--lineage", "document")) == {names[4]}
-    assert keys(run(capsys, "ls", tmp_path, "--key", names[2][:9])) == {names[2]}
-    assert keys(run(capsys, "ls", tmp_path, "--older-than", "150", "--newer-than", "350")) == {names[2], names[3]}
-    assert keys(run(capsys, "ls", tmp_path, "--model", FINGERPRINT.digest[:8].hex())) == set(names)
-    assert not keys(run(capsys, "ls", tmp_path, "--model", "0" * 16))
+    for arguments, num_chosen in (
+        (["--tenant", owner_of("other").hex()], 1),
+        (["--lineage", "document"], 1),
+        (["--key", chunks[2].header.key.hex()[:9]], 1),
+        (["--older-than", "150", "--newer-than", "350"], 2),
+        (["--tenant", owner_of("tenant").hex(), "--older-than", "350"], 1),
+        (["--model", FINGERPRINT.digest[:8].hex()], 5),
+        (["--model", "0" * 16], 0),
+    ):
+        for what in ("stats", "verify"):
+            assert run(capsys, what, tmp_path, *arguments)["chunks"] == num_chosen, arguments
 
 
 def test_sums_by_lineage_tenant_model_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,14 +220,13 @@ def hostile(folder: Path) -> list[Path]:
 def test_nothing_of_a_hostile_folder_is_believed_or_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path)
     strangers = hostile(tmp_path)
-    found = run(capsys, "ls", tmp_path)
-    assert (found["total"]["chunks"], found["other_files"]) == (5, {"unknown": 3, "not_ours": 2})
-    assert run(capsys, "stats", tmp_path)["chunks"] == 5
+    found = run(capsys, "stats", tmp_path)
+    assert (found["chunks"], found["other_files"]) == (5, {"unknown": 3, "not_ours": 2})
     assert run(capsys, "verify", tmp_path, "--delete", status=1)["bad_by_miss"] == {"not_ours": 2}
-    assert cache("gc", tmp_path, "--all") == 0
+    assert cache("stats", tmp_path) == 0
+    assert cache("verify", tmp_path) == 1
     assert "\x1b" not in capsys.readouterr().out
     assert all(path.exists() for path in strangers)
-    assert run(capsys, "ls", tmp_path)["total"]["chunks"] == 0
 
 
 def test_a_link_in_a_folders_place_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,9 +236,9 @@ def test_a_link_in_a_folders_place_is_not_followed(tmp_path: Path, capsys: pytes
     inside.rename(moved)
     inside.symlink_to(moved)
     num_moved = len(chunk_files(moved))
-    found = run(capsys, "ls", tmp_path)
-    assert (found["total"]["chunks"], found["other_files"]) == (5 - num_moved, {"not_ours": 1})
-    assert run(capsys, "gc", tmp_path, "--all")["chunks"] == 5 - num_moved
+    found = run(capsys, "stats", tmp_path)
+    assert (found["chunks"], found["other_files"]) == (5 - num_moved, {"not_ours": 1})
+    assert run(capsys, "verify", tmp_path, "--delete")["chunks"] == 5 - num_moved
     assert len(chunk_files(moved)) == num_moved
 
 
@@ -283,82 +261,38 @@ def test_a_layer_larger_than_memory_is_read_in_pieces(tmp_path: Path, capsys: py
     assert peak < 16 << 20 < size
 
 
-def test_gc_needs_the_lock_and_says_so(tmp_path: Path, tier: DiskTier, capsys: pytest.CaptureFixture[str]) -> None:
-    chunks = put(tier, chain_of(list(range(20))))
-    for arguments in (["gc", tmp_path, "--all"], ["verify", tmp_path, "--delete"]):
-        assert cache(*arguments) == 2  # type: ignore[arg-type]
-        assert "is locked: a running cluster uses it" in capsys.readouterr().err
-    assert run(capsys, "gc", tmp_path, "--all", "--dry-run")["chunks"] == 3
-    assert len(chunk_files(tmp_path)) == len(chunks)
+def test_who_removes_needs_the_lock(tmp_path: Path, tier: DiskTier, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = (path_of(tmp_path, chunk) for chunk in put(tier, [chunk_of([99])]))
+    os.truncate(path, 100)
+    assert cache("verify", tmp_path, "--delete") == 2
+    assert "is locked: a running cluster uses it" in capsys.readouterr().err
+    assert path.exists()
 
 
-def test_gc_removes_what_is_chosen_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chunks = filled(tmp_path)
-    paths = [path_of(tmp_path, chunk) for chunk in chunks]
-    part = paths[0].with_name("0" * 32 + ".1.part")
-    part.write_text("left by a crash")
-    os.utime(paths[2], (0, time.time() - 1000))
-    assert run(capsys, "gc", tmp_path) == {
-        **{"chunks": 0, "tokens": 0, "bytes": 0},
-        **{"leftovers": 1, "failed": 0, "dry_run": False},
-    }
-    assert not part.exists()
-    assert run(capsys, "gc", tmp_path, "--older-than", "900")["chunks"] == 1
-    assert [path.exists() for path in paths] == [True, True, False, True, True]
-    assert run(capsys, "gc", tmp_path, "--tenant", owner_of("other").hex())["chunks"] == 1
-    assert [path.exists() for path in paths] == [True, True, False, False, True]
-    both = ["--tenant", owner_of("tenant").hex(), "--lineage", "document"]
-    assert run(capsys, "gc", tmp_path, *both, "--dry-run")["chunks"] == 1
-    assert run(capsys, "gc", tmp_path, *both)["chunks"] == 1
-    assert run(capsys, "gc", tmp_path, "--model", "0" * 16)["chunks"] == 0
-    assert [path.exists() for path in paths] == [True, True, False, False, False]
-    assert run(capsys, "gc", tmp_path, "--all")["chunks"] == 2
-    tier = open_tier(tmp_path)
-    assert tier.stats().num_chunks == 0
-    tier.close()
-
-
-@pytest.mark.parametrize("num_kept", [0, 1, 3, 5, 9])
-def test_gc_keeps_so_many_bytes_of_the_most_recently_used(
-    tmp_path: Path, num_kept: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chunks = filled(tmp_path)
-    for age_s, chunk in enumerate(chunks):
-        os.utime(path_of(tmp_path, chunk), (0, time.time() - 100 * age_s))
-    run(capsys, "gc", tmp_path, "--keep-bytes", str(num_kept * 4096 + 4095))  # each takes one block
-    left = keys(run(capsys, "ls", tmp_path))
-    assert left == {chunk.header.key.hex() for chunk in chunks[:num_kept]}
-
-
-def test_a_file_that_cannot_be_removed_is_a_failure(
+def test_a_file_that_cannot_be_removed_is_not_counted_as_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    filled(tmp_path)
+    for chunk in filled(tmp_path):
+        os.truncate(path_of(tmp_path, chunk), 100)
 
     def refuse(path: str) -> None:
         raise PermissionError(13, "no", path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    found = run(capsys, "gc", tmp_path, "--all", status=1)
-    assert (found["failed"], found["chunks"]) == (5, 0)
+    found = run(capsys, "verify", tmp_path, "--delete", status=1)
+    assert (found["bad"], found["removed"], len(chunk_files(tmp_path))) == (5, 0, 5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ls", "--limit", "0"], "limit: must be"),
-        (["ls", "--limit", "1000000"], "limit: must be"),
-        (["ls", "--key", "xyz"], "key: must be"),
-        (["ls", "--key", "0" * 33], "key: must be"),
-        (["ls", "--tenant", "abc"], "tenant: must be 16"),
-        (["ls", "--tenant", "../../../../etc0"], "tenant: must be 16"),
+        (["stats", "--key", "xyz"], "key: must be"),
+        (["stats", "--key", "0" * 33], "key: must be"),
+        (["verify", "--tenant", "abc"], "tenant: must be 16"),
+        (["verify", "--tenant", "../../../../etc0"], "tenant: must be 16"),
         (["stats", "--model", "A" * 16], "model: must be 16"),
-        (["gc", "--older-than", "-1"], "older-than: must be"),
-        (["gc", "--older-than", "nan"], "older-than: must be"),
-        (["gc", "--all", "--older-than", "5"], "all: cannot"),
-        (["gc", "--all", "--keep-bytes", "5"], "all: cannot"),
-        (["gc", "--keep-bytes", "-5"], "keep-bytes: must be"),
-        (["gc", "--keep-bytes", "5", "--older-than", "5"], "keep-bytes: must be"),
+        (["stats", "--older-than", "-1"], "older-than: must be"),
+        (["verify", "--older-than", "nan"], "older-than: must be"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -382,5 +316,5 @@ def test_a_folder_of_another_kind_is_refused(tmp_path: Path, kind: str, capsys: 
     elif kind == "open":
         own.mkdir()
         own.chmod(0o777)
-    assert cache("ls", folder) == 2
+    assert cache("stats", folder) == 2
     assert "folder: " in capsys.readouterr().err
