@@ -20,18 +20,8 @@ from mneme.cluster.http.protocol import Body, Messages, Ttl, check_prompt, templ
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ContextLengthExceeded, InvalidRequest, PinNotFound, SessionNotFound
-from mneme.replicas.engine.commands import DropPin
-from mneme.replicas.engine.kv_commands import (
-    DropKv,
-    DropTenantKv,
-    GetTokens,
-    KvAnswer,
-    KvStats,
-    ListKvPins,
-    LookUpKv,
-    PinKv,
-    UnpinKv,
-)
+from mneme.replicas.engine import kv_commands
+from mneme.replicas.engine.commands import Query, drop_pin, session_tokens
 from mneme.replicas.engine.pins import PinKey
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -99,7 +89,8 @@ async def lookup(api: ApiState, request: Request) -> JSONResponse:
     """How much of a prompt is kept, and where; changes nothing."""
     body = validate(LookupRequest, await api.parsed(request))
     chosen = await select_sequence(api, request, body, seen=True)
-    engines, tier = await _ask_all(api, LookUpKv(chosen.salt, chosen.token_ids, in_tier=False))
+    engines = await api.client.query(kv_commands.look_up_pages(chosen.salt, chosen.token_ids))
+    tier = await ask_tier(api.client, kv_commands.look_up_kv(chosen.salt, chosen.token_ids))
     replicas = [{"replica": replica_id, **found} for replica_id, found in sorted(engines.items())]
     if tier is not None:
         chunks = tier.pop("chunks")
@@ -113,7 +104,7 @@ async def pin(api: ApiState, request: Request) -> JSONResponse:
     body = validate(PinRequest, await api.parsed(request))
     chosen = await select_sequence(api, request, body, seen=True)
     pin_id = body.pin_id or _pin_id(chosen)
-    pinned = await ask_tier(api.client, PinKv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
+    pinned = await ask_tier(api.client, kv_commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
     return JSONResponse(_tier_pin_object(pinned))
 
 
@@ -129,8 +120,8 @@ async def unpin(api: ApiState, request: Request) -> JSONResponse:
 
 async def release_pin(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Release the pin of that name wherever there is one; raises `PinNotFound`."""
-    answers = await api.client.query(DropPin(PinKey(tenant, pin_id)))
-    was_in_tier = await ask_tier(api.client, UnpinKv(kv_salt(tenant, None), pin_id))
+    answers = await api.client.query(drop_pin(PinKey(tenant, pin_id)))
+    was_in_tier = await ask_tier(api.client, kv_commands.unpin_kv(kv_salt(tenant, None), pin_id))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
@@ -138,7 +129,7 @@ async def release_pin(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]
 
 async def tier_pins(api: ApiState, tenant: str) -> list[dict[str, Any]]:
     """What the API key has pinned in the tier."""
-    pins = await ask_tier(api.client, ListKvPins(kv_salt(tenant, None)))
+    pins = await ask_tier(api.client, kv_commands.list_kv_pins(kv_salt(tenant, None)))
     return [_tier_pin_object(pin) for pin in pins or ()]
 
 
@@ -150,23 +141,26 @@ async def drop(api: ApiState, request: Request) -> JSONResponse:
     """Forget KV; what runs or is pinned on a device stays there until it is let go."""
     body = validate(DropRequest, await api.parsed(request))
     field = one_given(body, "session_id", "document", "tenant")
-    query: DropKv | DropTenantKv
     if field == "tenant":
-        query = DropTenantKv(kv_salt(request.state.tenant, None), in_tier=False)
+        salt = kv_salt(request.state.tenant, None)
+        of_engines, of_tier = kv_commands.drop_tenant_pages(salt), kv_commands.drop_tenant_kv(salt)
     elif field == "document":
-        query = await _drop_document(api, request, body)
+        of_engines, of_tier = kv_commands.settle_saves(), await _drop_document(api, request, body)
     else:
         others = ("document", "tenant")
         chosen = await select_sequence(api, request, body, seen=False, others=others)
-        query = DropKv(chosen.salt, chosen.token_ids, in_tier=False, session=chosen.session)
-    engines, tier = await _ask_all(api, query)
+        is_session = chosen.session is not None
+        of_engines = kv_commands.drop_pages(chosen.salt, chosen.token_ids, chosen.session)
+        of_tier = kv_commands.drop_kv(chosen.salt, chosen.token_ids, spares_longer=is_session)
+    engines = await api.client.query(of_engines)
+    tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
     replicas = [{"replica": replica_id, **gone} for replica_id, gone in sorted(engines.items()) if gone is not None]
     return JSONResponse({"object": "kv.deleted", "by": field, "replicas": replicas, "tier": tier})
 
 
 async def stats(api: ApiState, request: Request) -> JSONResponse:
     """Sums of all that is kept, and the caller's own share."""
-    tier = await ask_tier(api.client, KvStats(kv_salt(request.state.tenant, None), in_tier=True))
+    tier = await ask_tier(api.client, kv_commands.kv_stats(kv_salt(request.state.tenant, None)))
     replicas = [
         {"replica": each.replica_id, "pages": each.metrics.get("pages"), "host_pages": each.metrics.get("host_pages")}
         for each in await api.client.stats()
@@ -175,18 +169,12 @@ async def stats(api: ApiState, request: Request) -> JSONResponse:
     return JSONResponse({"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own})
 
 
-async def _ask_all(api: ApiState, query: LookUpKv | DropKv | DropTenantKv) -> tuple[dict[str, Any], Any]:
-    """Every replica for its own part, by replica id, and then the tier: what a replica saves meanwhile goes too."""
-    answers: dict[str, KvAnswer] = await api.client.query(query)
-    return {replica_id: answer.engine for replica_id, answer in answers.items()}, await ask_tier(api.client, query)
-
-
-async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> DropKv:
+async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> Query:
     """A document is encoded on its own, behind the model's BOS alone."""
     ids = await _encoded_text(api, "document", body.document, api.model(body.model), special=False)
     bos = api.tokenizer.bos_token_id
     sink_ids = () if bos is None else (bos,)
-    return DropKv(kv_salt(request.state.tenant, body.cache_salt), ids, in_tier=False, sink_ids=sink_ids)
+    return kv_commands.drop_kv(kv_salt(request.state.tenant, body.cache_salt), ids, sink_ids=sink_ids)
 
 
 def _pin_id(chosen: Selection) -> str:
@@ -228,10 +216,11 @@ async def select_sequence(
     assert name is not None
     key = (salt, name)
     found = await look_up_session(api.client, key)
-    answer = None if found is None else (await api.client.query(GetTokens(key, seen), replica_id=found[0]))[found[0]]
-    if answer is None or not answer.engine:
+    query = session_tokens(key, visible=seen)
+    ids = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
+    if not ids:
         raise SessionNotFound("session_id", body.session_id)
-    return Selection(field, salt, tuple(answer.engine), key)
+    return Selection(field, salt, tuple(ids), key)
 
 
 async def _encoded_text(api: ApiState, field: str, given: Any, model: ServedModel, *, special: bool) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.kv import WarmRequest, one_given, release_pin, select_prompt, tier_pins
 from mneme.cluster.http.protocol import validate
 from mneme.errors import ContextLengthExceeded, InvalidRequest, MnemeError, ReplicaUnavailable
-from mneme.replicas.engine.commands import DropPin, GetPin, ListPins, Query, WarmPrompt
+from mneme.replicas.engine import commands
+from mneme.replicas.engine.commands import Query
 from mneme.replicas.engine.pins import PinKey
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
@@ -36,7 +37,7 @@ async def warm(api: ApiState, request: Request) -> JSONResponse:
     key = PinKey(request.state.tenant, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
     try:
-        described = await _warm(api, WarmPrompt(key, salt, ids, body.ttl_s, body.pin), chosen)
+        described = await _warm(api, key, commands.warm_prompt(key, salt, ids, ttl_s=body.ttl_s, pin=body.pin), chosen)
     except ContextLengthExceeded as error:
         raise FieldNames(field, field).worded(error) from None
     for replica_id in chosen:
@@ -48,7 +49,7 @@ async def warm(api: ApiState, request: Request) -> JSONResponse:
 
 async def list_pins(api: ApiState, request: Request) -> JSONResponse:
     """What the API key has pinned, and where."""
-    answers = await api.client.query(ListPins(request.state.tenant))
+    answers = await api.client.query(commands.list_pins(request.state.tenant))
     described_by_id: dict[str, dict[str, Any]] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for replica_id, pins in answers.items():
@@ -78,7 +79,7 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
     return sorted(known, key=lambda replica_id: (in_use.get(replica_id, math.inf), replica_id))[:wanted]
 
 
-async def _warm(api: ApiState, prompt: WarmPrompt, chosen: Sequence[str]) -> dict[str, Any]:
+async def _warm(api: ApiState, key: PinKey, prompt: Query, chosen: Sequence[str]) -> dict[str, Any]:
     """Until it is done on all of them; what one refuses is let go on the others."""
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
@@ -87,9 +88,9 @@ async def _warm(api: ApiState, prompt: WarmPrompt, chosen: Sequence[str]) -> dic
             while any(one["warming"] for one in described):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-                described = await _ask(api, GetPin(prompt.key), chosen)
+                described = await _ask(api, commands.get_pin(key), chosen)
     except BaseException as error:
-        await _drop(api, prompt.key, chosen)
+        await _drop(api, key, chosen)
         if isinstance(error, TimeoutError):
             raise ReplicaUnavailable(f"the prompt was not computed within {_WARM_TIMEOUT_S:g} s") from None
         raise
@@ -118,7 +119,7 @@ def _described(answer: dict[str, Any] | BaseException, replica_id: str) -> dict[
 async def _drop(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
     async def drop(replica_id: str) -> None:
         with contextlib.suppress(MnemeError):
-            await api.client.query(DropPin(key), replica_id=replica_id)
+            await api.client.query(commands.drop_pin(key), replica_id=replica_id)
 
     await asyncio.gather(*map(drop, chosen))
 

@@ -18,7 +18,7 @@ from mneme.cluster.http.protocol import ForkRequest, validate
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
-from mneme.replicas.engine.commands import DeleteSession, ExplainPrompt, ForkSession
+from mneme.replicas.engine import commands
 from mneme.replicas.sessions.sessions import SessionKey
 
 _MAX_REQUEST_ID_CHARS = 128
@@ -34,7 +34,7 @@ async def get_session(api: ApiState, request: Request) -> JSONResponse:
 async def delete_session(api: ApiState, request: Request) -> JSONResponse:
     """Forget a conversation; a turn that is answering goes on, and is not kept."""
     key = _key(request)
-    answers = await api.client.query(DeleteSession(key))
+    answers = await api.client.query(commands.delete_session(key))
     if not any(answers.values()):
         raise SessionNotFound("session_id", _name(key))
     return JSONResponse({"id": _name(key), "object": "session.deleted", "deleted": True})
@@ -63,7 +63,7 @@ async def explain(api: ApiState, request: Request) -> JSONResponse:
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
     http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    answers = await api.client.query(ExplainPrompt(_salt(request), http_id))
+    answers = await api.client.query(commands.explain_prompt(_salt(request), http_id))
     choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
     if not choices:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
@@ -76,7 +76,9 @@ async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tupl
     for _ in range(_MAX_MOVES):
         replica_id, _known = await _find(api, key)
         with contextlib.suppress(SessionNotFound):
-            return replica_id, (await api.client.query(ForkSession(key, new_id), replica_id=replica_id))[replica_id]
+            return replica_id, (await api.client.query(commands.fork_session(key, new_id), replica_id=replica_id))[
+                replica_id
+            ]
     raise ReplicaUnavailable("the session moves from replica to replica")
 
 

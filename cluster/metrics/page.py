@@ -27,7 +27,7 @@ from mneme.cluster.metrics.families import (
 from mneme.cluster.metrics.latency import Latencies
 from mneme.cluster.serve.engine_client import EngineClient, ReplicaStats, ask_tier
 from mneme.errors import MnemeError
-from mneme.replicas.engine.kv_commands import KvStats
+from mneme.replicas.engine.kv_commands import kv_stats
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class MetricsPage:
         """What the nodes of the cache tier say, if they say it soon."""
         try:
             async with asyncio.timeout(_NODES_TIMEOUT_S):
-                figures = await ask_tier(self._client, KvStats(None, in_tier=True))
+                figures = await ask_tier(self._client, kv_stats(None))
         except (TimeoutError, MnemeError) as error:
             logger.warning("the cache tier did not say its figures: %s", type(error).__name__)
             return []

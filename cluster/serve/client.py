@@ -23,7 +23,7 @@ from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import ReplicaStats, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
-from mneme.replicas.engine.commands import DeleteSession, ForkSession, GetSession, LeaveSession, Query
+from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -36,7 +36,7 @@ MAX_LOSSES = 5  # replicas a generation may lose before it gives up
 QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
 MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
-_OF_SESSIONS = (GetSession, DeleteSession, ForkSession)
+_OF_SESSIONS = {command.name for command in (get_session, delete_session, fork_session)}
 STATS_TIMEOUT_S = 0.5
 _STOP_POLL_S = 0.05
 STATS_MAX_AGE_S = 0.5  # with the timeout: what `stats` returns is at most 1 s old
@@ -349,7 +349,7 @@ class RayEngineClient:
     async def _home_of(self, key: SessionKey) -> str | None:
         """The replica that has the session's newest copy; None: no replica knows it."""
         asked, ask = list(self._links), self._try_one if self._has_session_logs else self._query_one
-        answers = await asyncio.gather(*(ask(r, GetSession(key)) for r in asked))
+        answers = await asyncio.gather(*(ask(r, get_session(key)) for r in asked))
         found = newest(dict(zip(asked, answers, strict=True)))
         return None if found is None else found[0]
 
@@ -367,13 +367,13 @@ class RayEngineClient:
         key = (request.salt, request.session_id)
         left = self._homes.move(key, replica_id)
         if left in self._links:
-            task = asyncio.get_running_loop().create_task(self._leave(LeaveSession(key), left))
+            task = asyncio.get_running_loop().create_task(self._leave(key, left))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _leave(self, query: LeaveSession, replica_id: str) -> None:
+    async def _leave(self, key: SessionKey, replica_id: str) -> None:
         with contextlib.suppress(MnemeError):  # it expires by itself
-            await self.query(query, replica_id=replica_id)
+            await self.query(leave_session(key), replica_id=replica_id)
 
     async def _query_one(self, replica_id: str, query: Query) -> Any:
         """A session whose log cannot be read or deleted now is asked for again, as a turn is placed again."""
@@ -382,7 +382,7 @@ class RayEngineClient:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 while True:
                     answer = await self._calls.query(replica_id, query)
-                    if not isinstance(answer, ReplicaUnavailable) or not isinstance(query, _OF_SESSIONS):
+                    if not isinstance(answer, ReplicaUnavailable) or query.name not in _OF_SESSIONS:
                         break
                     await asyncio.sleep(_PAUSE_S)
         except Exception as error:

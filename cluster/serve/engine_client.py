@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import GetSession, Query
-from mneme.replicas.engine.kv_commands import KvAnswer, KvQuery
+from mneme.replicas.engine.commands import Query, get_session
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -62,17 +61,16 @@ class EngineClient(Protocol):
         ...
 
 
-async def ask_tier(client: EngineClient, query: KvQuery) -> Any:
+async def ask_tier(client: EngineClient, query: Query) -> Any:
     """Ask the cache tier through the first replica that can, as all of them share it; None: there is no tier."""
     refusal = ReplicaUnavailable("no replica is ready")
     for replica_id in client.replica_ids():
         try:
-            answers = await client.query(query._replace(in_tier=True), replica_id=replica_id)
+            answers = await client.query(query, replica_id=replica_id)
         except ReplicaUnavailable as error:
             refusal = error
         else:
-            answer: KvAnswer = answers[replica_id]
-            return answer.tier
+            return answers[replica_id]
     raise refusal
 
 
@@ -81,16 +79,16 @@ async def look_up_session(client: EngineClient, key: SessionKey) -> tuple[str, d
 
     Returns the replica that has it and what that knows of it; None: there is no such session.
     """
-    answers = await client.query(GetSession(key))
+    answers = await client.query(get_session(key))
     found = newest(answers)
     if found is None and answers:
         replica_id = next(iter(answers))
-        found = newest(await client.query(GetSession(key, restores=True), replica_id=replica_id))
+        found = newest(await client.query(get_session(key, restores=True), replica_id=replica_id))
     return found
 
 
 def newest(answers: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Choose the newest of all replicas' answers to `GetSession`, with its replica; None: nobody knows it.
+    """Choose the newest of all replicas' answers to `get_session`, with its replica; None: nobody knows it.
 
     Where there are durable logs, their versions tell; else the session is where it was used last.
     """

@@ -26,7 +26,7 @@ from mneme.cluster.tenancy import tenants
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded
 from mneme.replicas.engine.commands import Query
-from mneme.replicas.engine.kv_commands import KvQuery
+from mneme.replicas.engine.kv_commands import KV_COMMANDS
 from mneme.replicas.request import GenerationRequest, StepMessage
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ReplicaServer:
         Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
         """
         self._check(replica_id)
-        if not isinstance(query, KvQuery):
+        if query.name not in KV_COMMANDS:
             return await asyncio.to_thread(self._engine.query, query)
         if self._num_kv_queries >= _MAX_KV_QUERIES:
             return Overloaded("too many questions about KV at once")

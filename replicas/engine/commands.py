@@ -1,130 +1,162 @@
-"""Questions about sessions and prompts that an engine answers between two steps: plain values, as requests are.
+"""What may be asked of an engine about its sessions and prompts, as one table of functions (`COMMANDS`).
 
-    GetSession      -> what is known of it, or None
-    DeleteSession   -> whether there was one
-    LeaveSession    -> whether there was one; it goes on on another replica
-    ForkSession     -> what is known of the new one
-    ExplainPrompt   -> a list of explanations, empty if the request is not remembered
-    WarmPrompt      -> what `GetPin` answers; the prompt is being computed
-    GetPin          -> how far it is, or None
-    ListPins        -> a tenant's
-    DropPin         -> whether there was one
+A command is a function of an engine and its own arguments that runs on the thread that asks. It says itself what of it
+runs on the engine's thread (`AskedEngine.between_steps`), and gives plain values. A call makes the `Query` that goes
+over the wire: `await client.query(get_session(key))`. `engine/kv_commands.py` has those about KV that is kept.
 
-`engine/kv_commands.py` has those about KV that is kept.
 Policy only: no tensors.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.engine.kv_commands import KvQuery
+from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.pins import PinKey
-from mneme.replicas.forest.nodes import Resident
-from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import resident_of
 from mneme.replicas.sessions.sessions import SessionKey
-from mneme.replicas.sessions.token_log import TokenLog
 
 if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
+    from mneme.replicas.engine.kv_commands import KvTier
+    from mneme.replicas.sessions.journal import DurableSessions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class GetSession(NamedTuple):
-    key: SessionKey
-    restores: bool = False  # from its durable log, where nothing newer is known of it
+class AskedEngine(Protocol):
+    """An engine as commands see it: `EngineLoop`."""
+
+    durable: DurableSessions | None
+    kv_tier: KvTier | None
+
+    def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
+        """What the question gives on the engine's thread; raises what it raises, or `ReplicaUnavailable`.
+
+        recalled  sessions that are looked up in their durable logs before, where nothing newer is known of them
+        """
+        ...
 
 
-class LeaveSession(NamedTuple):
-    key: SessionKey
+class Query(NamedTuple):
+    """A command and its arguments, as plain values."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-class DeleteSession(NamedTuple):
-    key: SessionKey
+class Command(Generic[P]):
+    """Makes a function a command: `answer` runs it, a call gives its query."""
+
+    def __init__(self, answer: Callable[Concatenate[AskedEngine, P], Any]) -> None:
+        self.answer, self.name, self.__doc__ = answer, answer.__name__, answer.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Query:
+        return Query(self.name, args, kwargs)
 
 
-class ForkSession(NamedTuple):
-    key: SessionKey
-    new_id: str  # namespaced, like all session ids here
+@Command
+def get_session(asked: AskedEngine, key: SessionKey, restores: bool = False) -> Any:
+    """What is known of a session, or None; `restores`: from its durable log, where nothing newer is known of it."""
+    return asked.between_steps(lambda engine: _describe(engine, key), (key,) if restores else ())
 
 
-class ExplainPrompt(NamedTuple):
-    salt: str
-    http_id: str
-
-
-class WarmPrompt(NamedTuple):
-    key: PinKey
-    salt: str
-    token_ids: tuple[int, ...]
-    ttl_s: float | None
-    pin: bool  # False: computed only
-
-
-class GetPin(NamedTuple):
-    key: PinKey
-
-
-class ListPins(NamedTuple):
-    tenant: str
-
-
-class DropPin(NamedTuple):
-    key: PinKey
-
-
-EngineQuery = (
-    GetSession | DeleteSession | LeaveSession | ForkSession | ExplainPrompt | WarmPrompt | GetPin | ListPins | DropPin
-)
-Query = EngineQuery | KvQuery
-
-
-def sessions_to_restore(query: EngineQuery) -> tuple[SessionKey, ...]:
-    """Whose durable logs are to be looked at before the query is answered."""
-    match query:
-        case GetSession(key, True):
-            return (key,)
-        case ForkSession(key, new_id):
-            return (key, (key[0], new_id))
-        case _:
-            return ()
-
-
-def was_there(query: EngineQuery, found: Any, durable: DurableSessions | None) -> Any:
-    """What is answered, once durable logs have heard of it too; raises `ReplicaUnavailable` if that takes too long."""
-    if not isinstance(query, DeleteSession) or durable is None or isinstance(found, MnemeError):
-        return found
+@Command
+def delete_session(asked: AskedEngine, key: SessionKey) -> Any:
+    """Whether there was one, here or in a durable log; raises `ReplicaUnavailable` if the log takes too long."""
+    found = asked.between_steps(lambda engine: engine.sessions.delete(key))
     try:
-        return durable.delete(query.key) or found
+        return (asked.durable is not None and asked.durable.delete(key)) or found
     except OSError as error:
         raise ReplicaUnavailable("the session's log could not be deleted in time") from error
 
 
-def answer(engine: Engine, query: EngineQuery) -> Any:
-    """Called on the engine's thread; raises `SessionNotFound`, `InvalidRequest`, or a `TryAgainLater`."""
-    match query:
-        case GetSession(key):
-            return _describe(engine, key)
-        case DeleteSession(key):
-            return engine.sessions.delete(key)
-        case LeaveSession(key):
-            return engine.sessions.delete(key, is_elsewhere=True)
-        case ForkSession(key, new_id):
-            new_key = (key[0], new_id)
-            engine.fork(key, new_key)
-            return _describe(engine, new_key)
-        case ExplainPrompt(salt, http_id):
-            return engine.explanations.of(salt, http_id)
-        case WarmPrompt(key=pin_key, salt=salt):
-            engine.pins.warm(pin_key, salt, query.token_ids, ttl_s=query.ttl_s, keeps=query.pin)
-            return engine.pins.describe(pin_key)
-        case GetPin(pin_key):
-            return engine.pins.describe(pin_key)
-        case ListPins(tenant):
-            return engine.pins.of_tenant(tenant)
-        case DropPin(pin_key):
-            return engine.pins.drop(pin_key)
+@Command
+def leave_session(asked: AskedEngine, key: SessionKey) -> Any:
+    """Whether there was one; it goes on on another replica, with its durable log."""
+    return asked.between_steps(lambda engine: engine.sessions.delete(key, is_elsewhere=True))
+
+
+@Command
+def fork_session(asked: AskedEngine, key: SessionKey, new_id: str) -> Any:
+    """What is known of the new session; `new_id` is namespaced, like all session ids here. Raises `SessionNotFound`."""
+    new_key = (key[0], new_id)
+
+    def fork(engine: Engine) -> Any:
+        engine.fork(key, new_key)
+        return _describe(engine, new_key)
+
+    return asked.between_steps(fork, (key, new_key))
+
+
+@Command
+def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any:
+    """Token ids of a session, or None: `visible` what its next turn would look for, else all that was said."""
+
+    def tokens(engine: Engine) -> Any:
+        log = engine.sessions.get(key)
+        if log is None:
+            return None
+        return tuple(log.seen.ids if visible and log.seen is not None else log.ids)
+
+    return asked.between_steps(tokens)
+
+
+@Command
+def explain_prompt(asked: AskedEngine, salt: str, http_id: str) -> Any:
+    """A list of explanations, empty if the request is not remembered."""
+    return asked.between_steps(lambda engine: engine.explanations.of(salt, http_id))
+
+
+@Command
+def warm_prompt(
+    asked: AskedEngine, key: PinKey, salt: str, token_ids: tuple[int, ...], *, ttl_s: float | None, pin: bool
+) -> Any:
+    """Begin to compute a prompt, to be pinned then (`pin`); answers as `get_pin` does."""
+
+    def warm(engine: Engine) -> Any:
+        engine.pins.warm(key, salt, token_ids, ttl_s=ttl_s, keeps=pin)
+        return engine.pins.describe(key)
+
+    return asked.between_steps(warm)
+
+
+@Command
+def get_pin(asked: AskedEngine, key: PinKey) -> Any:
+    """How far a prompt is that is warmed or pinned, or None."""
+    return asked.between_steps(lambda engine: engine.pins.describe(key))
+
+
+@Command
+def list_pins(asked: AskedEngine, tenant: str) -> Any:
+    """What a tenant has pinned, or is about to have."""
+    return asked.between_steps(lambda engine: engine.pins.of_tenant(tenant))
+
+
+@Command
+def drop_pin(asked: AskedEngine, key: PinKey) -> Any:
+    """Whether there was one."""
+    return asked.between_steps(lambda engine: engine.pins.drop(key))
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    command.name: command
+    for command in (
+        get_session,
+        delete_session,
+        leave_session,
+        fork_session,
+        session_tokens,
+        explain_prompt,
+        warm_prompt,
+        get_pin,
+        list_pins,
+        drop_pin,
+    )
+}
 
 
 def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
@@ -135,6 +167,9 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
     running = engine.turn_so_far(key)
     ids, seen = (log.ids, log.seen) if running is None else (running[0].ids, running[0].seen)
     num_seen = len(ids) if seen is None else len(seen.ids)
+    resident = resident_of(engine.forest, key[0], ids, seen)
+    absent = num_seen - resident.device - resident.host  # from this replica: `look_up_kv` asks the cache tier
+    hits = [{"prompt_tokens": prompt, "cached_tokens": cached} for prompt, cached in log.hit_history()]
     return {
         "version": log.version,
         "tokens": len(ids),
@@ -144,15 +179,6 @@ def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
         "queued": 0 if log.running is None else len(log.running.queue),
         "idle_s": sessions.idle_s(log),
         "expires_in_s": sessions.expires_in_s(log),
-        "kv": _in_memory(resident_of(engine.forest, key[0], ids, seen), num_seen),
-        "hit_history": _hits(log),
+        "kv": {**resident._asdict(), "absent": absent},
+        "hit_history": hits,
     }
-
-
-def _in_memory(resident: Resident, num_tokens: int) -> dict[str, int]:
-    """Of this replica; what is absent there the cache tier may have, which `LookUpKv` asks."""
-    return {"device": resident.device, "host": resident.host, "absent": num_tokens - resident.device - resident.host}
-
-
-def _hits(log: TokenLog) -> list[dict[str, int]]:
-    return [{"prompt_tokens": prompt, "cached_tokens": cached} for prompt, cached in log.hit_history()]

@@ -1,15 +1,11 @@
-"""Questions about KV that is kept: in an engine's own pages, and in the cache tier behind it; plain values.
+"""What may be asked of an engine about KV that is kept: in its own pages, and in the cache tier behind it.
 
-    LookUpKv     -> what is kept of a sequence, and where; changes nothing
-    PinKv        -> what the tier keeps of it until the pin is over
-    UnpinKv      -> whether there was such a pin
-    ListKvPins   -> a tenant's
-    DropKv       -> what went: a prompt with all that begins with it, a session's own, or a document
-    DropTenantKv -> likewise, all of a tenant, and its sessions with their logs
-    KvStats      -> figures of the tier, and the tenant's own
+Commands as in `engine/commands.py`. Those about pages run between two steps; those about the tier, which may take
+milliseconds, on the thread that asks, and answer None where there is no tier. Of several replicas one is asked for the
+tier's, as they share it. A deletion asks all for their pages first (`drop_pages`, `drop_tenant_pages`, `settle_saves`),
+then one for the tier's chunks: nothing that a request saves meanwhile comes into the tier behind it.
 
-The engine's part is answered between two steps; the tier's, which may take milliseconds, on the thread that asks.
-Of several replicas one is asked for the tier's (`in_tier`), as they share it. Policy only: no tensors.
+Policy only: no tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +13,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mneme.cachetier.admin import Administered, CacheAdmin, PinName
+from mneme.cachetier.admin import (
+    Administered,
+    Amount,
+    CacheAdmin,
+    FoundChunk,
+    PinName,
+    PinnedPrefix,
+    leading,
+    num_leading_tokens,
+)
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
 from mneme.cachetier.store import ChainQuery
-from mneme.errors import KvNotFound, MnemeError, NoCacheTier, ReplicaUnavailable
-from mneme.replicas.engine.kv_shown import shown_amount, shown_lookup, shown_pin
+from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
+from mneme.replicas.engine.commands import AskedEngine, Command
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.session_pages import delete_pages
 from mneme.replicas.sessions.sessions import SessionKey, session_key
@@ -32,66 +37,8 @@ from mneme.replicas.sessions.sessions import SessionKey, session_key
 if TYPE_CHECKING:
     from mneme.replicas.connector.connector import ChunkCache
     from mneme.replicas.engine.engine import Engine
-    from mneme.replicas.sessions.journal import DurableSessions
-
 
 _SETTLE_S = 5.0
-
-
-class LookUpKv(NamedTuple):
-    salt: str
-    token_ids: tuple[int, ...]
-    in_tier: bool
-
-
-class PinKv(NamedTuple):
-    salt: str
-    pin_id: str
-    token_ids: tuple[int, ...]
-    ttl_s: float | None
-    in_tier: bool = True
-
-
-class UnpinKv(NamedTuple):
-    salt: str
-    pin_id: str
-    in_tier: bool = True
-
-
-class ListKvPins(NamedTuple):
-    salt: str
-    in_tier: bool = True
-
-
-class DropKv(NamedTuple):
-    """`session`: only what is its own goes; `sink_ids`: the tokens are a document's, encoded behind these."""
-
-    salt: str
-    token_ids: tuple[int, ...]
-    in_tier: bool
-    session: SessionKey | None = None
-    sink_ids: tuple[int, ...] | None = None
-
-
-class DropTenantKv(NamedTuple):
-    salt: str
-    in_tier: bool
-
-
-class KvStats(NamedTuple):
-    salt: str | None  # None: figures of the tier alone
-    in_tier: bool
-
-
-class GetTokens(NamedTuple):
-    """Of a session, or None: `seen` what its next turn would look for, else all that was said."""
-
-    key: SessionKey
-    seen: bool
-    in_tier: bool = False
-
-
-KvQuery = LookUpKv | PinKv | UnpinKv | ListKvPins | DropKv | DropTenantKv | KvStats | GetTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,105 +48,171 @@ class KvTier:
     admin: CacheAdmin
     fingerprint: ModelFingerprint
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
-    durable: DurableSessions | None = None
     settle_saves: Callable[[float], bool] = lambda _timeout_s: True
 
+    def chain(self, salt: str, ids: Sequence[int], lineage: Lineage | None = None) -> ChainQuery:
+        """The chunks of these tokens under a tenant's salt, as a prompt begins unless another lineage is given."""
+        lineage = lineage or prefix_lineage(self.fingerprint, salt)
+        return ChainQuery.of(lineage, self.fingerprint.digest, ids, self.fingerprint.layout.chunk_tokens)
 
-def kv_tier_of(chunks: ChunkCache | None, durable: DurableSessions | None) -> KvTier | None:
-    """Of an engine, if its store can be managed."""
+
+def kv_tier_of(chunks: ChunkCache | None) -> KvTier | None:
+    """The tier of an engine, if its store can be managed."""
     if chunks is None or not isinstance(chunks.store, Administered):
         return None
     return KvTier(
         admin=chunks.store.admin,
         fingerprint=chunks.fingerprint,
         tenant_bytes=chunks.config.tenant_bytes,
-        durable=durable,
         settle_saves=chunks.settle_saves,
     )
 
 
-class KvAnswer(NamedTuple):
-    engine: Any  # the engine's own part
-    tier: Any  # None: not asked, or there is none
+@Command
+def look_up_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
+    """Tokens of a sequence that the engine's device and host have; changes nothing."""
+    return asked.between_steps(lambda engine: engine.forest.resident(salt, token_ids)._asdict())
 
 
-def answer_kv(query: KvQuery, ask_engine: Callable[[KvQuery], Any], tier: KvTier | None) -> KvAnswer | MnemeError:
-    """Both parts. Blocks; `ask_engine` gives `engine_part` on the engine's thread, or an error.
+@Command
+def look_up_kv(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
+    """What the tier has of a sequence, and where; changes nothing."""
+    if asked.kv_tier is None:
+        return None
+    chain = asked.kv_tier.chain(salt, token_ids)
+    return _shown_lookup(asked.kv_tier.admin.lookup(chain), chain)
 
-    Raises `KvNotFound`, `CachePinRefused`, `NoCacheTier` or `ReplicaUnavailable`.
-    """
-    own = ask_engine(query)
-    if isinstance(own, MnemeError):
-        return own
-    if tier is None and isinstance(query, PinKv):
+
+@Command
+def pin_kv(asked: AskedEngine, salt: str, pin_id: str, token_ids: tuple[int, ...], ttl_s: float | None) -> Any:
+    """Keep what the tier has of a sequence; raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`."""
+    if asked.kv_tier is None:
         raise NoCacheTier
-    if tier is not None and isinstance(query, DropKv | DropTenantKv) and not tier.settle_saves(_SETTLE_S):
+    pin = asked.kv_tier.admin.pin(PinName(owner_of(salt), pin_id), asked.kv_tier.chain(salt, token_ids), ttl_s)
+    if pin is None:
+        raise KvNotFound("prompt", len(token_ids), "the cache tier has nothing of it; compute it first")
+    return _shown_pin(pin)
+
+
+@Command
+def unpin_kv(asked: AskedEngine, salt: str, pin_id: str) -> Any:
+    """Whether there was such a pin."""
+    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(PinName(owner_of(salt), pin_id))
+
+
+@Command
+def list_kv_pins(asked: AskedEngine, salt: str) -> Any:
+    """A tenant's pins in the tier."""
+    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(owner_of(salt))]
+
+
+@Command
+def drop_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...], session: SessionKey | None = None) -> Any:
+    """Forget a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
+
+    def drop(engine: Engine) -> None:
+        if session is None:
+            _save_no_more(engine, lambda s: s.request.salt == salt and tuple(s.context[: len(token_ids)]) == token_ids)
+            engine.forest.drop_prefix(salt, token_ids)
+            return
+        _save_no_more(engine, lambda sequence: session_key(sequence.request) == session)
+        log = engine.sessions.get(session)
+        if log is not None:
+            delete_pages(engine.forest, log)
+
+    dropped = asked.between_steps(lambda engine: _dropped_pages(engine, drop))
+    _settle(asked)
+    return dropped
+
+
+@Command
+def drop_tenant_pages(asked: AskedEngine, salt: str) -> Any:
+    """Forget all pages and sessions of a tenant; a session that answers is forgotten when it has."""
+    tenant = tenant_of(salt)
+
+    def drop(engine: Engine) -> None:
+        _save_no_more(engine, lambda sequence: tenant_of(sequence.request.salt) == tenant)
+        engine.sessions.delete_salts(lambda other: tenant_of(other) == tenant)
+        engine.forest.drop_salts(lambda other: tenant_of(other) == tenant)
+
+    dropped = asked.between_steps(lambda engine: _dropped_pages(engine, drop))
+    _settle(asked)
+    return dropped
+
+
+@Command
+def settle_saves(asked: AskedEngine) -> Any:
+    """Wait until what is being saved is in the tier."""
+    _settle(asked)
+
+
+@Command
+def drop_kv(
+    asked: AskedEngine,
+    salt: str,
+    token_ids: tuple[int, ...],
+    *,
+    spares_longer: bool = False,
+    sink_ids: tuple[int, ...] | None = None,
+) -> Any:
+    """Delete the tier's chunks of a sequence, with all that begins with it unless `spares_longer`.
+
+    sink_ids  the tokens are a document's, encoded behind these
+    """
+    tier = asked.kv_tier
+    if tier is None:
+        return None
+    lineage = None if sink_ids is None else document_lineage(tier.fingerprint, salt, sink_ids)
+    return _shown_amount(tier.admin.delete(tier.chain(salt, token_ids, lineage), spares_longer=spares_longer))
+
+
+@Command
+def drop_tenant_kv(asked: AskedEngine, salt: str) -> Any:
+    """Delete all that a tenant has in the tier; its logs first: a session read from one would be saved again."""
+    if asked.kv_tier is None:
+        return None
+    try:
+        num_logs = 0 if asked.durable is None else asked.durable.delete_owned(owner_of(salt))
+    except OSError as error:
+        raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
+    return {**_shown_amount(asked.kv_tier.admin.delete_owned(owner_of(salt))), "session_logs": num_logs}
+
+
+@Command
+def kv_stats(asked: AskedEngine, salt: str | None) -> Any:
+    """Totals over all tenants, and the caller's own share; None: totals alone."""
+    if asked.kv_tier is None:
+        return None
+    owner = None if salt is None else owner_of(salt)
+    nodes, own = [], Counter[str]()
+    for node in asked.kv_tier.admin.stats():
+        owners = node.pop("owners", {})
+        own.update({} if owner is None else owners.get(owner.hex(), {}))
+        nodes.append(node)
+    return {"nodes": nodes, "tenant": None if owner is None else _tenant(asked.kv_tier, owner, own)}
+
+
+KV_COMMANDS: dict[str, Command[Any]] = {
+    command.name: command
+    for command in (
+        look_up_pages,
+        look_up_kv,
+        pin_kv,
+        unpin_kv,
+        list_kv_pins,
+        drop_pages,
+        drop_tenant_pages,
+        settle_saves,
+        drop_kv,
+        drop_tenant_kv,
+        kv_stats,
+    )
+}
+
+
+def _settle(asked: AskedEngine) -> None:
+    if asked.kv_tier is not None and not asked.kv_tier.settle_saves(_SETTLE_S):
         raise ReplicaUnavailable("what is being saved takes long, and would come after the deletion; try again")
-    return KvAnswer(own, tier_part(query, tier) if tier is not None and query.in_tier else None)
-
-
-def engine_part(engine: Engine, query: KvQuery) -> Any:
-    """Called on the engine's thread."""
-    match query:
-        case LookUpKv(salt, ids):
-            return engine.forest.resident(salt, ids)._asdict()
-        case DropKv(sink_ids=None):
-            return _dropped_pages(engine, lambda: _drop(engine, query))
-        case DropTenantKv(salt):
-            tenant = tenant_of(salt)
-            return _dropped_pages(engine, lambda: _drop_salts(engine, lambda other: tenant_of(other) == tenant))
-        case GetTokens(key, seen):
-            log = engine.sessions.get(key)
-            if log is None:
-                return None
-            return tuple(log.seen.ids if seen and log.seen is not None else log.ids)
-    return None
-
-
-def tier_part(query: KvQuery, tier: KvTier) -> Any:
-    """Called on any thread."""
-    match query:
-        case LookUpKv(salt, ids):
-            chain = _chain(tier, prefix_lineage(tier.fingerprint, salt), ids)
-            return shown_lookup(tier.admin.lookup(chain), chain)
-        case PinKv(salt, pin_id):
-            return _pin(tier, query, PinName(owner_of(salt), pin_id))
-        case UnpinKv(salt, pin_id):
-            return tier.admin.unpin(PinName(owner_of(salt), pin_id))
-        case ListKvPins(salt):
-            return [shown_pin(pin) for pin in tier.admin.pins(owner_of(salt))]
-        case DropKv(salt, ids):
-            lineage = _lineage(tier, query)
-            dropped = tier.admin.delete(_chain(tier, lineage, ids), spares_longer=query.session is not None)
-            return shown_amount(dropped)
-        case DropTenantKv(salt):
-            return _drop_owned(tier, owner_of(salt))
-        case KvStats(salt):
-            return _stats(tier, None if salt is None else owner_of(salt))
-    return None
-
-
-def _drop(engine: Engine, query: DropKv) -> None:
-    if query.session is None:
-        _save_no_more(engine, lambda sequence: _begins_with(sequence, query))
-        engine.forest.drop_prefix(query.salt, query.token_ids)
-        return
-    _save_no_more(engine, lambda sequence: session_key(sequence.request) == query.session)
-    log = engine.sessions.get(query.session)
-    if log is not None:
-        delete_pages(engine.forest, log)
-
-
-def _drop_salts(engine: Engine, is_meant: Callable[[str], bool]) -> None:
-    """A session that answers is forgotten when it has."""
-    _save_no_more(engine, lambda sequence: is_meant(sequence.request.salt))
-    engine.sessions.delete_salts(is_meant)
-    engine.forest.drop_salts(is_meant)
-
-
-def _begins_with(sequence: RunningSequence, query: DropKv) -> bool:
-    ids = query.token_ids
-    return sequence.request.salt == query.salt and tuple(sequence.context[: len(ids)]) == ids
 
 
 def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -> None:
@@ -209,49 +222,12 @@ def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -
             sequence.chain = None
 
 
-def _drop_owned(tier: KvTier, owner: bytes) -> dict[str, int]:
-    """Logs first: a session that is read from one would be saved again."""
-    try:
-        num_logs = 0 if tier.durable is None else tier.durable.delete_owned(owner)
-    except OSError as error:
-        raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
-    return {**shown_amount(tier.admin.delete_owned(owner)), "session_logs": num_logs}
-
-
-def _dropped_pages(engine: Engine, drop: Callable[[], None]) -> dict[str, int]:
+def _dropped_pages(engine: Engine, drop: Callable[[Engine], None]) -> dict[str, int]:
     """Pages that are free now and were not."""
     device, host = engine.forest.device, engine.forest.host
     before = len(device.free), len(host.free)
-    drop()
+    drop(engine)
     return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
-
-
-def _lineage(tier: KvTier, query: DropKv) -> Lineage:
-    if query.sink_ids is None:
-        return prefix_lineage(tier.fingerprint, query.salt)
-    return document_lineage(tier.fingerprint, query.salt, query.sink_ids)
-
-
-def _chain(tier: KvTier, lineage: Lineage, ids: Sequence[int]) -> ChainQuery:
-    return ChainQuery.of(lineage, tier.fingerprint.digest, ids, tier.fingerprint.layout.chunk_tokens)
-
-
-def _pin(tier: KvTier, query: PinKv, name: PinName) -> dict[str, Any]:
-    chain = _chain(tier, prefix_lineage(tier.fingerprint, query.salt), query.token_ids)
-    pin = tier.admin.pin(name, chain, query.ttl_s)
-    if pin is None:
-        raise KvNotFound("prompt", len(query.token_ids), "the cache tier has nothing of it; compute it first")
-    return shown_pin(pin)
-
-
-def _stats(tier: KvTier, owner: bytes | None) -> dict[str, Any]:
-    """Of all tenants sums alone; what is kept by tenant is the owner's own here."""
-    nodes, own = [], Counter[str]()
-    for node in tier.admin.stats():
-        owners = node.pop("owners", {})
-        own.update({} if owner is None else owners.get(owner.hex(), {}))
-        nodes.append(node)
-    return {"nodes": nodes, "tenant": None if owner is None else _tenant(tier, owner, own)}
 
 
 def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any]:
@@ -260,5 +236,54 @@ def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any
         "host_bytes": own["host"],
         "disk_bytes": own["disk"],
         "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-        "pins": [shown_pin(pin) for pin in tier.admin.pins(owner)],
+        "pins": [_shown_pin(pin) for pin in tier.admin.pins(owner)],
     }
+
+
+def _shown_lookup(found: Sequence[FoundChunk], query: ChainQuery) -> dict[str, Any]:
+    """Leading tokens by where they are; one that is in several places counts in each."""
+    run = leading(found, query.chunk_tokens)
+    nodes: dict[str, Counter[str]] = {}
+    for each in run:
+        nodes.setdefault(each.node, Counter())[each.tier] += each.num_tokens
+    return {
+        "tokens": num_leading_tokens(run),
+        **_by_kind(run),
+        "nodes": [{"node": node, "host": sums["host"], "disk": sums["disk"]} for node, sums in sorted(nodes.items())],
+        "chunks": [_chunk_shown(each, query) for each in run],
+    }
+
+
+def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
+    """Tokens in this node's memory, on its disk, and on other nodes alone."""
+    sums: dict[str, int] = {}
+    near = {each.place for each in run if each.is_near}
+    for tier in ("host", "disk"):
+        sums[tier] = sum(each.num_tokens for each in run if each.is_near and each.tier == tier)
+    far = {each.place: each.num_tokens for each in run if each.place not in near}
+    return sums | {"peer": sum(far.values())}
+
+
+def _chunk_shown(each: FoundChunk, query: ChainQuery) -> dict[str, Any]:
+    start = each.place * query.chunk_tokens
+    return {
+        "start": start,
+        "tokens": each.num_tokens,
+        "bytes": each.num_bytes,
+        "tier": each.tier,
+        "node": each.node,
+    }
+
+
+def _shown_pin(pin: PinnedPrefix) -> dict[str, Any]:
+    return {
+        "id": pin.pin_id,
+        "num_tokens": pin.num_tokens,
+        "num_chunks": pin.amount.num_chunks,
+        "num_bytes": pin.amount.num_bytes,
+        "expires_in_s": pin.expires_in_s,
+    }
+
+
+def _shown_amount(amount: Amount) -> dict[str, int]:
+    return {"chunks": amount.num_chunks, "bytes": amount.num_bytes}

@@ -19,21 +19,23 @@ from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.connector.workers import Workers
-from mneme.replicas.engine.commands import EngineQuery, Query, answer, sessions_to_restore, was_there
+from mneme.replicas.engine.commands import COMMANDS, Query
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part, kv_tier_of
+from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier, kv_tier_of
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.stats import beside_steps
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thread still lives
 _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
 _END_S = 1.0  # what its thread has left to do then
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
+
+_COMMANDS = COMMANDS | KV_COMMANDS
 
 T = TypeVar("T")
 
@@ -44,7 +46,8 @@ class EngineLoop:
     def __init__(self, engine: Engine, thread: Workers | None = None) -> None:
         """`thread` is the one that made the engine; None: another one steps it."""
         self.engine = engine
-        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks, engine.durable)
+        self.durable = engine.durable
+        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks)
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
         if engine.chunks is not None:
@@ -94,19 +97,28 @@ class EngineLoop:
         self._post(lambda: self._abort(request_ids))
 
     def query(self, query: Query) -> Any:
-        """What the engine says between two steps (`engine/commands.py`); an error it raises is returned.
+        """What a command answers (`engine/commands.py`); an error that it raises is returned.
 
-        What the cache tier says of KV is asked on the caller's thread: it may take milliseconds.
+        It runs on the caller's thread: what the cache tier says of KV may take milliseconds.
         """
-        if not isinstance(query, KvQuery):
-            recalled = self._recall(sessions_to_restore(query))
-            found = self._ask(lambda: self._answered(query, lambda: self._answer(query, recalled)))
-            return self._answered(query, lambda: was_there(query, found, self.engine.durable))
+        try:
+            return _COMMANDS[query.name].answer(self, *query.args, **query.kwargs)
+        except MnemeError as error:
+            return error
+        except Exception:  # a question may fail, the engine may not
+            logger.exception("query failed query=%s", query.name)
+            return MnemeError("the engine could not answer")
 
-        def ask_engine(query: KvQuery) -> Any:
-            return self._ask(lambda: self._answered(query, lambda: engine_part(self.engine, query)))
+    def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
+        """See `AskedEngine.between_steps`."""
+        found = self._recall(recalled)
 
-        return self._answered(query, lambda: answer_kv(query, ask_engine, self.kv_tier))
+        def ask() -> T:
+            if take_over(self.engine.sessions, found):
+                raise ReplicaUnavailable("the session's log cannot be read now")
+            return question(self.engine)
+
+        return self._ask(ask)
 
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         """Send this subscriber's events to `deliver`, which is called on the engine's thread and must not block."""
@@ -121,9 +133,16 @@ class EngineLoop:
         return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What `question` (it must not raise) gives on the engine's thread; `ReplicaUnavailable` if that has ended."""
+        """What `question` gives or raises on the engine's thread; `ReplicaUnavailable` if that has ended."""
         future: Future[T] = Future()
-        posted = self._post(lambda: future.set_result(question()))
+
+        def answer() -> None:
+            try:
+                future.set_result(question())
+            except BaseException as error:  # the asker has it
+                future.set_exception(error)
+
+        posted = self._post(answer)
         while posted and (future.done() or (self._is_running and not self._has_ended.is_set())):
             try:
                 return future.result(timeout=_ALIVE_CHECK_S)
@@ -147,7 +166,7 @@ class EngineLoop:
         try:
             self._serve()
         except Exception:
-            log.exception("the engine's thread ends; this replica must be replaced")
+            logger.exception("the engine's thread ends; this replica must be replaced")
         finally:
             with self._condition:
                 self._stopping = True
@@ -188,7 +207,7 @@ class EngineLoop:
             try:
                 command()
             except Exception:  # the thread must outlive any command
-                log.exception("a command failed")
+                logger.exception("a command failed")
         return not stopping
 
     def _step(self) -> list[TokenEvent]:
@@ -196,14 +215,14 @@ class EngineLoop:
         try:
             return self.engine.step()
         except Exception:  # the edge of the engine: no request may be left without an answer
-            log.exception("step failed requests=%s", list(self._subscriber_by_request))
+            logger.exception("step failed requests=%s", list(self._subscriber_by_request))
             return self.engine.fail_all("the engine failed; the request was not completed")
         finally:
             self._step_s = time.perf_counter() - started_s
 
     def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
         """What is written of these sessions and not known to the engine, which goes on with its steps meanwhile."""
-        durable, sessions = self.engine.durable, [key for key in keys if key is not None]
+        durable, sessions = self.durable, [key for key in keys if key is not None]
         return [] if durable is None or not sessions else durable.recall(sessions, self.engine.sessions.version_of)
 
     def _submit_all(self, requests: Sequence[GenerationRequest], recalled: list[Recalled]) -> list[MnemeError | None]:
@@ -220,26 +239,12 @@ class EngineLoop:
         except MnemeError as error:
             return error
         except Exception:  # a request may fail, the engine may not
-            log.exception("submit failed request_id=%s", request.request_id)
+            logger.exception("submit failed request_id=%s", request.request_id)
             return MnemeError("the engine could not take the request")
         self._subscriber_by_request[request.request_id] = request.subscriber
         if request.session_id is not None:
             self._of_sessions.add(request.request_id)
         return None
-
-    def _answer(self, query: EngineQuery, recalled: list[Recalled]) -> Any:
-        if take_over(self.engine.sessions, recalled):
-            raise ReplicaUnavailable("the session's log cannot be read now")
-        return answer(self.engine, query)
-
-    def _answered(self, query: Query, give: Callable[[], Any]) -> Any:
-        try:
-            return give()
-        except MnemeError as error:
-            return error
-        except Exception:  # a question may fail, the engine may not
-            log.exception("query failed query=%s", type(query).__name__)
-            return MnemeError("the engine could not answer")
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Send what happened; that a session's turn has ended, once its log has it."""

@@ -12,9 +12,9 @@ from mneme.cluster.serve.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
-from mneme.replicas.engine.commands import DeleteSession, DropPin, GetSession, Query, answer
+from mneme.replicas.engine.commands import Query
 from mneme.replicas.engine.decoding import said_to_client
-from mneme.replicas.engine.kv_commands import KvQuery, KvTier, answer_kv, engine_part
+from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier
 from mneme.replicas.engine.output import Explanations
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
@@ -24,6 +24,7 @@ from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from tests.replicas.asked import answer
 
 SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."
 TOTAL_PAGES = 1000
@@ -123,20 +124,16 @@ class FakeEngineClient:
         """Replica "b" has all sessions; "a" knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
-        if isinstance(query, KvQuery):
+        if query.name in KV_COMMANDS:
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
-        nothing = {GetSession: None, DeleteSession: False, DropPin: False}.get(type(query), [])
+        nothing = {"get_session": None, "delete_session": False, "drop_pin": False}.get(query.name, [])
         return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
 
-    def _answer_kv(self, query: KvQuery, replica_id: str | None) -> dict[str, Any]:
+    def _answer_kv(self, query: Query, replica_id: str | None) -> dict[str, Any]:
         """Both replicas ask the same tier; only "b" has pages."""
-
-        def ask(query: KvQuery) -> Any:
-            return engine_part(self, query)  # type: ignore[arg-type]
-
-        known = answer_kv(query, ask, self.kv_tier)
-        other = answer_kv(query, lambda _query: None, self.kv_tier)
+        known = answer(self, query, self.kv_tier)  # type: ignore[arg-type]
+        other = None if query.name in ("look_up_pages", "drop_pages", "drop_tenant_pages") else known
         return {name: each for name, each in (("a", other), ("b", known)) if replica_id in (None, name)}
 
     def replica_ids(self) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mneme.errors import InvalidRequest, MnemeError, Overloaded, SessionNotFound
-from mneme.replicas.engine.commands import DeleteSession, GetSession, LeaveSession, Query
+from mneme.replicas.engine.commands import Query
 from mneme.replicas.request import GenerationRequest, PromptUsage, StepMessage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -102,11 +102,11 @@ class FakeEngineLoop:
             self.queries.append(query)
             if self.refusals:
                 return self.refusals.pop()
-            if isinstance(query, GetSession):
-                idle_s = self.sessions.get(query.key)
+            if query.name == "get_session":
+                idle_s = self.sessions.get(query.args[0])
                 return None if idle_s is None else {"version": 0, "idle_s": idle_s}
-            if isinstance(query, DeleteSession | LeaveSession):
-                return self.sessions.pop(query.key, None) is not None
+            if query.name in ("delete_session", "leave_session"):
+                return self.sessions.pop(query.args[0], None) is not None
             return []
 
     def _admit(self, request: GenerationRequest) -> MnemeError | None:

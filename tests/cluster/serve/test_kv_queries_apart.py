@@ -9,8 +9,8 @@ from typing import Any
 from mneme.cluster.serve import replica
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
-from mneme.replicas.engine.commands import GetPin, Query
-from mneme.replicas.engine.kv_commands import KvQuery, KvStats
+from mneme.replicas.engine.commands import Query, get_pin
+from mneme.replicas.engine.kv_commands import KV_COMMANDS, kv_stats
 from mneme.replicas.engine.pins import PinKey
 
 
@@ -21,7 +21,7 @@ class SlowTier:
         self.may_answer = threading.Event()
 
     def query(self, query: Query) -> Any:
-        if isinstance(query, KvQuery):
+        if query.name in KV_COMMANDS:
             assert self.may_answer.wait(30)
             return "figures"
         return "pin"
@@ -32,14 +32,14 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
 
     async def scenario() -> None:
         server = ReplicaServer("r", engine)  # type: ignore[arg-type]
-        asked = [server.query(replica_id="r", query=KvStats("", True)) for _ in range(replica._MAX_KV_QUERIES)]
+        asked = [server.query(replica_id="r", query=kv_stats("")) for _ in range(replica._MAX_KV_QUERIES)]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # they have begun
-        assert isinstance(await server.query(replica_id="r", query=KvStats("", True)), Overloaded)
+        assert isinstance(await server.query(replica_id="r", query=kv_stats("")), Overloaded)
         async with asyncio.timeout(10):
-            assert await server.query(replica_id="r", query=GetPin(PinKey("t", "p"))) == "pin"
+            assert await server.query(replica_id="r", query=get_pin(PinKey("t", "p"))) == "pin"
             engine.may_answer.set()
             assert set(await asyncio.gather(*waiting)) == {"figures"}
-            assert await server.query(replica_id="r", query=KvStats("", True)) == "figures"
+            assert await server.query(replica_id="r", query=kv_stats("")) == "figures"
 
     asyncio.run(scenario())

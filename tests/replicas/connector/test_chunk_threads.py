@@ -17,11 +17,12 @@ from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import saver as chunk_saver
 from mneme.replicas.connector.saver import ChunkSaver
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.kv_commands import DropKv, DropTenantKv, KvTier, answer_kv, engine_part
+from mneme.replicas.engine.kv_commands import KvTier, drop_pages, drop_tenant_pages
 from mneme.replicas.llm import LLM
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import SamplingParams
 from tests.cachetier.nodes import make_node
+from tests.replicas.asked import answer
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
 from tests.replicas.connector.test_chunk_cache import wait_for_store
 from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decoder, run, submit
@@ -307,7 +308,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     num_there: list[int] = []
 
     def delete() -> None:
-        answer_kv(DropTenantKv("", in_tier=False), lambda query: engine_part(engine, query), tier)
+        answer(engine, drop_tenant_pages(""), tier)
         num_there.append(len(store.chunks))
 
     thread = threading.Thread(target=delete)
@@ -329,7 +330,7 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
     submit(engine, "a", draw(1, 40), NUM_NEW, session_id=session_id)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    engine_part(engine, DropTenantKv("", in_tier=False))
+    answer(engine, drop_tenant_pages(""))
     assert answers(run(engine))["a"]
     engine.close()
     assert store.chunks == {}
@@ -346,8 +347,8 @@ def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_
     submit(engine, "a", ids, NUM_NEW)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    engine_part(engine, DropKv("", (*ids[:29], ids[29] + last), in_tier=False))
-    engine_part(engine, DropKv("other", tuple(ids), in_tier=False))
+    answer(engine, drop_pages("", (*ids[:29], ids[29] + last)))
+    answer(engine, drop_pages("other", tuple(ids)))
     assert answers(run(engine))["a"]
     engine.close()
     assert bool(store.chunks) == are_saved

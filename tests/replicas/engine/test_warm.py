@@ -13,13 +13,13 @@ from mneme.config import parse
 from mneme.errors import ConfigError, ContextLengthExceeded, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.config import WarmPrompt as Configured
-from mneme.replicas.engine.commands import DropPin, GetPin, ListPins, WarmPrompt
-from mneme.replicas.engine.commands import answer as ask
+from mneme.replicas.engine.commands import drop_pin, get_pin, list_pins, warm_prompt
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import PUBLIC, PinKey, Tenant, warm_before_traffic
 from mneme.replicas.request import SamplingParams
 from mneme.replicas.text.prompt_prefix import conversation_prefix
+from tests.replicas.asked import answer
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
@@ -210,11 +210,15 @@ def test_a_prompt_in_a_failed_step_is_reported_as_failed(caplog: pytest.LogCaptu
 def test_questions_are_answered_between_two_steps() -> None:
     engine = make_engine()
     key = PinKey("t", "p")
-    assert ask(engine, WarmPrompt(key, "", (1, 2, 3), None, True))["warming"]
+    assert answer(engine, warm_prompt(key, "", (1, 2, 3), ttl_s=None, pin=True))["warming"]
     run(engine)
-    assert ask(engine, GetPin(key))["pinned"]
-    assert [pin["id"] for pin in ask(engine, ListPins("t"))] == ["p"]
-    assert (ask(engine, DropPin(key)), ask(engine, DropPin(key)), ask(engine, GetPin(key))) == (True, False, None)
+    assert answer(engine, get_pin(key))["pinned"]
+    assert [pin["id"] for pin in answer(engine, list_pins("t"))] == ["p"]
+    assert (answer(engine, drop_pin(key)), answer(engine, drop_pin(key)), answer(engine, get_pin(key))) == (
+        True,
+        False,
+        None,
+    )
 
 
 def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:

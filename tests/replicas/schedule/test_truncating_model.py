@@ -10,7 +10,7 @@ import torch
 
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.commands import ForkSession, answer
+from mneme.replicas.engine.commands import fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
 from mneme.replicas.model.config import load_model_config, parse_model_config
@@ -18,6 +18,7 @@ from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.truncation import Truncation
+from tests.replicas.asked import answer
 from tests.replicas.checkpoints import write_checkpoint
 from tests.replicas.dense_session import DenseSession
 from tests.replicas.model.test_parity import RecordingRunner, teacher_forced
@@ -251,7 +252,7 @@ def test_approximate_kv_stays_in_its_session(checkpoints: dict[str, tuple[Path, 
     dense = DenseSession(model, WINDOW, REUSE)
     check_turn(engine, dense, "t", ids, output["t"])
     seen, new = dense.visible(), drawn(4, seed=2)
-    answer(engine, ForkSession(("", "s"), "fork"))
+    answer(engine, fork_session(("", "s"), "fork"))
     submit(engine, "next", new, 2, session_id="s", append=True)
     others: dict[str, dict[str, Any]] = {
         "stranger": {"truncation": None},

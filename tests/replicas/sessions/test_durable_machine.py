@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
-from mneme.replicas.engine.commands import GetSession, answer, sessions_to_restore
+from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.sessions.journal import DurableSessions
-from tests.replicas.schedule.test_engine_policy import make_engine, make_request
+from tests.replicas.asked import answer
+from tests.replicas.schedule.test_engine_policy import make_engine
 from tests.replicas.sessions.test_session_machine import SETTINGS, LetterTokenizer, SessionMachine
 
 
@@ -49,13 +50,9 @@ class DurableMachine(SessionMachine):
         self.look_up()
 
     def look_up(self) -> None:
-        assert self.engine.durable is not None
-        requests = [make_request("x", [1], session_id=f"public:{name}") for name in "stu"]
-        self.engine.durable.restore(self.engine.sessions, requests)
         for name in "stu":
-            query = GetSession(("", f"public:{name}"), restores=True)
-            assert sessions_to_restore(query) == (("", f"public:{name}"),)
-            assert (answer(self.engine, query) is not None) == bool(self.said.get(name))
+            found = answer(self.engine, get_session(("", f"public:{name}"), restores=True))
+            assert (found is not None) == bool(self.said.get(name))
 
     def teardown(self) -> None:
         while self.engine.has_work:

@@ -1,0 +1,30 @@
+"""An engine that is asked on its own thread: commands without an `EngineLoop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from mneme.replicas.engine.commands import COMMANDS, Query
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier
+from mneme.replicas.sessions.journal import take_over
+from mneme.replicas.sessions.sessions import SessionKey
+
+T = TypeVar("T")
+
+
+class Asked:
+    def __init__(self, engine: Engine, kv_tier: KvTier | None = None) -> None:
+        self.engine, self.kv_tier = engine, kv_tier
+        self.durable = getattr(engine, "durable", None)
+
+    def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
+        if self.durable is not None:
+            take_over(self.engine.sessions, self.durable.recall(recalled, self.engine.sessions.version_of))
+        return question(self.engine)
+
+
+def answer(engine: Engine, query: Query, kv_tier: KvTier | None = None) -> Any:
+    """What a command answers, or raises."""
+    return (COMMANDS | KV_COMMANDS)[query.name].answer(Asked(engine, kv_tier), *query.args, **query.kwargs)
