@@ -27,8 +27,7 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import ChunkCache
-from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.connector.connector import connect
 from mneme.replicas.engine.calibration import calibrate
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import compiled_kernels
@@ -122,8 +121,7 @@ def make_engine(
     if store is None:
         return Engine(runner, None, config)
     costs = costs or CostModel(model.calibration)
-    runner.use_chunks(ChunkMover(runner.pool, store, model.fingerprint, cache, costs.note_save))
-    chunks = ChunkCache(store, model.fingerprint, costs, cache, page_size=PAGE_SIZE)
+    chunks = connect(runner, store, model.fingerprint, costs, cache)
     return Engine(runner, None, config, chunks=chunks)
 
 
@@ -176,8 +174,8 @@ def request(name: str, ids: Sequence[int], num_out: int) -> GenerationRequest:
 
 def wait_for_saves(engine: Engine) -> None:
     """Until what the engine has to save is in the store."""
-    mover, until_s = engine._runner.chunks, time.perf_counter() + FLUSH_S
-    while mover is not None and mover.saver.num_bytes:
+    until_s = time.perf_counter() + FLUSH_S
+    while engine.chunks is not None and engine.chunks.saver.num_bytes:
         if time.perf_counter() > until_s:
             raise MnemeError(f"chunks were not saved within {FLUSH_S:g} s")
         time.sleep(0.001)

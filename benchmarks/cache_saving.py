@@ -100,7 +100,7 @@ class SavingArm:
         raise NotImplementedError
 
     def _num_saved(self) -> int:
-        chunks = self._engine._runner.chunks
+        chunks = self._engine.chunks
         return 0 if chunks is None else chunks.saver.counts.bytes
 
     def _submit(self, num_tokens: int, num_out: int) -> None:

@@ -12,7 +12,7 @@ from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
 
 if TYPE_CHECKING:
     from mneme.replicas.connector.fetch import Fetch
-    from mneme.replicas.connector.saves import ChunkChain
+    from mneme.replicas.connector.save import ChunkChain
     from mneme.replicas.text.detokenizer import TextStream
     from mneme.replicas.token_counts import TokenCounts
 

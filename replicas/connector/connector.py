@@ -1,11 +1,11 @@
-"""The cache tier of one engine: what is looked for, loaded and saved, and what that costs.
+"""Connects one engine to its cache tier: looks up, loads and saves chunks, and learns what that costs.
 
-Engine._start     want        a sequence that begins is looked for; the scheduler waits for the answer, not for long:
+Engine._start     look_up     a sequence that begins is looked for; the scheduler waits for the answer, not for long:
                               then it computes the first rows, and what comes before the last of them is still used
 Scheduler._admit              pages for what was found (`forest/paths.py: graft`)
-Engine._moves     add_saves   chunks that the step completes
-Runner.prepare                loads and saves begin (`connector/mover.py`); layers are waited for, and told
-Engine._commit    settle      what did not come is taken back, what is sound goes to the store
+Engine._moves     begin_step  chunks that the step completes
+Runner.prepare                loads and saves begin (`ChunkLoader`, `ChunkSaver`); layers are waited for, and told
+Engine._commit    end_step    what did not come is taken back, what is sound goes to the store
 Engine._finish    end         a request's last chunk
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
@@ -21,8 +22,10 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery, ChunkStore
-from mneme.replicas.connector.fetches import Fetches, MakeWorkers
-from mneme.replicas.connector.saves import ChunkChain, ChunkSaves
+from mneme.replicas.connector.fetch import Fetches, MakeWorkers
+from mneme.replicas.connector.load import ChunkLoader
+from mneme.replicas.connector.pages import make_chunk_pages
+from mneme.replicas.connector.save import ChunkChain, ChunkSaver, SavePolicy
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.sequence import Chunk
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from mneme.replicas.schedule.scheduler import Scheduler
 
 
-class ChunkCache:
-    """Policy between an engine and its store; all but the threads of `Fetches` is the engine's thread's."""
+class KvConnector:
+    """One engine's use of its store. The engine's thread calls it, but for `stats`."""
 
     def __init__(
         self,
@@ -44,22 +47,23 @@ class ChunkCache:
         costs: CostModel,
         config: CacheConfig,
         *,
+        loader: ChunkLoader,
+        saver: ChunkSaver,
         page_size: int,
         on_close: Callable[[], None] = lambda: None,
-        settle_saves: Callable[[float], bool] = lambda _timeout_s: True,
         clock: Callable[[], float] = time.monotonic,
         make_workers: MakeWorkers | None = None,
     ) -> None:
         self.store, self.fingerprint, self.config = store, fingerprint, config
-        self.saves = ChunkSaves(store, fingerprint, page_size)
-        self.settle_saves = settle_saves  # `ChunkSaver.settle`
+        self.loader, self.saver = loader, saver  # the runner begins what they do, and calls them layer by layer
+        self._saves = SavePolicy(store, fingerprint, page_size)
         self._costs, self._clock = costs, clock
         self._step_began_s = 0.0
         self._on_close = on_close
         self._controller = LoadController(
             costs, clock, num_layers=fingerprint.layout.num_layers, loads_all=config.load == "always"
         )
-        self._fetches = Fetches(
+        self.fetches = Fetches(
             store,
             self._controller,
             costs,
@@ -70,18 +74,18 @@ class ChunkCache:
         self.counts: Counter[str] = Counter()
 
     def tell(self, on_answer: Callable[[], None]) -> None:
-        """Who drives the engine hears that it may not be blocked any more: on another thread, at once."""
-        self._fetches.on_answer = on_answer
+        """Have this called, on another thread, as soon as the engine may not be blocked any more."""
+        self.fetches.on_answer = on_answer
 
-    def want(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool) -> None:
-        """Begin to look for what the engine lacks of a sequence, if that is worth a question.
+    def look_up(self, sequence: RunningSequence, forest: PrefixForest, *, is_alone: bool) -> None:
+        """Begin to look up what the engine lacks of a sequence, if that is worth a question.
 
         `is_alone`: nothing else runs or waits.
         """
         if sequence.root is not None or sequence.request.is_warm_up:
             return
         salt, context = sequence.request.salt, sequence.context
-        sequence.chain = ChunkChain(self.saves.lineage(salt))
+        sequence.chain = ChunkChain(self._saves.lineage(salt))
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
         resident = forest.resident(salt, context)
@@ -89,18 +93,17 @@ class ChunkCache:
         if len(context) - num_resident < self.config.min_load_tokens:
             return
         query = self._query(sequence, num_resident)
-        sequence.found = self._fetches.begin(query, num_resident, is_alone=is_alone)
+        sequence.found = self.fetches.begin(query, num_resident, is_alone=is_alone)
         self.counts["lookups"] += 1
 
-    def add_saves(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:
-        """What the step of these chunks completes for the store; the step begins."""
+    def begin_step(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:
+        """Add to the moves what the step of these chunks completes for the store; the step begins."""
         self._step_began_s = self._clock()
-        return moves._replace(completed=self.saves.of_step(chunks))
+        return moves._replace(completed=self._saves.of_step(chunks))
 
-    def settle(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], runner: Runner, scheduler: Scheduler) -> None:
-        """The step was computed: what should have come and did not is taken back, what is sound is saved."""
-        assert runner.chunks is not None
-        lost = runner.chunks.end_load()
+    def end_step(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], scheduler: Scheduler) -> None:
+        """Take back what a step that was computed should have loaded and did not, and save what is sound."""
+        lost = self.loader.end()
         is_warm_up = any(chunk.sequence.request.is_warm_up for chunk in chunks)
         if lost is None and chunks and not is_warm_up:  # else it may have waited
             rows = [(chunk.num_rows, chunk.end - chunk.num_rows) for chunk in chunks]
@@ -109,35 +112,38 @@ class ChunkCache:
             scheduler.retract(lost)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         outcomes = zip(sampling, sampled, strict=True)
-        runner.chunks.end_saves({sequence for sequence, outcome in outcomes if outcome.token_id is None})
+        self.saver.end({sequence for sequence, outcome in outcomes if outcome.token_id is None})
 
-    def end(self, sequence: RunningSequence, runner: Runner, *, is_sound: bool) -> None:
-        """A request ends: what it still has for the store is saved, if that is sound. It has its pages still."""
+    def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
+        """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
         found, sequence.found = sequence.found, None
         if found is not None:
             found.close()
-        if is_sound and runner.chunks is not None:
-            runner.chunks.saver.save(self.saves.of_end(sequence))
+        if is_sound:
+            self.saver.save(self._saves.of_end(sequence))
 
-    def abandon(self, runner: Runner) -> None:
-        """A step failed: nothing that it was to load or to save counts, nor what was found for others."""
-        if runner.chunks is not None:
-            runner.chunks.abandon()
-        self._fetches.abandon()
+    def abandon(self) -> None:
+        """Give up what a failed step was to load and to save, and what was found for others."""
+        self.loader.end()
+        self.saver.abandon()
+        self.fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
         """From any thread; `store` is what `ChunkStore.stats` says."""
         return {
             **self.counts,
             "plans": dict(self._controller.num_plans),
-            "given_up": dict(self._fetches.num_given_up),
-            "read_buffer_bytes": self._fetches.room.num_used,
+            "given_up": dict(self.fetches.num_given_up),
+            "read_buffer_bytes": self.fetches.budget.num_used,
             "accuracy": self._costs.accuracy(),
+            "chunks": {"loaded": self.loader.num_loaded, "lost": self.loader.num_lost, **asdict(self.saver.counts)},
             "store": dict(self.store.stats()),
         }
 
     def close(self) -> None:
-        self._fetches.close()
+        self.loader.close()
+        self.saver.close()
+        self.fetches.close()
         self.store.close()
         self._on_close()
 
@@ -155,3 +161,32 @@ class ChunkCache:
         )
         sequence.chain.keys = list(query.keys)
         return query
+
+
+def connect(
+    runner: Runner,
+    store: ChunkStore,
+    fingerprint: ModelFingerprint,
+    costs: CostModel,
+    config: CacheConfig,
+    *,
+    on_close: Callable[[], None] = lambda: None,
+) -> KvConnector:
+    """Let an engine load chunks of a store into its runner's pool, and save them from there."""
+    layout = fingerprint.layout
+    loaded, saved = (make_chunk_pages(runner.pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
+    loader = ChunkLoader(layout.num_layers, loaded)
+    saver = ChunkSaver(
+        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=costs.note_save
+    )
+    runner.use_chunks(loader, saver)
+    return KvConnector(
+        store,
+        fingerprint,
+        costs,
+        config,
+        loader=loader,
+        saver=saver,
+        page_size=runner.page_size,
+        on_close=on_close,
+    )

@@ -1,30 +1,79 @@
-"""What the cache tier has of one sequence: looked for, and brought into memory, while the engine runs others.
+"""Looks up what the cache tier has of a sequence, and brings it into memory, while the engine runs others.
 
 A `Fetch` goes from *looking* (the store is asked; its sequence may compute its first rows meanwhile) over *bringing*
 (bytes that are not in this node's memory are read, first layers first) to *there*. It may stop at any time: what did
-not come is computed. One thread is at it until `rest`; sources are closed once nobody wants it and no thread is at it.
+not come is computed. At most one
+worker thread owns a fetch, until it calls `rest`; sources are closed once nobody wants it and no thread owns it.
 
 Policy and threads only: no tensors.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mneme.cachetier.chunk.header import U8Array
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.policy.load_controller import LoadPlan
-from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
+from mneme.cachetier.policy.cost_model import CostModel
+from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
+from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.replicas.connector.load_clock import LoadClock
-from mneme.replicas.connector.read_room import ReadRoom
 from mneme.replicas.origins import Source
+from mneme.replicas.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 GivenUp = Literal["lookup", "waiting", "loading"]  # which took too long; the last: within a step
 GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
+
+_NUM_THREADS = 2  # of each kind: who looks never waits behind who reads
+_SLOWER = 1.1  # than predicted: that is noise
+_CLOSE_S = 1.0  # how long a close waits for what the threads are at
+
+MakeWorkers = Callable[[str, int], Workers]  # name, number of threads
+
+
+class ReadBudget:
+    """Bounds the bytes that an engine's fetches read ahead together (the read buffer of AttentionStore 3.2.1).
+
+    What is urgent is let in above the bound: somebody waits for it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_used = 0
+        self._num_bytes = num_bytes
+        self._condition = threading.Condition()
+
+    def has(self, num_bytes: int) -> bool:
+        return self.num_used + num_bytes <= self._num_bytes
+
+    def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+        """Wait for room, unless it is urgent. False if nobody wants these bytes any more.
+
+        Whoever changes what the two say calls `wake`.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: is_over() or is_urgent() or self.has(num_bytes))
+            if is_over():
+                return False
+            self.num_used += num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        with self._condition:
+            self.num_used -= num_bytes
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self._condition:
+            self._condition.notify_all()
 
 
 @dataclass(slots=True)
@@ -45,7 +94,7 @@ class Fetch:
         query: ChainQuery,
         num_resident: int,
         look_until_s: float,
-        room: ReadRoom,
+        budget: ReadBudget,
         clock: Callable[[], float],
         *,
         is_alone: bool = True,
@@ -66,7 +115,7 @@ class Fetch:
         self._at = 0  # the chunk that is being brought, or was last
         self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
         self._num_sound = 0  # sources, before the first of which something could not be brought
-        self._room, self._clock = room, clock
+        self._budget, self._clock = budget, clock
         self._on_closed, self._on_given_up = on_closed, on_given_up
         self._condition = threading.Condition()
         self._layers: list[dict[int, U8Array]] = []  # by chunk: what was brought and not yet taken
@@ -207,13 +256,13 @@ class Fetch:
         if index not in self._far:
             return self._read(index, layer, self.num_readers)
         self._is_urgent = True
-        self._room.wake()
+        self._budget.wake()
         with self._condition:
             self._condition.wait_for(lambda: layer in self._layers[index] or self._is_lost(index))
             brought = self._layers[index].pop(layer, None)
         if brought is None:
             return Miss.ABSENT
-        self._room.give(brought.nbytes)
+        self._budget.give(brought.nbytes)
         return brought
 
     def note_copy(self, index: int, seconds: float) -> None:
@@ -236,7 +285,7 @@ class Fetch:
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
-        self._room.wake()
+        self._budget.wake()
 
     def close(self) -> None:
         """Nobody wants it any more. What a thread is at ends by itself."""
@@ -258,16 +307,16 @@ class Fetch:
     def _bring(self, index: int, layer: int) -> bool:
         """False when nobody wants any more of it."""
         source = self.sources[index]
-        if not self._room.has(source.header.layer_bytes):
+        if not self._budget.has(source.header.layer_bytes):
             self._is_there = True  # as far as it can be: it goes on when the engine takes what was read
-        if not self._room.take(source.header.layer_bytes, lambda: self._is_urgent, lambda: self._is_closed):
+        if not self._budget.take(source.header.layer_bytes, lambda: self._is_urgent, lambda: self._is_closed):
             return False
         read: U8Array | Miss = Miss.BUSY
         try:
             read = self._read(index, layer)
         finally:
             if isinstance(read, Miss):
-                self._room.give(source.header.layer_bytes)
+                self._budget.give(source.header.layer_bytes)
                 self.lose_from(index)
         if not isinstance(read, Miss):
             with self._condition:
@@ -281,7 +330,7 @@ class Fetch:
             self._num_sound = min(self._num_sound, index)
             brought, self._layers[index:] = self._layers[index:], [{} for _ in self._layers[index:]]
             self._condition.notify_all()
-        self._give_room(brought)
+        self._give_back(brought)
 
     def _read(self, index: int, layer: int, num_readers: int = 1) -> U8Array | Miss:
         source, started_s = self.sources[index], self._clock()
@@ -304,8 +353,8 @@ class Fetch:
                 reads.num_bytes += read.nbytes
                 reads.num_layers += 1
 
-    def _give_room(self, brought: list[dict[int, U8Array]]) -> None:
-        self._room.give(sum(read.nbytes for layers in brought for read in layers.values()))
+    def _give_back(self, brought: list[dict[int, U8Array]]) -> None:
+        self._budget.give(sum(read.nbytes for layers in brought for read in layers.values()))
 
     def _end(self) -> None:
         with self._condition:
@@ -313,7 +362,127 @@ class Fetch:
                 return
             self._is_ended = True
             layers, self._layers = self._layers, [{} for _ in self.sources]
-        self._give_room(layers)
+        self._give_back(layers)
         for source in self.sources:
             source.close()
         self._on_closed(self)
+
+
+class Fetches:
+    """The fetches of one engine, whose thread calls it, and the threads that look and read for them."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        controller: LoadController,
+        costs: CostModel,
+        *,
+        read_buffer_bytes: int,
+        clock: Callable[[], float],
+        make_workers: MakeWorkers | None = None,
+    ) -> None:
+        self.budget = ReadBudget(read_buffer_bytes)
+        self.on_answer: Callable[[], None] = lambda: None  # some fetch may be ready; called on any thread
+        self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
+        make = make_workers or Workers
+        self._lookers, self._readers = make("kv-look", _NUM_THREADS), make("kv-read", _NUM_THREADS)
+        self.num_given_up: Counter[GivenUp] = Counter()
+        self._lock = threading.Lock()
+        self._open: set[Fetch] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Fetches that hold something, or are about to."""
+        return len(self._open)
+
+    def begin(self, query: ChainQuery, num_resident: int, *, is_alone: bool = True) -> Fetch:
+        """Look for a sequence of which the engine has the first `num_resident` tokens.
+
+        `is_alone`: nothing else runs or waits.
+        """
+        num_tokens = len(query.token_ids)
+        timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens)
+        look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens)
+        fetch = Fetch(
+            query, num_resident, look_until_s, self.budget, self._clock,
+            is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
+        )  # fmt: skip
+        with self._lock:
+            self._open.add(fetch)
+        self._lookers.run(lambda: self._look(fetch, timeout_s))
+        return fetch
+
+    def abandon(self) -> None:
+        """Close all of them: nobody wants what they bring."""
+        with self._lock:
+            fetches = list(self._open)
+        for fetch in fetches:
+            fetch.close()
+
+    def close(self) -> None:
+        """Give up whatever is under way; the threads end after their current task."""
+        self.abandon()
+        for workers in (self._readers, self._lookers):
+            workers.close(_CLOSE_S)
+
+    def _ended(self, fetch: Fetch) -> None:
+        """Note how fast the edges were, also where it was given up, and that the request waits no longer."""
+        with self._lock:
+            self._open.discard(fetch)
+        for edge in list(fetch.reads):  # a load thread may still read
+            num_bytes, num_chunks, seconds = fetch.read_so_far(edge)
+            is_late = edge == fetch.late_edge and seconds > _SLOWER * self._costs.edge_s(edge, num_bytes, num_chunks)
+            self._costs.note_edge(edge, num_bytes, num_chunks, seconds, is_complete=not is_late)
+        self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
+
+    def _given_up(self, what: GivenUp) -> None:
+        self.num_given_up[what] += 1
+
+    def _look(self, fetch: Fetch, timeout_s: float) -> None:
+        is_reading = False
+        try:
+            if not fetch.is_closed:
+                is_reading = self._find(fetch, timeout_s)
+        except Exception:  # the edge of a thread: the prompt is computed
+            logger.exception("looking for chunks failed request_id=%s", fetch.query.request_id)
+            fetch.close()
+        finally:
+            if not is_reading:
+                fetch.rest()
+            self.on_answer()
+
+    def _find(self, fetch: Fetch, timeout_s: float) -> bool:
+        """Ask the store and plan the load; returns whether chunks are being brought."""
+        sources = self._store.locate(fetch.query, timeout_s)
+        try:
+            sources = fetch.skip_computed(sources)
+            chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)
+            plan = self._controller.plan(fetch.num_resident, num_tokens, chunks, is_alone=fetch.is_alone)
+        except BaseException:
+            for source in sources:
+                source.close()
+            raise
+        if not fetch.found(sources, plan):
+            return False
+        self._readers.run(lambda: self._bring(fetch))
+        return True
+
+    def _bring(self, fetch: Fetch) -> None:
+        try:
+            fetch.bring()
+        except Exception:  # the edge of a thread: what was not brought is computed
+            logger.exception("reading chunks failed request_id=%s", fetch.query.request_id)
+        finally:
+            fetch.rest()
+            self.on_answer()
+
+
+def _loadable(fetch: Fetch, sources: list[ChunkSource]) -> list[Loadable]:
+    """Return what each chunk would add to what the engine has."""
+    loadable, start = [], fetch.query.first * fetch.query.chunk_tokens
+    for source in sources:
+        num_new = start + source.num_usable - max(start, fetch.num_resident)
+        num_bytes = source.header.payload_bytes
+        loadable.append(Loadable(max(num_new, 0), num_bytes, source.edge))
+        start += source.header.num_tokens
+    return loadable

@@ -44,7 +44,7 @@ from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
-    from mneme.replicas.connector.connector import ChunkCache
+    from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class Engine:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
-        chunks: ChunkCache | None = None,
+        chunks: KvConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class Engine:
     def fail_all(self, message: str) -> list[TokenEvent]:
         """After a step that raised: every request ends with "error", and no page is trusted any more."""
         if self.chunks is not None:
-            self.chunks.abandon(self._runner)
+            self.chunks.abandon()
         for sequence in list(self._sequence_by_id.values()):
             self._finish(sequence, "error", message)
         self.forest.forget_all()
@@ -212,7 +212,7 @@ class Engine:
         owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
         sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
         if self.chunks is not None:
-            self.chunks.want(sequence, self.forest, is_alone=not self.scheduler.has_work)
+            self.chunks.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
 
@@ -226,13 +226,13 @@ class Engine:
     def _moves(self, chunks: list[Chunk]) -> Moves:
         """What the step does with pages."""
         moves = self.forest.drain_moves(can_copy=self._runner.can_copy)
-        return moves if self.chunks is None else self.chunks.add_saves(moves, chunks)
+        return moves if self.chunks is None else self.chunks.begin_step(moves, chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if self.chunks is not None:
-            self.chunks.settle(chunks, sampled, self._runner, self.scheduler)
+            self.chunks.end_step(chunks, sampled, self.scheduler)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue
@@ -247,7 +247,7 @@ class Engine:
         """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
         logger.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
         if self.chunks is not None:
-            self.chunks.abandon(self._runner)
+            self.chunks.abandon()
         for sequence in self.scheduler.retract_all():
             self._finish(sequence, "error", _FAILED)
         self.pins.renew()
@@ -284,7 +284,7 @@ class Engine:
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = self._decoding.turn(sequence) if request.session_id is not None and is_sound else None
         if self.chunks is not None:
-            self.chunks.end(sequence, self._runner, is_sound=is_sound)
+            self.chunks.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
         if request.is_warm_up:
             self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)

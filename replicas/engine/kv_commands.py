@@ -35,7 +35,7 @@ from mneme.replicas.sessions.session_pages import delete_pages
 from mneme.replicas.sessions.sessions import SessionKey, session_key
 
 if TYPE_CHECKING:
-    from mneme.replicas.connector.connector import ChunkCache
+    from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.engine.engine import Engine
 
 _SETTLE_S = 5.0
@@ -56,7 +56,7 @@ class KvTier:
         return ChainQuery.of(lineage, self.fingerprint.digest, ids, self.fingerprint.layout.chunk_tokens)
 
 
-def kv_tier_of(chunks: ChunkCache | None) -> KvTier | None:
+def kv_tier_of(chunks: KvConnector | None) -> KvTier | None:
     """The tier of an engine, if its store can be managed."""
     if chunks is None or not isinstance(chunks.store, Administered):
         return None
@@ -64,7 +64,7 @@ def kv_tier_of(chunks: ChunkCache | None) -> KvTier | None:
         admin=chunks.store.admin,
         fingerprint=chunks.fingerprint,
         tenant_bytes=chunks.config.tenant_bytes,
-        settle_saves=chunks.settle_saves,
+        settle_saves=chunks.saver.settle,
     )
 
 

@@ -27,9 +27,7 @@ from mneme.kernels.native import library as native_library
 from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import ChunkCache
-from mneme.replicas.connector.mover import ChunkMover
-from mneme.replicas.connector.workers import Workers
+from mneme.replicas.connector.connector import KvConnector, connect
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
@@ -44,6 +42,7 @@ from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import Progress, load_weights, shard_paths
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +327,7 @@ def open_cache_tier(
     model: DecoderConfig,
     dtype: torch.dtype,
     open_store: OpenStore | None = None,
-) -> ChunkCache:
+) -> KvConnector:
     """Open the tier that `open_store` gives, or one of this process alone; the runner moves chunks from then on.
 
     Called before there is traffic. Raises `ConfigError` or `CheckpointError`.
@@ -344,17 +343,7 @@ def open_cache_tier(
     except BaseException:
         store.close()
         raise
-    mover = ChunkMover(runner.pool, store, fingerprint, cache, costs.note_save)
-    runner.use_chunks(mover)
-    return ChunkCache(
-        store,
-        fingerprint,
-        costs,
-        cache,
-        page_size=runner.page_size,
-        on_close=lambda: file.write(costs),
-        settle_saves=mover.saver.settle,
-    )
+    return connect(runner, store, fingerprint, costs, cache, on_close=lambda: file.write(costs))
 
 
 def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.connector.workers import Workers
+from mneme.replicas.workers import Workers
 from mneme.replicas.engine.commands import COMMANDS, Query
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier, kv_tier_of
@@ -27,6 +27,7 @@ from mneme.replicas.engine.stats import beside_steps
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key
+from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,15 +41,13 @@ def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[st
         "device": runner.device,
         "dtype": runner.dtype,
     }
-    return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine, runner)}
+    return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine)}
 
 
-def cache_stats(engine: Engine, runner: Runner) -> dict[str, Any]:
+def cache_stats(engine: Engine) -> dict[str, Any]:
     """Of this engine's use of the cache tier."""
-    mover = runner.chunks
     assert engine.chunks is not None
-    moved = {} if mover is None else {"loaded": mover.num_loaded, "lost": mover.num_lost, **asdict(mover.saver.counts)}
-    return {**engine.chunks.stats(), "chunks": moved, "retracted": engine.scheduler.num_retracted}
+    return {**engine.chunks.stats(), "retracted": engine.scheduler.num_retracted}
 
 
 def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from mneme.replicas.forest.nodes import Node
 
 if TYPE_CHECKING:
-    from mneme.replicas.connector.saves import SaveJob
+    from mneme.replicas.connector.save import SaveJob
 
 
 class LoadedPage(NamedTuple):

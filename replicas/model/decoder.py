@@ -15,7 +15,7 @@ from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
-from mneme.replicas.connector.saver import StepSaves
+from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.laps import Laps, laps_of
 from mneme.replicas.model.timeline import Timeline
@@ -42,7 +42,9 @@ class StepInputs:
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
-    saves: StepSaves | None = None  # chunks that the step completes; told of each layer as it is computed, not replayed
+    saver: ChunkSaver | None = (
+        None  # of a step that completes chunks: told of each layer that is computed, not replayed
+    )
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
@@ -127,8 +129,8 @@ class Decoder:
                 laps.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
-        if inputs.saves is not None:
-            inputs.saves.layer_done(index)
+        if inputs.saver is not None:
+            inputs.saver.layer_done(index)
         out, lse = attend(
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],

@@ -10,7 +10,7 @@ Whatever cannot be captured runs as it is: prefill, more rows than the largest b
 step that waits for pages on their way (ask for no bucket then: padding would be for nothing), one that is observed.
 
 A step that completes chunks for the cache tier is replayed like any other: saves read pages, not activations, so they
-begin when it has run (`StepSaves.finish`). What is captured never tells them of a layer.
+begin when it has run (`ChunkSaver.end`). What is captured never tells them of a layer.
 
 A capture that fails costs that step its graph and no more: it is counted, runs as it is, and captures wait for some
 steps. After several failures in a row nothing is captured any more; the graphs that there are go on.
@@ -181,7 +181,7 @@ class DecodeGraphs:
     def _step(self) -> None:
         """What is captured: the forward pass, its logits copied to where every graph leaves them."""
         assert self._inputs is not None
-        logits = self._run(replace(self._inputs, saves=None))  # a capture runs it twice, and computes nothing
+        logits = self._run(replace(self._inputs, saver=None))  # a capture runs it twice, and computes nothing
         self._logits_of(len(logits)).copy_(logits)
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:

@@ -25,7 +25,8 @@ from mneme.kernels.attention import (
 )
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
-from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.connector.load import ChunkLoader
+from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.nodes import Path
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
@@ -99,8 +100,6 @@ class Runner:
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
-        if self.chunks is not None:
-            self.chunks.abandon()  # of a step that failed
         load = self._mover.move(moves)
         if not chunks:
             if load is not None:  # parts of long histories alone
@@ -116,8 +115,9 @@ class Runner:
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
-        if moves.completed and self.chunks is not None:
-            inputs.saves = self.chunks.save(moves.completed)
+        if moves.completed and self._mover.saver is not None:
+            self._mover.saver.begin(moves.completed)
+            inputs.saver = self._mover.saver
         written = slots != _SPARE_SLOT
         if written.all():
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
@@ -126,20 +126,13 @@ class Runner:
         self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 
-    @property
-    def chunks(self) -> ChunkMover | None:
-        """What loads chunks and saves them, where there is a cache tier."""
-        return self._mover.chunks
-
-    def use_chunks(self, mover: ChunkMover) -> None:
-        """From now on steps may load chunks and save them."""
-        self._mover.chunks = mover
+    def use_chunks(self, loader: ChunkLoader, saver: ChunkSaver) -> None:
+        """Let steps load chunks from the cache tier, and save them there, from now on."""
+        self._mover.loader, self._mover.saver = loader, saver
 
     def close(self) -> None:
         """Give the host tier's memory and thread back; nothing can be computed any more."""
         self._tier.close()
-        if self._mover.chunks is not None:
-            self._mover.chunks.close()
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         """Logits float32 [rows that sample, vocab], in the order of the chunks."""

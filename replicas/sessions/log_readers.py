@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mneme.replicas.connector.workers import Workers
+from mneme.replicas.workers import Workers
 
 _NUM_READERS = 4
 

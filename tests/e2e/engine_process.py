@@ -162,4 +162,4 @@ class ModelProcess:
 
     def _settle(self, engine: Engine) -> bool:
         assert engine.chunks is not None
-        return engine.chunks.settle_saves(SETTLE_S)
+        return engine.chunks.saver.settle(SETTLE_S)

@@ -36,7 +36,7 @@ LEVELS = {
     ),
     "cachetier": ("chunk pages", "store", "admin policy", "config simulate", "node", "sessions", "distributed"),
     "replicas": (
-        "forest origins token_counts truncation",
+        "forest origins token_counts truncation workers",
         "config request",
         "sequence text",
         "connector llm_output",

@@ -17,8 +17,7 @@ from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel
 from mneme.cachetier.policy.linear_cost import Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import ChunkCache
-from mneme.replicas.connector.mover import ChunkMover
+from mneme.replicas.connector.connector import connect
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.tiered_engine import PAGE_SIZE, TieredRunner
@@ -158,9 +157,5 @@ def make_cached_engine(
     """An engine with a cache tier."""
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
     runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
-    mover = ChunkMover(runner.pool, store, fingerprint, config)
-    runner.use_chunks(mover)
-    chunks = ChunkCache(
-        store, fingerprint, costs or SlowRows(), config, page_size=PAGE_SIZE, settle_saves=mover.saver.settle
-    )
+    chunks = connect(runner, store, fingerprint, costs or SlowRows(), config)
     return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), chunks=chunks)  # type: ignore[arg-type]

@@ -47,7 +47,8 @@ class FakeRunner:
         self.fail_next = False
         self.flat = False  # predict every token alike
         self.slots: Slots = {}  # (page, offset) -> (position, token)
-        self.chunks: Any = None  # loads and saves chunks, where there is a cache tier (`played_chunks.FakeMover`)
+        self.loader: Any = None  # of chunks, where there is a cache tier (`played_chunks`); and what saves them
+        self.saver: Any = None
         self.doubtful: set[Slot] = set()  # of this step: what was to be loaded and was not, and what was computed of it
         self.num_failing_transfers = 0
         self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
@@ -57,21 +58,22 @@ class FakeRunner:
         self.can_copy = False
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> list[Chunk]:
-        if self.chunks is not None:
-            self.chunks.abandon()
+        if self.saver is not None:
+            self.loader.end()
+            self.saver.abandon()
         if self.num_failing_transfers:
             self.num_failing_transfers -= 1
             raise TransferFailed("no such memory")
         self._move(moves)
         self.doubtful = set()
-        if self.chunks is not None and moves.grafts:
-            self.doubtful = self.chunks.load(moves.grafts, self.slots)
+        if moves.grafts:
+            self.doubtful = self.loader.begin(moves.grafts, self.slots)
         for chunk in chunks:
             self._write(chunk)
             self.num_rows += chunk.num_rows
         self._spread_doubt(chunks)
-        if self.chunks is not None:
-            self.chunks.save(moves.completed, self.slots)
+        if self.saver is not None:
+            self.saver.begin(moves.completed, self.slots)
         return chunks
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:

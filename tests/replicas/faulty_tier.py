@@ -152,14 +152,13 @@ def check_engine(engine: Engine) -> None:
     """Nothing of it is under way."""
     engine.forest.check()
     assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
-    mover, cache = engine._runner.chunks, engine.chunks
-    assert mover is not None
-    assert cache is not None
-    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
+    connector = engine.chunks
+    assert connector is not None
+    assert connector.saver.num_bytes == 0
     deadline_s = time.monotonic() + 60.0  # a question that nobody answers ends by its own limit, behind the request
-    while cache._fetches.num_open and time.monotonic() < deadline_s:
+    while connector.fetches.num_open and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
+    assert (connector.fetches.num_open, connector.fetches.budget.num_used) == (0, 0)
 
 
 def check_folder(folder: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:

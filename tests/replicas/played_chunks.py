@@ -18,11 +18,9 @@ from mneme.cachetier.chunk.header import make_chunk
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig, LoadPolicy
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import ChunkCache
-from mneme.replicas.connector.fetch import Fetch
-from mneme.replicas.connector.read_room import ReadRoom
-from mneme.replicas.connector.saver import SaveCounts
-from mneme.replicas.connector.saves import SaveJob
+from mneme.replicas.connector.connector import KvConnector
+from mneme.replicas.connector.fetch import Fetch, ReadBudget
+from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.nodes import Node
@@ -53,7 +51,7 @@ class PlayedWorkers:
         self.play()
 
 
-class PlayedRoom(ReadRoom):
+class PlayedBudget(ReadBudget):
     """Whoever would have to wait for room is let in."""
 
     def take(self, num_bytes: int, is_urgent: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
@@ -76,21 +74,24 @@ class PlayedCache:
         self.now_s = 0.0
         self.workers: dict[str, PlayedWorkers] = {}
         config = CacheConfig(min_load_tokens=1, read_buffer_bytes=read_buffer_bytes, load=load)
-        self.cache = ChunkCache(
+        self.loader: Any = FakeLoader(self._make_workers("kv-read"))
+        saver: Any = FakeSaver(store)
+        self.cache = KvConnector(
             store,
             FINGERPRINT,
             SlowRows() if step_chunks is None else SlowRows(step_rows=CHUNK_TOKENS, chunk_s=5.0 / step_chunks),
             config,
+            loader=self.loader,
+            saver=saver,
             page_size=page_size,
             clock=lambda: self.now_s,
             make_workers=self._make_workers,
         )
-        self.cache._fetches.room = PlayedRoom(read_buffer_bytes)
-        self.mover = FakeMover(store, self.workers["kv-read"])
+        self.cache.fetches.budget = PlayedBudget(read_buffer_bytes)
 
     @property
     def num_open(self) -> int:
-        return self.cache._fetches.num_open
+        return self.cache.fetches.num_open
 
     def play(self, num_looks: int | None = None, num_reads: int | None = None) -> None:
         """The store answers, and chunks are read; for as many tasks as wait, or until nothing waits."""
@@ -101,7 +102,7 @@ class PlayedCache:
             looks.play()
             reads.play()
 
-    def _make_workers(self, name: str, num_threads: int) -> Any:
+    def _make_workers(self, name: str, num_threads: int = 1) -> Any:
         return self.workers.setdefault(name, PlayedWorkers())
 
 
@@ -111,22 +112,19 @@ class _Save:
     told: list[tuple[int, int]]  # (position, token) of what was copied
 
 
-class FakeMover:
-    """`ChunkMover` over the slots of a fake runner; its `saver` too."""
+class FakeLoader:
+    """`ChunkLoader` over the slots of a fake runner."""
 
-    def __init__(self, store: FakeStore, readers: PlayedWorkers) -> None:
+    def __init__(self, readers: PlayedWorkers) -> None:
         self.num_lost = self.num_loaded = 0
-        self.saver, self.counts = self, SaveCounts()
         self.is_late: Callable[[], bool] = lambda: False  # whether a load that is under way is given up
-        self._store, self._readers = store, readers
+        self._readers = readers
         self._lost: list[Node] | None = None
         self._fetches: list[Fetch] = []
-        self._saves: list[_Save] = []
-        self._slots: Slots = {}
 
-    def load(self, grafts: Sequence[Graft], slots: Slots) -> set[Slot]:
+    def begin(self, grafts: Sequence[Graft], slots: Slots) -> set[Slot]:
         """Returns the slots whose KV did not come."""
-        self._lost, self._slots, doubtful = [], slots, set[Slot]()
+        self._lost, doubtful = [], set[Slot]()
         for graft in grafts:
             fetch = graft.chunks
             assert isinstance(fetch, Fetch)
@@ -147,16 +145,7 @@ class FakeMover:
                 self._lost += piece.nodes if is_lost else ()
         return doubtful
 
-    def save(self, jobs: Sequence[SaveJob], slots: Slots | None = None) -> None:
-        """Of the step; without slots of a sequence that ends, which is sound."""
-        self._slots = slots if slots is not None else self._slots
-        saves = [_Save(job, self._copied(job)) for job in jobs]
-        if slots is None:
-            self._put(saves)
-        else:
-            self._saves = saves
-
-    def end_load(self) -> list[Node] | None:
+    def end(self) -> list[Node] | None:
         lost, self._lost = self._lost, None
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
@@ -165,16 +154,8 @@ class FakeMover:
         self.num_loaded += len(fetches)
         return lost
 
-    def end_saves(self, unsound: Collection[object] = ()) -> None:
-        saves, self._saves = self._saves, []
-        self._put([save for save in saves if not save.job.is_void and save.job.sequence not in unsound])
-
-    def abandon(self) -> None:
-        self.end_load()
-        self._saves = []
-
     def close(self) -> None:
-        self.abandon()
+        self.end()
 
     def _taken(self, fetch: Fetch, index: int) -> dict[int, tuple[int, int]] | None:
         """(position, token) by position; None if a layer does not come."""
@@ -184,6 +165,33 @@ class FakeMover:
         told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]
         assert all(each == told[0] for each in told)
         return {position: (position, token) for position, token in told[0]}
+
+
+class FakeSaver:
+    """`ChunkSaver` over the slots of a fake runner."""
+
+    def __init__(self, store: FakeStore) -> None:
+        self.counts = SaveCounts()
+        self._store = store
+        self._saves: list[_Save] = []
+        self._slots: Slots = {}
+
+    def begin(self, jobs: Sequence[SaveJob], slots: Slots) -> None:
+        self._slots = slots
+        self._saves = [_Save(job, self._copied(job)) for job in jobs]
+
+    def end(self, unsound: Collection[object] = ()) -> None:
+        saves, self._saves = self._saves, []
+        self._put([save for save in saves if not save.job.is_void and save.job.sequence not in unsound])
+
+    def save(self, jobs: Sequence[SaveJob]) -> None:
+        self._put([_Save(job, self._copied(job)) for job in jobs])
+
+    def abandon(self) -> None:
+        self._saves = []
+
+    def close(self) -> None:
+        self.abandon()
 
     def _copied(self, job: SaveJob) -> list[tuple[int, int]]:
         return [self._slots[page, offset + i] for page, offset, count, _ in job.runs for i in range(count)]
@@ -209,6 +217,6 @@ def _decoded(layer: np.ndarray) -> list[tuple[int, int]]:
 
 
 def make_played_engine(runner: FakeRunner, played: PlayedCache, clock: Callable[[], float], **options: Any) -> Engine:
-    runner.chunks = played.mover
+    runner.loader, runner.saver = played.cache.loader, played.cache.saver
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
     return Engine(runner, None, config, chunks=played.cache, clock=clock)  # type: ignore[arg-type]

@@ -90,11 +90,10 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     """Predicted against actual, for each chunk that was put."""
     llm = load(tmp_path)
     converse(llm, "", TURNS[:2])
-    runner, cache = llm._engine._runner, llm._engine.chunks
-    assert cache is not None
-    assert runner.chunks is not None
-    assert cache.settle_saves(30.0)
-    learned, counts = cache.stats()["accuracy"]["save"], runner.chunks.saver.counts
+    connector = llm._engine.chunks
+    assert connector is not None
+    assert connector.saver.settle(30.0)
+    learned, counts = connector.stats()["accuracy"]["save"], connector.saver.counts
     assert learned["count"] == counts.chunks > 0
     assert learned["actual_s"] > 0
     llm.close()

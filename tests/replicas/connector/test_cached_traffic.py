@@ -133,7 +133,7 @@ class Play:
             for _ in range(2)
         ]
         for cache in self.caches:
-            cache.mover.is_late = lambda: self._fails()
+            cache.loader.is_late = lambda: self._fails()
         self.engines = [self._engine(runner, cache) for runner, cache in zip(self.runners, self.caches, strict=True)]
         self.events: list[TokenEvent] = []
         self.expected: dict[str, Arrival] = {}

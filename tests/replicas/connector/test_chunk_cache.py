@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.config import CacheConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.model.decoder import Decoder
@@ -30,11 +31,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def finish_saves(engine: Engine) -> None:
     """Everything that was to be saved is in the store, and nothing is left in the write buffer."""
-    mover = engine._runner.chunks
-    assert mover is not None
+    assert engine.chunks is not None
     engine.close()
-    assert mover.saver.num_bytes == 0
-    assert not mover.saver._shared.reading
+    assert engine.chunks.saver.num_bytes == 0
 
 
 def wait_for_store(engine: Engine) -> None:
@@ -190,22 +189,20 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
     events += run(engine)
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
     assert usages(events)["again"].host_tokens == 215
-    assert runner_of(engine)._mover.chunks.num_lost == 0  # type: ignore[union-attr]
+    assert engine.stats()["cache"]["chunks"]["lost"] == 0
     finish_saves(engine)
     assert store.num_open == 0
 
 
 def test_the_write_buffer_has_an_end(decoder: Decoder) -> None:
     store = FakeStore()
-    engine = make_cached_engine(decoder, store)
-    mover = engine._runner.chunks
-    assert mover is not None
-    mover.saver._max_bytes = 0
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, write_buffer_bytes=0)
+    engine = make_cached_engine(decoder, store, config=config)
     submit(engine, "a", draw(11, 200), NUM_NEW)
     run(engine)
     finish_saves(engine)
     assert not store.chunks
-    assert mover.saver.counts.dropped == 3
+    assert engine.stats()["cache"]["chunks"]["dropped"] == 3
 
 
 def test_a_failed_step_saves_nothing_of_itself(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.pages.streams import CudaStreams
-from mneme.replicas.connector import loads as chunk_loads
-from mneme.replicas.connector import mover as chunk_mover
-from mneme.replicas.connector.loads import ChunkLoad
+from mneme.replicas.connector import connector
+from mneme.replicas.connector import load as chunk_load
+from mneme.replicas.connector.load import ChunkLoad
 from mneme.replicas.connector.pages import (
     ChunkPages,
     ChunkTokens,
@@ -214,7 +214,7 @@ def begin(
     issue: Callable[[PlayedStreams, Pool], None] = lambda streams, pool: None,
 ) -> Loading:
     """Three chunks of eight tokens, on pages of four; a slot holds one or two. `issue`: by the engine, before."""
-    monkeypatch.setattr(chunk_loads, "Fetch", PlayedFetch)
+    monkeypatch.setattr(chunk_load, "Fetch", PlayedFetch)
     streams, pool = PlayedStreams(), make_pool(NUM_PAGES)
     pages = [(7, 2), (0, 9), (4, 5)]
     chunks = [ChunkTokens(8, np.array([(a, 0, 4, 0), (b, 0, 4, 4)], np.int64)) for a, b in pages]
@@ -388,7 +388,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         gather(self, layer, into, after)
 
     monkeypatch.setattr(DeviceBatch, "gather", gather_behind)
-    monkeypatch.setattr(chunk_mover, "make_chunk_pages", make)
+    monkeypatch.setattr(connector, "make_chunk_pages", make)
     decoder, store, ids = load_decoder("llama-3", tmp_path), FakeStore(), draw(1, 250)
     for number in range(2):
         engine = make_cached_engine(decoder, store)
@@ -396,9 +396,8 @@ def test_engines_save_and_load_through_a_devices_pages(
         events = run(engine)
         assert answers(events)["a"] == full_prefill(decoder, ids, 3)[0]
         assert (usages(events)["a"].cached_tokens > 200) == (number == 1 and fault is None)
-        mover = engine._runner.chunks
-        assert mover is not None
-        assert mover.saver.settle(60.0)
+        assert engine.chunks is not None
+        assert engine.chunks.saver.settle(60.0)
         engine.close()
         assert len(store.chunks) >= 4
 

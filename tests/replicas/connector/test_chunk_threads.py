@@ -14,8 +14,8 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.node_admin import NodeAdmin
-from mneme.replicas.connector import saver as chunk_saver
-from mneme.replicas.connector.saver import ChunkSaver
+from mneme.replicas.connector import save
+from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.kv_commands import KvTier, drop_pages, drop_tenant_pages
 from mneme.replicas.llm import LLM
@@ -29,7 +29,7 @@ from tests.replicas.tiered_engine import answers, draw, full_prefill, load_decod
 
 NUM_NEW = 3
 WAIT_S = 60.0
-CONFIRMATIONS = [("confirm", 0), ("confirm", 1)]
+CONFIRMATIONS = [("_confirm", 0), ("_confirm", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,12 @@ def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> Non
     for thread in threading.enumerate():
         if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(WAIT_S)
-    mover, cache = engine._runner.chunks, engine.chunks
-    assert mover is not None
-    assert cache is not None
+    connector = engine.chunks
+    assert connector is not None
     assert store.num_open == 0
     assert hung or not store.waiting
-    assert (cache._fetches.num_open, cache._fetches.room.num_used) == (0, 0)
-    assert (mover.saver.num_bytes, mover.saver._shared.reading) == (0, set())
+    assert (connector.fetches.num_open, connector.fetches.budget.num_used) == (0, 0)
+    assert connector.saver.num_bytes == 0
 
 
 @pytest.mark.parametrize("edge", ["disk", "peer_host"])
@@ -130,7 +129,7 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     gate.open()
     until_s = time.monotonic() + WAIT_S
     assert engine.chunks is not None
-    while engine.chunks._fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
+    while engine.chunks.fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
         time.sleep(0.001)
     engine.close()
     check_closed(engine, filled)
@@ -168,15 +167,14 @@ def test_a_failed_step_lets_go_of_pages_at_once(
         with pytest.raises(RuntimeError):
             engine.step()
     engine.fail_all("gone")
-    mover = engine._runner.chunks
-    assert mover is not None
-    mover.saver.before_reuse(np.arange(64))  # returns
+    assert engine.chunks is not None
+    engine.chunks.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, filled)
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-@pytest.mark.parametrize(("name", "number"), [("_buffer", 1), *(("copy_layer", n) for n in range(4)), *CONFIRMATIONS])
+@pytest.mark.parametrize(("name", "number"), [("_buffer", 1), *(("_copy_layer", n) for n in range(4)), *CONFIRMATIONS])
 def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str, number: int, is_after: bool
 ) -> None:
@@ -201,10 +199,9 @@ def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
         with pytest.raises(KeyboardInterrupt):
             run(engine)
         engine.fail_all("interrupted")
-    mover = engine._runner.chunks
-    assert mover is not None
-    assert mover.saver.settle(5.0)
-    mover.saver.before_reuse(np.arange(64))  # returns
+    assert engine.chunks is not None
+    assert engine.chunks.saver.settle(5.0)
+    engine.chunks.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, store)
 
@@ -213,13 +210,12 @@ def test_no_memory_for_a_copy_is_a_chunk_that_is_not_saved(decoder: Decoder, mon
     store = FakeStore()
     engine = make_cached_engine(decoder, store)
     with monkeypatch.context() as patched:
-        patched.setattr(chunk_saver, "np", NumpyWithoutMemory())
+        patched.setattr(save, "np", NumpyWithoutMemory())
         submit(engine, "a", draw(3, 150), NUM_NEW)
         events = run(engine)
     assert answers(events)["a"] == full_prefill(decoder, draw(3, 150), NUM_NEW)[0]
-    mover = engine._runner.chunks
-    assert mover is not None
-    assert mover.saver.counts.dropped == 3
+    assert engine.chunks is not None
+    assert engine.chunks.saver.counts.dropped == 3
     engine.close()
     check_closed(engine, store)
 
@@ -304,7 +300,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     run(engine)
     assert gate.has_come.wait(WAIT_S)
     admin, fingerprint = NodeAdmin(make_node(), "node"), engine.chunks.fingerprint
-    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.chunks.settle_saves)
+    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.chunks.saver.settle)
     num_there: list[int] = []
 
     def delete() -> None:

@@ -216,7 +216,7 @@ def test_all_choices_follow_one_load(store: FakeStore) -> None:
     for choice in range(3):
         assert tokens_of(events, f"a{choice}") == continuation(IDS[:30], 3, 5)
     assert case.cache.cache.counts["lookups"] == 1
-    assert case.cache.mover.num_loaded == 1
+    assert case.cache.loader.num_loaded == 1
     case.check_rest()
 
 
@@ -345,7 +345,7 @@ def test_a_long_history_comes_in_parts_beside_a_stream(store: FakeStore, edge: A
     parts = Parts(store, num_choices=3)
     assert [parts.step(), parts.step()] == [1, 1 + 6]  # the stream's, then the prompt's last tokens too
     assert parts.step() == 1 + 1 + 2
-    assert parts.case.cache.mover.num_lost == 0
+    assert parts.case.cache.loader.num_lost == 0
     parts.finish("a0", "a1", "a2")
     usage = next(event.usage for event in parts.events if event.request_id == "a0" and event.usage is not None)
     assert usage.cached_tokens == 24
@@ -486,7 +486,7 @@ class Many:
 
 def count_loads(case: Played) -> list[int]:
     """Chunks that each step loads from now on."""
-    mover, load, num_loaded = case.cache.mover, case.cache.mover.load, list[int]()
+    mover, load, num_loaded = case.cache.mover, case.cache.loader.load, list[int]()
 
     def counted(grafts: Any, slots: Any) -> Any:
         num_loaded.append(sum(len(graft.pieces) for graft in grafts))
@@ -514,7 +514,7 @@ def test_what_a_step_loads_beside_a_stream_is_bounded_for_all_together(
     many = Many(histories)
     many.finish()
     assert many.num_loaded == [1] * num_chunks
-    assert many.case.cache.mover.num_lost == 0
+    assert many.case.cache.loader.num_lost == 0
 
 
 def test_who_overtakes_a_head_takes_no_later_step_to_load(store: FakeStore) -> None:
@@ -560,4 +560,4 @@ def test_a_head_that_could_not_run_anyway_does_not_give_its_chunks_up(store: Fak
     queue.step()
     assert queue.case.cache.cache.stats()["given_up"] == {}
     queue.finish()
-    assert queue.case.cache.mover.num_loaded == 1
+    assert queue.case.cache.loader.num_loaded == 1

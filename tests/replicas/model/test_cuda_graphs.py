@@ -17,9 +17,8 @@ import torch
 from mneme.cachetier.config import CacheConfig
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import ChunkCache
-from mneme.replicas.connector.mover import ChunkMover
-from mneme.replicas.connector.saver import ChunkSaver
+from mneme.replicas.connector.connector import connect
+from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.config import load_model_config
@@ -164,10 +163,8 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
 
 def cached_engine(decoder: Decoder, store: FakeStore, make_graphs: MakeGraphs | None) -> Engine:
     runner, config = Runner(decoder, 64, 16, make_graphs), CacheConfig(chunk_tokens=CHUNK_TOKENS)
-    fingerprint = fingerprint_of(decoder)
-    runner.use_chunks(ChunkMover(runner.pool, store, fingerprint, config))
-    chunks = ChunkCache(store, fingerprint, SlowRows(), config, page_size=16)
-    return Engine(runner, None, EngineConfig(page_size=16, max_running=8), chunks=chunks)
+    connector = connect(runner, store, fingerprint_of(decoder), SlowRows(), config)
+    return Engine(runner, None, EngineConfig(page_size=16, max_running=8), chunks=connector)
 
 
 def saved_while_decoding(engine: Engine, store: FakeStore) -> dict[bytes, list[bytes]]:
@@ -185,14 +182,14 @@ def test_steps_that_are_captured_and_replayed_save_each_layer_once(
     """Also those that complete a chunk while they are captured: the capture runs the pass twice and hands over none."""
     handed_over: list[tuple[object, int]] = []
     capturing: list[bool] = []
-    copy_layer = ChunkSaver.copy_layer
+    copy_layer = ChunkSaver._copy_layer
 
-    def recorded(self: ChunkSaver, copies: Any, layer: int) -> None:
+    def recorded(self: ChunkSaver, layer: int) -> None:
         assert not capturing
-        handed_over.extend((copy, layer) for copy in copies)
-        copy_layer(self, copies, layer)
+        handed_over.extend((copy, layer) for copy in self._copies)
+        copy_layer(self, layer)
 
-    monkeypatch.setattr(ChunkSaver, "copy_layer", recorded)
+    monkeypatch.setattr(ChunkSaver, "_copy_layer", recorded)
     made: list[DecodeGraphs] = []
 
     def make(run: Run, pool: KvPool) -> DecodeGraphs:

@@ -28,7 +28,7 @@ from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from mneme.replicas.forest.nodes import Node
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Piece:
 
 
 class ChunkLoad:
-    """What one step loads; see `tier.Load`, but nothing is raised for what does not come."""
+    """What one step loads; like `tier.Load`, but it raises nothing for what does not come."""
 
     def __init__(
         self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages, take_all: Callable[..., object] = map
@@ -143,7 +143,7 @@ class ChunkLoad:
                 fetch.note_copy(piece.given.chunk, (time.monotonic() - started_s) / fetch.num_readers)
                 return
         except Exception:  # the edge of a thread
-            log.exception("a chunk's layer could not be read")
+            logger.exception("a chunk's layer could not be read")
         with self._condition:
             if not self._is_over and not piece.is_lost:
                 self._lose(piece)
@@ -160,22 +160,43 @@ class ChunkLoad:
         self._condition.notify_all()
 
 
-class ChunkLoads:
-    """The thread that copies; it keeps nothing alive while it sleeps."""
+class ChunkLoader:
+    """Loads chunks into a device pool, one load for each step; the engine's thread calls it."""
 
     def __init__(self, num_layers: int, pages: ChunkPages) -> None:
+        self.num_loaded = 0  # chunks
+        self.num_lost = 0  # chunks that were to be loaded and did not come
         self._num_layers, self._pages = num_layers, pages
+        self._load: ChunkLoad | None = None  # of the step that has begun
         readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
         self._take_all: Callable[..., object] = map if readers is None else readers.map
         self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue, readers), name="kv-chunk-loads", daemon=True)
-        self._thread.start()
-        self.close: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
+        threading.Thread(target=_run, args=(self._queue, readers), name="kv-chunk-loads", daemon=True).start()
+        self._stop: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
 
     def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
-        load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
+        """Begin the one load of chunks of the next step."""
+        self._load = load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
         self._queue.put(load)
+        self.num_loaded += sum(len(graft.pieces) for graft in grafts)
         return load
+
+    def end(self) -> list[Node] | None:
+        """End the load of a step whose forward pass is over, or that failed.
+
+        Returns the nodes whose KV did not come, None if none was to come.
+        """
+        load, self._load = self._load, None
+        if load is None:
+            return None
+        lost = load.finish()
+        self.num_lost += load.num_lost
+        self.num_loaded -= load.num_lost
+        return lost
+
+    def close(self) -> None:
+        self.end()
+        self._stop()
 
 
 def _run(loads: queue.SimpleQueue[ChunkLoad | None], readers: ThreadPoolExecutor | None) -> None:
@@ -183,7 +204,7 @@ def _run(loads: queue.SimpleQueue[ChunkLoad | None], readers: ThreadPoolExecutor
         try:
             load.run()
         except Exception:  # the edge of a thread: what was not copied is lost
-            log.exception("a load of chunks failed")
+            logger.exception("a load of chunks failed")
             load.finish()
         del load
     if readers is not None:

@@ -1,16 +1,19 @@
-"""Fetches of an engine without their threads: how they end."""
+"""Fetches of an engine without their threads: how they end, what they read ahead, how long a step waits for them."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery
-from mneme.replicas.connector.fetch import Fetch
-from mneme.replicas.connector.fetches import Fetches
-from mneme.replicas.connector.workers import Task
+from mneme.replicas.connector.fetch import Fetch, Fetches, ReadBudget
+from mneme.replicas.connector.load import ChunkLoad
+from mneme.replicas.forest.moves import Graft, GraftPiece
+from mneme.replicas.workers import Task
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
 from tests.cachetier.cost_cases import PlayedClock
 from tests.replicas.chunk_stores import FakeStore, SlowRows
@@ -18,6 +21,7 @@ from tests.replicas.played_chunks import PlayedWorkers
 
 IDS = list(range(3 * CHUNK_TOKENS))
 NUM_LAYERS = FINGERPRINT.layout.num_layers
+TIMEOUT_S = 30.0
 
 
 class Inline:
@@ -155,3 +159,53 @@ def test_a_read_that_hangs_when_its_load_is_given_up_is_to_blame() -> None:
     store.before_read = hang
     fetch.take(0, 1)
     assert costs.missed == ["host"]
+
+
+@pytest.mark.parametrize(("is_over", "is_taken"), [(False, True), (True, False)])
+def test_who_waits_for_the_budget_hears_of_urgency(is_over: bool, is_taken: bool) -> None:
+    budget, asked, urgent = ReadBudget(0), threading.Event(), threading.Event()
+
+    def is_urgent() -> bool:
+        asked.set()
+        return urgent.is_set()
+
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(budget.take, 100, is_urgent, lambda: is_over and urgent.is_set())
+        assert asked.wait(TIMEOUT_S)
+        urgent.set()
+        budget.wake()
+        assert taken.result(TIMEOUT_S) is is_taken
+    assert budget.num_used == (100 if is_taken else 0)
+
+
+class NoPages:
+    """Nothing is copied."""
+
+    num_readers = 1
+
+    def issued(self) -> None:
+        return None
+
+
+def graft_of(fetch: Fetch, num_chunks: int) -> Graft:
+    pieces = [GraftPiece(index, *fetch.spans[index], [], ()) for index in range(num_chunks)]
+    return Graft(fetch, pieces, is_last=False)
+
+
+def begin_load(*grafts: Graft) -> None:
+    pages: Any = NoPages()
+    ChunkLoad(grafts, NUM_LAYERS, pages)
+
+
+def test_a_small_load_may_take_as_long_as_a_large_one_beside_it() -> None:
+    fetches = make_fetches(FakeStore(), Costs(), PlayedClock())
+    small, large = begin(fetches), begin(fetches)
+    begin_load(graft_of(small, 1))
+    alone_s = [small.left_s(layer) for layer in range(NUM_LAYERS)]
+    begin_load(graft_of(large, 2), graft_of(small, 1))
+    assert large.plan is not None
+    large_s = large.plan.predicted_load_s * 2 / large.plan.num_chunks  # as much of it as comes with the step
+    assert large_s > 0
+    beside_s = [small.left_s(layer) - alone_s[layer] for layer in range(NUM_LAYERS)]
+    assert beside_s == pytest.approx([large_s * (layer + 1) / NUM_LAYERS for layer in range(NUM_LAYERS)])
+    fetches.abandon()

@@ -1,4 +1,4 @@
-"""Threads that run tasks for one owner."""
+"""Threads that run tasks for one owner: those of fetches, of recalls of sessions, of what an engine is asked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Workers:
         self._queue.put(task)
 
     def call(self, function: Callable[[], T]) -> T:
-        """What the function gives, or raises, on one of the threads."""
+        """Return what the function gives on one of the threads, or raise what it raises."""
         future: Future[T] = Future()
 
         def task() -> None:
@@ -56,7 +56,7 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
         try:
             task()
         except Exception:  # the edge of a thread
-            log.exception("a task failed")
+            logger.exception("a task failed")
         del task
 
 

@@ -1,0 +1,417 @@
+"""Chunks of KV out of an engine into the cache tier: which ones, and how (AttentionStore 3.2.2).
+
+*Which*: full chunks as steps complete them, tails as requests end. Only KV of exact lineage goes there: what a
+truncated session computes stays in its engine. A chunk that the store is known to have is not saved again.
+
+*How*: the chunks that a step completes are copied layer by layer while it computes the layers above; what ends with a
+request is copied after the step. A second thread makes chunks of the copies, with their checksums, and puts them into
+the store. What is to be saved waits in a write buffer of bounded size; if that is full, chunks are not saved, and
+nobody waits. Before pages get another owner, `before_reuse` waits until their copies are done.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
+from mneme.cachetier.chunk.header import U8Array, make_chunk
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.pages.streams import Event
+from mneme.cachetier.store import ChunkStore
+from mneme.kernels.page_table import IntArray
+from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
+from mneme.replicas.forest.nodes import DEVICE, Path
+from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Sequence as RunningSequence
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINEAGES = 1024  # of tenants that were seen last
+MIN_TAIL_TOKENS = 16  # shorter tails cost more to find than to compute
+_CLOSE_S = 5.0  # how long a close waits for what is being saved
+
+TokenRun = tuple[int, int, int, int]  # page id, first offset, number of tokens, first token in the chunk
+NoteSave = Callable[[int, float], object]  # bytes of a chunk that was put, and the seconds that it took
+
+
+@dataclass(slots=True, eq=False)
+class ChunkChain:
+    """The chunks of one sequence, from its root on."""
+
+    lineage: Lineage
+    keys: list[bytes] = field(default_factory=list)  # of full chunks, as far as they are known
+    num_saved: int = 0  # full chunks that were saved or are not to be
+
+    def restart(self) -> None:
+        """The sequence sees other tokens."""
+        self.keys, self.num_saved = [], 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SaveJob:
+    """One chunk to be copied out of the pool, and where its tokens lie."""
+
+    sequence: RunningSequence
+    lineage: Lineage
+    parent: bytes
+    start: int  # position of the first token; where its key is rotated, too
+    token_ids: list[int]
+    runs: list[TokenRun]
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what its pages hold is not what was to be computed: the sequence had to go back to the queue."""
+        return self.sequence.path is None
+
+
+class SavePolicy:
+    """Chooses what to save from what is on sequences' paths. Policy only: no tensors. The engine's thread calls it."""
+
+    def __init__(self, store: ChunkStore, fingerprint: ModelFingerprint, page_size: int) -> None:
+        self.fingerprint = fingerprint
+        self._page_size = page_size
+        self._store = store
+        self._chunk_tokens = fingerprint.layout.chunk_tokens
+        self._lineages: OrderedDict[str, Lineage] = OrderedDict()
+
+    def lineage(self, salt: str) -> Lineage:
+        """Return the lineage of a tenant's exact KV."""
+        lineage = self._lineages.pop(salt, None) or prefix_lineage(self.fingerprint, salt)
+        self._lineages[salt] = lineage
+        if len(self._lineages) > _MAX_LINEAGES:
+            self._lineages.popitem(last=False)
+        return lineage
+
+    def of_step(self, chunks: Iterable[Chunk]) -> list[SaveJob]:
+        """Return the full chunks that a step completes; its rows are scheduled and not computed yet."""
+        jobs: list[SaveJob] = []
+        for chunk in chunks:
+            chain, path = chunk.sequence.chain, chunk.sequence.path
+            if chain is not None and path is not None and path.num_tokens // self._chunk_tokens > chain.num_saved:
+                jobs += self._full(chunk.sequence, chain, path)
+        return jobs
+
+    def of_end(self, sequence: RunningSequence) -> list[SaveJob]:
+        """Return what is left to save of a sequence that ends, its tail too."""
+        chain, path = sequence.chain, sequence.path
+        if chain is None or path is None:
+            return []
+        jobs = self._full(sequence, chain, path)
+        start = path.num_tokens - path.num_tokens % self._chunk_tokens
+        if path.num_tokens - start >= MIN_TAIL_TOKENS and not path.root.is_own:
+            jobs += self._job(sequence, chain, path, start, path.num_tokens)
+        return jobs
+
+    def _full(self, sequence: RunningSequence, chain: ChunkChain, path: Path) -> list[SaveJob]:
+        if path.root.is_own:  # truncated: approximate, and its own
+            return []
+        jobs: list[SaveJob] = []
+        size = self._chunk_tokens
+        for index in range(chain.num_saved, path.num_tokens // size):
+            jobs += self._job(sequence, chain, path, index * size, (index + 1) * size)
+        chain.num_saved = path.num_tokens // size
+        return jobs
+
+    def _job(self, sequence: RunningSequence, chain: ChunkChain, path: Path, start: int, end: int) -> list[SaveJob]:
+        """Return one job, or none; note the key of a full chunk."""
+        ids, index = sequence.context[start:end], start // self._chunk_tokens
+        parent = chain.keys[index - 1] if index else chain.lineage.root
+        is_full = len(ids) == self._chunk_tokens
+        key = chain.keys[index] if is_full and index < len(chain.keys) else chain.lineage.key(parent, ids)
+        if is_full and index == len(chain.keys):
+            chain.keys.append(key)
+        if self._store.known([key]):
+            return []
+        runs = token_runs(path, start, end, self._page_size)
+        if runs is None:
+            return []
+        return [SaveJob(sequence=sequence, lineage=chain.lineage, parent=parent, start=start, token_ids=ids, runs=runs)]
+
+
+def token_runs(path: Path, start: int, end: int, page_size: int) -> list[TokenRun] | None:
+    """Find where the device has the tokens [start, end) of a path; None if it lacks some."""
+    runs: list[TokenRun] = []
+    index = bisect_right(path.nodes, start, key=lambda node: node.start) - 1
+    position = start
+    while position < end:
+        node = path.nodes[index]
+        index += 1
+        limit = path.nodes[index].start if index < len(path.nodes) else end
+        count = min(limit, end) - position
+        page_id = node.pages[DEVICE]
+        if page_id is None or node.start + node.filled[DEVICE] < position + count or count <= 0:
+            return None
+        runs.append((page_id, position % page_size, count, position - start))
+        position += count
+    return runs
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One chunk on its way out."""
+
+    job: SaveJob
+    tokens: ChunkTokens
+    layers: U8Array  # [layers, layer_bytes]
+    page_ids: frozenset[int]
+    num_left: int  # layers that are still to be copied, and one more until it is confirmed; less if it is void
+    is_void: bool = False
+    seconds: float = 0.0  # that threads were at it
+
+
+class _Task(NamedTuple):
+    """One layer of some chunks to be copied."""
+
+    copies: list[_Copy]
+    layer: int
+    after: Event | None
+
+
+@dataclass(slots=True)
+class SaveCounts:
+    """Since the start."""
+
+    chunks: int = 0  # put into the store
+    bytes: int = 0
+    refused: int = 0  # by the store
+    dropped: int = 0  # as the write buffer was full
+    void: int = 0  # the step went wrong
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the threads know: not the saver, so that it ends with its last user."""
+
+    store: ChunkStore
+    fingerprint: ModelFingerprint
+    pages: ChunkPages
+    note_save: NoteSave
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    counts: SaveCounts = field(default_factory=SaveCounts)
+    under_way: set[_Copy] = field(default_factory=set)  # the write buffer
+    reading: set[_Copy] = field(default_factory=set)  # of those: they are not done with their pages
+    to_copy: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
+    to_put: queue.SimpleQueue[_Copy | None] = field(default_factory=queue.SimpleQueue)
+
+
+class ChunkSaver:
+    """Copies chunks out of a device pool and puts them into the store; the engine's thread calls it."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        fingerprint: ModelFingerprint,
+        pages: ChunkPages,
+        *,
+        write_buffer_bytes: int,
+        note_save: NoteSave,
+    ) -> None:
+        self._layout, self._num_layers = fingerprint.layout, fingerprint.layout.num_layers
+        self._max_bytes = write_buffer_bytes
+        self._shared = _Shared(store, fingerprint, pages, note_save)
+        self._copies: list[_Copy] = []  # of the step that has begun
+        self._num_handed_over = 0  # of its layers
+        self._threads = [
+            threading.Thread(target=work, args=(self._shared,), name=name, daemon=True)
+            for work, name in ((_copy_chunks, "kv-chunk-copies"), (_put_chunks, "kv-chunk-puts"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._stop: Callable[[], object] = weakref.finalize(self, self._shared.to_copy.put, None)
+
+    @property
+    def counts(self) -> SaveCounts:
+        return self._shared.counts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the write buffer."""
+        with self._shared.condition:
+            return sum(copy.layers.nbytes for copy in self._shared.under_way)
+
+    def save(self, jobs: Sequence[SaveJob]) -> None:
+        """Save chunks that are complete, between steps."""
+        try:
+            self.begin(jobs)
+            self.end()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def begin(self, jobs: Sequence[SaveJob]) -> None:
+        """Prepare to copy the chunks that the next step completes, as far as the write buffer has room.
+
+        Wherever Ctrl-C interrupts a step, `abandon` releases all of its pages.
+        """
+        self.abandon()
+        self._num_handed_over = 0
+        for job in jobs:
+            self._begin_copy(job)
+
+    def layer_done(self, layer: int) -> None:
+        """Copy a layer, whose KV is written or issued; a step that is replayed as a graph does not say so.
+
+        A layer that was handed over is not handed over again, whoever says so twice.
+        """
+        if layer >= self._num_handed_over:
+            self._copy_layer(layer)
+            self._num_handed_over = layer + 1
+
+    def end(self, unsound: Collection[object] = ()) -> None:
+        """Confirm the step's chunks, now that its outcome is known; nothing of the sequences `unsound` is kept."""
+        if not self._copies:
+            return
+        for layer in range(self._num_handed_over, self._num_layers):
+            self.layer_done(layer)
+        for copy in self._copies:
+            copy.is_void |= copy.job.is_void or copy.job.sequence in unsound
+        self._confirm()
+        self._copies = []  # last: what Ctrl-C interrupts is abandoned
+
+    def abandon(self) -> None:
+        """Keep nothing of a step that failed. What was handed over already may be so again: it is void."""
+        for copy in self._copies:
+            copy.is_void = True
+        self.end()
+
+    def before_reuse(self, device_pages: IntArray) -> None:
+        """Return when no copy reads these pages any more."""
+        shared = self._shared
+        if not shared.reading:
+            return
+        with shared.condition:
+            pages = set(device_pages.tolist())
+            shared.condition.wait_for(lambda: all(pages.isdisjoint(copy.page_ids) for copy in shared.reading))
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what is to be saved now is in the store, or will not be; False if that took too long.
+
+        From any thread.
+        """
+        began_s, shared = time.monotonic(), self._shared
+        with shared.condition:
+            before = shared.under_way.copy()
+            is_put = shared.condition.wait_for(lambda: before.isdisjoint(shared.under_way), timeout_s)
+        return is_put and shared.store.settle(max(timeout_s - (time.monotonic() - began_s), 0.0))
+
+    def close(self) -> None:
+        """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
+        self.abandon()
+        self._stop()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _begin_copy(self, job: SaveJob) -> None:
+        """Add a copy to those of the step, if there is room in the write buffer."""
+        shared, layers = self._shared, self._buffer(self._layout.layer_bytes(len(job.token_ids)))
+        with shared.condition:
+            if layers is None or self.num_bytes + layers.nbytes > self._max_bytes:
+                shared.counts.dropped += 1
+                return
+            page_ids = frozenset(page_id for page_id, *_ in job.runs)
+            tokens = ChunkTokens(len(job.token_ids), np.array(job.runs, np.int64))
+            copy = _Copy(job, tokens, layers, page_ids, self._num_layers + 1)
+            self._copies.append(copy)  # first: nobody releases what is not among them
+            shared.under_way.add(copy)
+            shared.reading.add(copy)
+
+    def _copy_layer(self, layer: int) -> None:
+        if self._copies:
+            self._shared.to_copy.put(_Task(self._copies, layer, self._shared.pages.issued()))
+
+    def _confirm(self) -> None:
+        """Let the step's copies be put, but for those that are void."""
+        for copy in self._copies:
+            _layer_done(self._shared, copy)
+
+    def _buffer(self, num_layer_bytes: int) -> U8Array | None:
+        try:
+            return np.empty((self._num_layers, num_layer_bytes), np.uint8)
+        except MemoryError:  # what is not saved is computed again
+            return None
+
+
+def _copy_chunks(shared: _Shared) -> None:
+    batches: Sequence[PageBatch] = ()  # of the step whose layers are being copied
+    while (task := shared.to_copy.get()) is not None:
+        try:
+            if not task.layer:
+                batches = shared.pages.batches([copy.tokens for copy in task.copies])
+            for batch in batches:
+                _copy_layer(batch, task)
+        except Exception:  # the edge of a thread: these chunks are not saved, and their pages are free again
+            logger.exception("chunks could not be copied")
+            for copy in task.copies:
+                copy.is_void = True
+        for copy in task.copies:
+            if task.layer == len(copy.layers) - 1:
+                batches = ()
+                _release_pages(shared, copy)
+            _layer_done(shared, copy)
+            del copy
+        del task
+    shared.to_put.put(None)
+
+
+def _copy_layer(batch: PageBatch, task: _Task) -> None:
+    copies, started_s = [task.copies[index] for index in batch.chunks], time.monotonic()
+    if all(copy.is_void for copy in copies):
+        return
+    batch.gather(task.layer, [copy.layers[task.layer] for copy in copies], task.after)
+    for copy in copies:
+        copy.seconds += (time.monotonic() - started_s) / len(copies)
+
+
+def _release_pages(shared: _Shared, copy: _Copy) -> None:
+    with shared.condition:
+        shared.reading.discard(copy)
+        shared.condition.notify_all()
+
+
+def _layer_done(shared: _Shared, copy: _Copy) -> None:
+    with shared.condition:
+        copy.num_left -= 1
+        is_whole = not copy.num_left
+    if is_whole:
+        shared.to_put.put(copy)
+
+
+def _put_chunks(shared: _Shared) -> None:
+    while (copy := shared.to_put.get()) is not None:
+        num_bytes = copy.layers.nbytes
+        try:
+            outcome = _put(shared, copy)
+        except Exception:  # the edge of a thread: a chunk that is not saved is computed again
+            logger.exception("a chunk could not be put into the cache tier")
+            outcome = "failed"
+        with shared.condition:
+            setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
+            shared.counts.bytes += num_bytes if outcome == "chunks" else 0
+            shared.under_way.discard(copy)
+            shared.condition.notify_all()
+        del copy
+
+
+def _put(shared: _Shared, copy: _Copy) -> str:
+    """Put one chunk; returns the count that it belongs to."""
+    if copy.is_void:
+        return "void"
+    job, started_s = copy.job, time.monotonic()
+    positions = np.arange(job.start, job.start + len(job.token_ids), dtype=np.int32)
+    chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, positions, list(copy.layers))
+    if not shared.store.put(chunk, job.lineage):
+        return "refused"
+    shared.note_save(copy.layers.nbytes, copy.seconds + time.monotonic() - started_s)
+    return "chunks"
