@@ -69,7 +69,7 @@ class DenseDecoder(Decoder):
         self._num_tokens = len(kept)
 
     def _attend(
-        self, layer: LayerWeights, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, laps: object
+        self, layer: LayerWeights, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, spans: object
     ) -> Tensor:
         config, places = self.config, inputs.positions
         num_new, batch = len(places), len(self._keys[index])

@@ -20,7 +20,7 @@ from mneme.replicas.engine.pins import PUBLIC, PinKey
 from mneme.replicas.llm_output import Job, RequestOutput, progress_of
 from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from mneme.replicas.text.prompt_prefix import conversation_prefix, num_system_tokens
+from mneme.replicas.text.prompts import conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 

@@ -19,8 +19,7 @@ from mneme.cluster.metrics.latency import Clock, Latencies, RequestLatency
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from mneme.replicas.text.append_template import render_appended
-from mneme.replicas.text.prompt_prefix import conversation_prefix, num_system_tokens
+from mneme.replicas.text.prompts import conversation_prefix, num_system_tokens, render_appended
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.workers import Workers
 from mneme.replicas.engine.commands import COMMANDS, Query
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier, kv_tier_of

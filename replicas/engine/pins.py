@@ -29,7 +29,7 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
 from mneme.replicas.sessions.token_log import TokenLog, turn_name
-from mneme.replicas.text.prompt_prefix import conversation_prefix
+from mneme.replicas.text.prompts import conversation_prefix
 
 if TYPE_CHECKING:
     from mneme.replicas.config import EngineConfig

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from mneme.cachetier.pages.event_spans import EventSpans
+from mneme.cachetier.pages.streams import CudaStreams, Streams
 from mneme.cachetier.pages.tier import Load
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
@@ -17,9 +20,10 @@ from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.model.config import DecoderConfig
-from mneme.replicas.model.laps import Laps, laps_of
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import DecoderWeights, LayerWeights
+
+TRACK = "engine"  # of a timeline: the parts of forward passes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +46,7 @@ class StepInputs:
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
-    saver: ChunkSaver | None = (
-        None  # of a step that completes chunks: told of each layer that is computed, not replayed
-    )
+    saver: ChunkSaver | None = None  # of a step that completes chunks; told of each layer, unless the step is replayed
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
@@ -72,11 +74,11 @@ class Decoder:
             self.max_context,
             attention_factor=config.rope.attention_factor,
         ).to(weights.norm.device)
-        self._laps: Laps | None = None
+        self._layer_spans: LayerSpans | None = None
 
     def record(self, timeline: Timeline) -> None:
-        """From now on add what each layer takes to a timeline, but for steps that are replayed as CUDA graphs."""
-        self._laps = laps_of(timeline, self.device)
+        """Add what each layer takes to a timeline from now on, but for steps that are replayed as CUDA graphs."""
+        self._layer_spans = layer_spans(timeline, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -90,19 +92,19 @@ class Decoder:
     def forward(self, inputs: StepInputs, pool: KvPool) -> torch.Tensor:
         """Logits float32 [S, vocab]; writes the KV of every row into the pool."""
         weights, eps = self._weights, self.config.norm_eps
-        laps = None if self._laps is None else self._laps.begin()
+        spans = None if self._layer_spans is None else self._layer_spans.begin()
         hidden = weights.embed(inputs.token_ids)
         normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
         next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attended = self._attend(layer, index, normed, inputs, pool, laps)
+            attended = self._attend(layer, index, normed, inputs, pool, spans)
             if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
                 hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
             hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
             mlp = layer.down(gated(layer.gate_up(normed), "silu"))
             hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
-            if laps is not None:
-                laps.end("mlp", index)
+            if spans is not None:
+                spans.end("mlp", index)
         return weights.head(normed, torch.float32)
 
     def _attend(
@@ -112,7 +114,7 @@ class Decoder:
         hidden: torch.Tensor,
         inputs: StepInputs,
         pool: KvPool,
-        laps: Laps | None,
+        spans: LayerSpans | None,
     ) -> torch.Tensor:
         """hidden [T, H] -> [T, Hq * D]."""
         config = self.config
@@ -121,12 +123,12 @@ class Decoder:
         q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : kv_end], heads[:, kv_end:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
-        if laps is not None:
-            laps.end("project", index)
+        if spans is not None:
+            spans.end("project", index)
         if inputs.load is not None:  # before writing too: a row may fill a page whose first slots are being loaded
             inputs.load.wait_layer(index)
-            if laps is not None:
-                laps.end("wait", index)
+            if spans is not None:
+                spans.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
         if inputs.saver is not None:
@@ -135,8 +137,63 @@ class Decoder:
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],
         )  # fmt: skip
-        if laps is not None:
-            laps.end("attend", index)
+        if spans is not None:
+            spans.end("attend", index)
         if inputs.observe is not None:
             inputs.observe(index, q, lse)
         return out.reshape(num_rows, -1)
+
+
+class LayerSpans(Protocol):
+    """Records what the parts of a forward pass take, as spans that follow each other."""
+
+    def begin(self) -> LayerSpans | None:
+        """Start the first span now; None where nothing can be timed."""
+
+    def end(self, part: str, layer: int) -> None:
+        """End the part of the layer that ran until now; the next one starts."""
+
+
+class ClockSpans:
+    """Reads the host's clock, for a device whose work is done when a call returns."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._start_s = 0.0
+
+    def begin(self) -> ClockSpans:
+        self._start_s = self._timeline.clock()
+        return self
+
+    def end(self, part: str, layer: int) -> None:
+        now_s = self._timeline.clock()
+        self._timeline.span(f"{part} layer {layer}", self._start_s, now_s, TRACK)
+        self._start_s = now_s
+
+
+class StreamSpans:
+    """Records events in the stream that computes."""
+
+    def __init__(self, timeline: Timeline, streams: Streams) -> None:
+        self._streams = streams
+        self._spans = EventSpans(timeline, streams)
+        self._start = streams.current().record()
+
+    def begin(self) -> StreamSpans | None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None  # events of a graph have no times
+        self._spans.flush()
+        self._start = self._streams.current().record()
+        return self
+
+    def end(self, part: str, layer: int) -> None:
+        now = self._streams.current().record()
+        self._spans.add(f"{part} layer {layer}", self._start, now, TRACK)
+        self._start = now
+
+
+def layer_spans(timeline: Timeline, device: torch.device) -> LayerSpans:
+    """Return what records forward passes on this device."""
+    if device.type == "cuda":
+        return StreamSpans(timeline, CudaStreams(device, is_timed=True))
+    return ClockSpans(timeline)

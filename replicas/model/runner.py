@@ -1,4 +1,4 @@
-"""The mechanism under the engine: owns the tensors, turns scheduled chunks into one forward pass.
+"""Runs an engine's steps: owns the tensors, carries out a step's moves, turns its chunks into one forward pass.
 
 The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
 pages that were begun (`with_rows`, `append_page`); any other change builds a new plan, with the sequences ordered
@@ -8,17 +8,20 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from mneme.cachetier.pages.tier import Load, joined
 from mneme.cachetier.pages.tiers import make_tier
 from mneme.kernels.attention import (
     PageTable,
     Plan,
     QueryRows,
     build_plan,
+    mark_free,
     mark_written,
     new_slot_position,
     share_cost_of,
@@ -27,12 +30,11 @@ from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver
-from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.moves import GraftPiece, Moves
 from mneme.replicas.forest.nodes import Path
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
-from mneme.replicas.model.page_mover import PageMover
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.sequence import Chunk
 
@@ -86,7 +88,8 @@ class Runner:
         self.window, self.is_windowed = config.window, config.is_windowed
         self.num_host_pages = num_host_pages
         self._tier = make_tier(self.pool, num_host_pages, timeline)
-        self._mover = PageMover(self.pool.slot_position, page_size, self._tier)
+        self._loader: ChunkLoader | None = None  # where there is a cache tier
+        self._saver: ChunkSaver | None = None
         if timeline is not None:
             decoder.record(timeline)
         self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
@@ -100,7 +103,7 @@ class Runner:
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
         """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
-        load = self._mover.move(moves)
+        load = self._begin_moves(moves)
         if not chunks:
             if load is not None:  # parts of long histories alone
                 for layer in range(self._decoder.config.num_layers):
@@ -115,9 +118,9 @@ class Runner:
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
-        if moves.completed and self._mover.saver is not None:
-            self._mover.saver.begin(moves.completed)
-            inputs.saver = self._mover.saver
+        if moves.completed and self._saver is not None:
+            self._saver.begin(moves.completed)
+            inputs.saver = self._saver
         written = slots != _SPARE_SLOT
         if written.all():
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
@@ -128,7 +131,7 @@ class Runner:
 
     def use_chunks(self, loader: ChunkLoader, saver: ChunkSaver) -> None:
         """Let steps load chunks from the cache tier, and save them there, from now on."""
-        self._mover.loader, self._mover.saver = loader, saver
+        self._loader, self._saver = loader, saver
 
     def close(self) -> None:
         """Give the host tier's memory and thread back; nothing can be computed any more."""
@@ -156,7 +159,7 @@ class Runner:
         self.graphs.stage(self._plan_of(tables, QueryRows(sequence, positions)))
 
     def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
-        """Of each of the path's tokens, from the last of them (`attention_mass.py`); nothing of the pass stays.
+        """Return the attention mass of each token on the path, as its last tokens see it; writes no KV.
 
         None if some of the path is yet to be computed or loaded, which is not looked for in fresh pages.
         """
@@ -176,6 +179,43 @@ class Runner:
     def launch(self, inputs: StepInputs) -> torch.Tensor:
         """`forward` without graphs, with the logits of padding rows."""
         return self._decoder.forward(inputs, self.pool)
+
+    def _begin_moves(self, moves: Moves) -> Load | None:
+        """Begin to move pages; the forward pass waits for what is returned, layer by layer.
+
+        Nothing of what a fresh page held may be seen by its next owner.
+        """
+        if self._loader is not None and self._saver is not None:  # of a step that failed
+            self._loader.end()
+            self._saver.abandon()
+        if moves.saves:
+            device_pages, host_pages = np.array(moves.saves, np.int64).T
+            self._tier.save(device_pages, host_pages)
+        if moves.fresh:
+            fresh = np.array(moves.fresh, np.int64)
+            self._tier.before_reuse(fresh)
+            if self._saver is not None:
+                self._saver.before_reuse(fresh)
+            slots = ranges(fresh * self.page_size, np.full(len(fresh), self.page_size, np.int64))
+            mark_free(self.pool.slot_position, self._tensor(slots))
+        loads = []
+        if moves.loads:
+            host_pages, device_pages, starts, counts = np.array(moves.loads, np.int64).T
+            self._mark_written(device_pages, starts % self.page_size, counts, starts)
+            loads.append(self._tier.load(host_pages, device_pages))
+        if moves.grafts:
+            assert self._loader is not None
+            pieces = [piece for graft in moves.grafts for piece in graft.pieces]
+            page_ids, offsets, counts = np.array([run for piece in pieces for run in piece.runs], np.int64).T
+            starts = np.array([start for piece in pieces for start in _run_starts(piece)], np.int64)
+            self._mark_written(page_ids, offsets, counts, starts)
+            loads.append(self._loader.begin(moves.grafts))
+        return joined(loads)
+
+    def _mark_written(self, page_ids: IntArray, offsets: IntArray, counts: IntArray, starts: IntArray) -> None:
+        """Make runs of slots visible: their keys are rotated from `starts` on."""
+        slots = ranges(page_ids * self.page_size + offsets, counts)
+        mark_written(self.pool.slot_position, self._tensor(slots), self._tensor(ranges(starts, counts)))
 
     def _bucket(self, ordered: list[Chunk]) -> int | None:
         """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
@@ -271,8 +311,14 @@ def _path(chunk: Chunk) -> Path:
     return chunk.sequence.path
 
 
+def _run_starts(piece: GraftPiece) -> list[int]:
+    """Return the position at which each run begins."""
+    counts = [count for _, _, count in piece.runs]
+    return list(accumulate(counts[:-1], initial=piece.start))
+
+
 def _page_table(path: Path) -> PageTable:
-    """What the device has of the path, root first."""
+    """Return what the device has of the path, root first."""
     deltas = np.zeros(len(path.page_ids), np.int32)
     deltas[: len(path.root.kept)] = [kept.delta for kept in path.root.kept]
     masks = np.array(path.masks, np.int64)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mneme.kernels.ops import best_tokens, draw_whole
 from mneme.kernels.sampling import draw_tokens
 from mneme.kernels.torch.ops import invert
-from mneme.replicas.model.penalties import edit_logits
 from mneme.replicas.request import Logprobs, SamplingParams
 from mneme.replicas.token_counts import TokenCounts
 
@@ -46,6 +47,15 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
+# A row's number, tokens, and a value for all or for each of them.
+_Edit = tuple[int, Sequence[int] | npt.NDArray[np.int64], npt.ArrayLike]
+
+
+class _Edits(NamedTuple):
+    at: torch.Tensor  # int64, places in all logits
+    value: torch.Tensor  # float32, parallel
+
+
 def uniform(seed: int, choice_index: int, position: int) -> float:
     """A number in [0, 1), uniform over its three counters."""
     counters = struct.pack("<QQQ", seed & _MASK_64, choice_index, position)
@@ -61,7 +71,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """
     told = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[told] if told else logits[:0]
-    edit_logits(logits, rows)
+    _edit_logits(logits, rows)
     token_ids = _draw_by_kernel(logits, rows) if logits.is_cuda else None
     if token_ids is None:
         token_ids = _draw(logits, rows)
@@ -71,6 +81,50 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         for index, logprobs in zip(told, all_logprobs, strict=True):
             sampled[index] = Sampled(token_ids[index], logprobs)
     return sampled
+
+
+def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Apply biases, barred tokens, repetition penalty, presence and frequency penalty to a batch, in this order.
+
+    A few operations on all logits, however many rows ask for one.
+
+    logits  float32 [num_rows, vocab_size], contiguous; changed in place
+    """
+    if not any(row.params.logit_bias or row.barred_ids or row.seen or row.drawn for row in rows):
+        return
+    flat = logits.view(-1)
+    biases = ((i, list(row.params.logit_bias), list(row.params.logit_bias.values())) for i, row in enumerate(rows))
+    if edits := _on_device(logits, biases):
+        flat[edits.at] += edits.value
+    if edits := _on_device(logits, ((i, row.barred_ids, -np.inf) for i, row in enumerate(rows))):
+        flat[edits.at] = edits.value
+    seen = ((i, row.seen.ids, row.params.repetition_penalty) for i, row in enumerate(rows) if row.seen is not None)
+    if edits := _on_device(logits, seen):
+        values = flat[edits.at]
+        flat[edits.at] = torch.where(values > 0, values / edits.value, values * edits.value)
+    drawn = ((i, row.drawn.ids, _lowered_by(row)) for i, row in enumerate(rows) if row.drawn is not None)
+    if edits := _on_device(logits, drawn):
+        flat[edits.at] -= edits.value
+
+
+def _lowered_by(row: SampleRow) -> npt.NDArray[np.float64]:
+    """Return the penalties of the tokens of `row.drawn`, parallel to them."""
+    assert row.drawn is not None
+    lowered = row.params.frequency_penalty * row.drawn.counts + row.params.presence_penalty
+    return lowered.astype(np.float64)
+
+
+def _on_device(logits: torch.Tensor, edits: Iterable[_Edit]) -> _Edits | None:
+    """Gather all edits of one kind; None if there are none."""
+    ids, values = [], []
+    for row, tokens, value in edits:
+        if len(tokens):
+            ids.append(np.asarray(tokens, np.int64) + row * logits.shape[1])
+            values.append(np.broadcast_to(np.asarray(value, np.float32), len(tokens)))
+    if not ids:
+        return None
+    at, value = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(values))
+    return _Edits(at.to(logits.device), value.to(logits.device))
 
 
 def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:

@@ -78,8 +78,11 @@ class Tokenizer:
             template_variables=loaded.special_tokens_map,
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`, special tokens written in it included; `InvalidRequest` on lone surrogates."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`, special tokens written in it included; `InvalidRequest` on lone surrogates.
+
+        `add_special_tokens`: also those that the model expects around a text, as Hugging Face's tokenizers add.
+        """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # what the Rust side says to text that is not valid Unicode
@@ -101,7 +104,7 @@ class Tokenizer:
         ids = self.encode_rendered(self.token_text(marker) + text)
         return ids[1:] if ids[:1] == [marker] else self.encode_rendered(text)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -142,7 +145,7 @@ class Tokenizer:
 
     def warm_up(self) -> None:
         """Build what the first conversation would: the processes that render templates, tables of the tokenizer."""
-        self.decode(self.encode("warm", add_special_tokens=True), skip_special_tokens=True)
+        self.decode(self.encode("warm"), skip_special_tokens=True)
         if self._chat_template:
             self._chat_template.start()
 

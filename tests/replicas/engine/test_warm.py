@@ -18,7 +18,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import PUBLIC, PinKey, Tenant, warm_before_traffic
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.text.prompt_prefix import conversation_prefix
+from mneme.replicas.text.prompts import conversation_prefix
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of

@@ -129,7 +129,7 @@ def test_the_next_layer_is_loaded_while_a_layer_attends(
     pace, timeline = HandInHand(num_layers), Timeline()
     tier = HostMemory(pool, 3, scatter=pace.scatter, spans=timeline)
     move_out(tier, pool)
-    monkeypatch.setattr(decoder, "_laps", None)
+    monkeypatch.setattr(decoder, "_layer_spans", None)
     decoder.record(timeline)
     monkeypatch.setattr(model, "attend", pace.attend)
     # New rows fill the loaded page that is half full: what is loaded must not overwrite them.
@@ -162,5 +162,5 @@ def test_a_failed_load_ends_the_step(decoder: Decoder, pool: KvPool) -> None:
 
 
 def test_a_step_without_a_timeline_records_nothing(decoder: Decoder, pool: KvPool) -> None:
-    assert decoder._laps is None
+    assert decoder._layer_spans is None
     assert torch.isfinite(step(decoder, pool, HISTORY, 0, 3)).all()

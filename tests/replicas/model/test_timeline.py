@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mneme.replicas.model.laps import EventLaps, laps_of
+from mneme.replicas.model.decoder import StreamSpans, layer_spans
 from mneme.replicas.model.timeline import Span, Timeline
 from tests.cachetier.played_streams import PlayedStreams
 
@@ -63,15 +63,15 @@ def test_threads_add_spans_while_others_read() -> None:
     assert len(timeline.spans()) == 2000
 
 
-def test_laps_follow_each_other_on_the_clock() -> None:
+def test_layer_spans_follow_each_other_on_the_clock() -> None:
     ticks = iter([10.0, 11.0, 13.0, 20.0, 21.0])
     timeline = Timeline(clock=lambda: next(ticks))
-    laps = laps_of(timeline, torch.device("cpu"))
+    recorder = layer_spans(timeline, torch.device("cpu"))
     for _ in range(2):
-        assert laps.begin() is laps
-        laps.end("project", 0)
+        assert recorder.begin() is recorder
+        recorder.end("project", 0)
         if timeline.spans()[-1].start_s == 10:
-            laps.end("attend", 0)
+            recorder.end("attend", 0)
     spans = [(span.name, span.start_s, span.end_s, span.track) for span in timeline.spans()]
     assert spans == [
         ("project layer 0", 10, 11, "engine"),
@@ -80,14 +80,14 @@ def test_laps_follow_each_other_on_the_clock() -> None:
     ]
 
 
-def test_laps_of_a_device_come_from_its_events() -> None:
+def test_layer_spans_of_a_device_come_from_its_events() -> None:
     timeline, streams = Timeline(clock=lambda: 5.0), PlayedStreams()
-    laps = EventLaps(timeline, streams)
-    assert laps.begin() is laps
+    recorder = StreamSpans(timeline, streams)
+    assert recorder.begin() is recorder
     for part in ("project", "attend"):
         streams.current().run(lambda: None)
-        laps.end(part, 2)
-    assert laps.begin() is laps  # nothing has run yet
+        recorder.end(part, 2)
+    assert recorder.begin() is recorder  # nothing has run yet
     spans = timeline.spans()
     assert [(span.name, span.end_s - span.start_s) for span in spans] == [("project layer 2", 2), ("attend layer 2", 2)]
     assert spans[0].end_s == spans[1].start_s

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mneme.errors import InvalidRequest
-from mneme.replicas.text.append_template import render_appended
+from mneme.replicas.text.prompts import render_appended
 from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
 
 DEFAULT_SYSTEM = (
