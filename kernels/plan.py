@@ -32,8 +32,7 @@ from mneme.kernels.page_table import (
 )
 from mneme.kernels.segments import Segments, find_segments, unite_repeats
 from mneme.kernels.share_cost import COMPILED_FLOAT32, ShareCost
-from mneme.kernels.work import Share, arrange
-from mneme.kernels.work_list import WorkList
+from mneme.kernels.work import Share, WorkList, arrange
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -19,7 +19,7 @@ from attention.scenes import Heads, Scene, documents_scene
 from attention.timing import Arm
 
 from mneme.kernels.attention import PageTable, QueryRows
-from mneme.kernels.merge import merge_parts
+from mneme.kernels.torch.merge import merge_parts
 from mneme.kernels.work import Share
 
 _HEADS = Heads(32, 8, 128)

@@ -15,8 +15,7 @@ from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.report import PartResult, at_most, geometric_mean
 from attention.scenes import Block, Heads, Scene, Use, build_scene, documents_scene, prefix_scene
 
-from mneme.kernels.work import Share
-from mneme.kernels.work_list import WorkList
+from mneme.kernels.work import Share, WorkList
 
 _GEOMETRIC_MEAN_TARGET, _WORST_TARGET = 1.03, 1.10
 _HEADS = (Heads(32, 8, 128), Heads(8, 4, 64), Heads(8, 8, 64))

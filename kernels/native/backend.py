@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mneme.kernels.native.call import DTYPE_NUMBERS, NUMBER, POINTER, REAL, native_function
-from mneme.kernels.native.library import num_threads
+from mneme.kernels.native.library import DTYPE_NUMBERS, NUMBER, POINTER, REAL, native_function, num_threads
 from mneme.kernels.page_bounds import page_bounds, version_of
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.plan import Plan

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mneme.kernels.native.call import native_function
-from mneme.kernels.native.library import library
+from mneme.kernels.native.library import library, native_function
 
 U8Array = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]

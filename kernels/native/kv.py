@@ -11,8 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from mneme.kernels.native.call import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, native_function
-from mneme.kernels.native.library import library, num_threads
+from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
 from mneme.kernels.rope import RopeTable
 
 

@@ -30,10 +30,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent / "cpp"
 # No -ffast-math: kernels rely on infinities; contraction into fused multiply-adds is what makes products fast.
@@ -43,6 +44,25 @@ _LOCK_TIMEOUT_S = _BUILD_TIMEOUT_S + 30  # for another process's build
 _SCRATCH_PREFIX = "libmneme_build_"
 _SCRATCH_KEPT_S = 3600  # longer than any build takes
 _LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
+
+
+# The C interface as ctypes sees it: types, numbers of dtypes, every function's signature.
+POINTER, COUNT, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # native_common.h: DType
+
+_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
+    "mneme_attend_prepare": ((POINTER,), COUNT),
+    "mneme_write_kv": ((POINTER,), COUNT),
+    "mneme_copy_pages": ((*[POINTER] * 4, *[COUNT] * 4, NUMBER), None),
+    "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 6, NUMBER), COUNT),
+    "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),
+    "mneme_rms_norm": ((*[POINTER] * 3, *[COUNT] * 5, REAL, *[NUMBER] * 2), None),
+    "mneme_add_rms_norm": ((*[POINTER] * 4, *[COUNT] * 2, REAL, *[NUMBER] * 2), None),
+    "mneme_best_tokens": ((*[POINTER] * 3, *[COUNT] * 2, NUMBER), None),
+    "mneme_draw_whole": ((*[POINTER] * 4, *[COUNT] * 2, NUMBER), None),
+    "mneme_gated": ((*[POINTER] * 2, *[COUNT] * 2, *[NUMBER] * 3), None),
+}
 
 
 class BuildError(Exception):
@@ -57,13 +77,23 @@ def library() -> ctypes.CDLL | None:
     try:
         compiler = find_compiler()
         if compiler is None:
-            log.warning("no C++ compiler found: CPU kernels fall back to torch, which is several times slower")
+            logger.warning("no C++ compiler found: CPU kernels fall back to torch, which is several times slower")
             return None
         return _load(compiler)
     except (OSError, ValueError, subprocess.SubprocessError, BuildError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        log.warning("the CPU kernels could not be built, torch is used instead: %s", detail.strip()[-2000:])
+        logger.warning("the CPU kernels could not be built, torch is used instead: %s", detail.strip()[-2000:])
         return None
+
+
+@cache
+def native_function(name: str) -> Any:
+    """A function of the library, typed; only for callers that know that there is one."""
+    loaded = library()
+    assert loaded is not None, "the caller asked"
+    function = getattr(loaded, name)
+    function.argtypes, function.restype = _SIGNATURES[name]
+    return function
 
 
 def _load(compiler: tuple[str, ...]) -> ctypes.CDLL:
@@ -72,7 +102,7 @@ def _load(compiler: tuple[str, ...]) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         # Whole, but made for another system, or where nothing may be executed: a new one there would be no better.
-        log.warning("the CPU kernels are built for this process alone, the kept ones cannot be loaded: %s", error)
+        logger.warning("the CPU kernels are built for this process alone, the kept ones cannot be loaded: %s", error)
         return ctypes.CDLL(str(build(compiler, _folder_of_process())))
 
 
@@ -127,7 +157,7 @@ def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[st
         _refuse_open(folder)
         return _build_in(folder, name, command)
     except OSError as error:
-        log.warning("the CPU kernels are built for this process alone, the cache folder cannot be used: %s", error)
+        logger.warning("the CPU kernels are built for this process alone, the cache folder cannot be used: %s", error)
         return _build_in(_folder_of_process(), name, command)
 
 
@@ -144,7 +174,7 @@ def _build_in(folder: Path, name: str, command: list[str]) -> Path:
             started = time.monotonic()
             _remove_old(folder)
             _compile(command, path)
-            log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - started, path)
+            logger.info("built the CPU kernels in %.1f s: %s", time.monotonic() - started, path)
     return path
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native.call import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, native_function
-from mneme.kernels.native.library import library, num_threads
+from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
 
 _PANEL = 32  # output features that are kept side by side
 _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side

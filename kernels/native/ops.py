@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mneme.kernels.native.call import native_function
-from mneme.kernels.native.library import library, num_threads
+from mneme.kernels.native.library import library, native_function, num_threads
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from mneme.kernels.merge import UNSEEN_SCORE, merge_into, merge_parts
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable, Turns, rotate
 from mneme.kernels.torch.layout import Block, Layout, Tile, layout_of
+from mneme.kernels.torch.merge import UNSEEN_SCORE, merge_into, merge_parts
 from torch import Tensor
 
 # Up to this many elements all turned queries are rotated at once; beyond, each block rotates its own.

@@ -1,5 +1,8 @@
 """The segment primitive as one Triton kernel: every piece of a step's work, shared or private, in one launch.
 
+Before it, once per step, `key_position_kernel` writes where keys were rotated; behind it `merge_kernel` merges the
+partial results of rows that several tiles worked on, for any number of parts (RelayAttention 3.3).
+
 A program takes one tile (`mneme.kernels.triton.tiles`) for one KV head: up to BLOCK_M query rows, counted as entries
 of a piece times query heads per KV head, over a range of the piece's pages. It goes through the piece's runs with one
 online softmax, so a row leaves one partial result per tile and not one per segment. Entering a run it rotates the
@@ -26,7 +29,6 @@ import triton
 import triton.language as tl
 from mneme.kernels.triton import pack as triton_pack
 from mneme.kernels.triton import tiles as triton_tiles
-from mneme.kernels.triton.queries import rotated_queries, visible_pages
 
 # Positions of a step's sections in the header of its packed work, and the sizes of records.
 _NUM_TILES = tl.constexpr(int(triton_pack.Header.num_tiles))
@@ -38,14 +40,86 @@ _ROW = tl.constexpr(int(triton_pack.Header.row))
 _DELTA = tl.constexpr(int(triton_pack.Header.delta))
 _MASK_NUMBER = tl.constexpr(int(triton_pack.Header.mask_number))
 _PAGE_ID = tl.constexpr(int(triton_pack.Header.page_id))
+_PAGE_MASK = tl.constexpr(int(triton_pack.Header.page_mask))
 _MASK = tl.constexpr(int(triton_pack.Header.mask))
+_NUM_MERGED = tl.constexpr(int(triton_pack.Header.num_merged))
+_MERGED_ROW = tl.constexpr(int(triton_pack.Header.merged_row))
+_PART_BEGIN = tl.constexpr(int(triton_pack.Header.part_begin))
+_PART = tl.constexpr(int(triton_pack.Header.part))
 _TILE_WORDS = tl.constexpr(triton_tiles.TILE_WORDS)
 _RUN_WORDS = tl.constexpr(triton_pack.RUN_WORDS)
 _FREE = tl.constexpr(2**30)
+_TRIM_KEYS = tl.constexpr(1024)  # positions looked at together, for which pages a tile can see
 _CAREFUL_N = tl.constexpr(16)  # keys of a block in the second pass, which is rare and must not cost registers
 _NOWHERE = tl.constexpr(-(2**31) + 1)  # effective position of rows that do not exist: before every key
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _turned_part(q_row, table, seen, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+                 ROTARY_DIM: tl.constexpr):  # fmt: skip
+    """Columns [FIRST, FIRST + COUNT) of rotated queries, float32 [BLOCK_M, BLOCK], where not all columns rotate."""
+    column = FIRST + tl.arange(0, BLOCK)
+    present = seen[:, None] & (column < FIRST + COUNT)[None, :]
+    own = tl.load(q_row[:, None] + column[None, :], mask=present, other=0.0).to(tl.float32)
+    half: tl.constexpr = ROTARY_DIM // 2
+    is_low = column < half
+    turns = present & (column < ROTARY_DIM)[None, :]
+    partner = tl.where(is_low, column + half, column - half)
+    other = tl.load(q_row[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+    frequency = tl.where(is_low, column, column - half)
+    cos = tl.load(table[:, None] + frequency[None, :], mask=turns, other=1.0)
+    sin = tl.load(table[:, None] + 2 * half + frequency[None, :], mask=turns, other=0.0)
+    return own * cos + tl.where(is_low, -1.0, 1.0)[None, :] * other * sin
+
+
+@triton.jit
+def rotated_queries(
+    q_row, rope_table, seen, effective, q_scale, num_rope_positions,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROTARY_DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the queries [BLOCK_M, BLOCK_HALF], rotated to `effective`, times `q_scale`, rounded once.
+
+    q_row  pointers [BLOCK_M]. Effective positions outside the table belong to rows that see nothing; they are clamped.
+    """
+    column = tl.arange(0, BLOCK_HALF)
+    turn = tl.minimum(tl.maximum(effective, 0), num_rope_positions - 1).to(tl.int64)
+    table = rope_table + turn * (3 * (ROTARY_DIM // 2))  # rows of cos, -sin, sin
+    if ROTARY_DIM == 0 or ROTARY_DIM == HEAD_DIM:
+        in_low = seen[:, None] & (column < HALF)[None, :]
+        in_high = seen[:, None] & (column < HEAD_DIM - HALF)[None, :]
+        low = tl.load(q_row[:, None] + column[None, :], mask=in_low, other=0.0).to(tl.float32)
+        high = tl.load(q_row[:, None] + HALF + column[None, :], mask=in_high, other=0.0).to(tl.float32)
+        if ROTARY_DIM > 0:
+            cos = tl.load(table[:, None] + column[None, :], mask=in_low, other=0.0)
+            sin = tl.load(table[:, None] + 2 * HALF + column[None, :], mask=in_low, other=0.0)
+            unturned = low
+            low = low * cos - high * sin
+            high = high * cos + unturned * sin
+    else:
+        low = _turned_part(q_row, table, seen, 0, HALF, BLOCK_HALF, ROTARY_DIM)
+        high = _turned_part(q_row, table, seen, HALF, HEAD_DIM - HALF, BLOCK_HALF, ROTARY_DIM)
+    kind = q_row.dtype.element_ty
+    return (low * q_scale).to(kind), (high * q_scale).to(kind)
+
+
+@triton.jit
+def visible_pages(key_position, begin, end, effective, seen, window, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """[begin, end) cut to the first and the last page that hold a key which some row may see."""
+    latest = tl.max(effective, 0)
+    earliest = tl.min(tl.where(seen, effective, 2**30), 0)
+    end_key = end * PAGE_SIZE
+    first, last = end_key, begin * PAGE_SIZE - 1
+    for start in tl.range(begin * PAGE_SIZE, end_key, _TRIM_KEYS, num_stages=1):
+        key = start + tl.arange(0, _TRIM_KEYS)
+        position = tl.load(key_position + key, mask=key < end_key, other=2**30)
+        visible = position <= latest
+        if HAS_WINDOW:
+            visible = visible & (position > earliest - window)
+        first = tl.minimum(first, tl.min(tl.where(visible, key, end_key), 0))
+        last = tl.maximum(last, tl.max(tl.where(visible, key, -1), 0))
+    return first // PAGE_SIZE, last // PAGE_SIZE + 1
 
 
 @triton.jit
@@ -269,3 +343,64 @@ def attention_kernel(
                 BLOCK_HALF, ROTARY_DIM, PAGE_SIZE, WIDE_M, BLOCK_N, HAS_WINDOW, HAS_SLOPES, HAS_CAP, TRIM,
                 PRECISION, INTERPRET, STAGES,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_listed"])
+def key_position_kernel(key_position, slot_position, work, num_listed, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """Where each key of each listed page was rotated, in the order of the list; FREE where no row may see it.
+
+    Once per step, for all layers: a layer then reads positions as it reads anything contiguous, without page ids and
+    masks. Bytes: 8 per key and 12 per page.
+    """
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    listed = page < num_listed
+    page_id = tl.load(work + tl.load(work + _PAGE_ID) + page, mask=listed, other=0)
+    offset = tl.arange(0, PAGE_SIZE)
+    slot = page_id.to(tl.int64)[:, None] * PAGE_SIZE + offset[None, :]
+    word = tl.load(work + _PAGE_MASK) + 2 * page[:, None] + (offset // 32)[None, :]
+    bits = tl.load(work + word, mask=listed[:, None], other=0)
+    shown = ((bits >> (offset % 32)[None, :]) & 1) != 0
+    position = tl.load(slot_position + slot, mask=shown, other=0)
+    at = page[:, None] * PAGE_SIZE + offset[None, :]
+    tl.store(key_position + at, tl.where(shown, position, 2**30), mask=listed[:, None])
+
+
+@triton.jit
+def merge_kernel(
+    out, lse, partial_out, partial_lse, work,
+    NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Program `i * NUM_Q_HEADS + head` writes the i-th merged row; a row without parts gets 0 and -inf.
+
+    BLOCK_PARTS are loaded together, so that a long context that was cut into many ranges is not merged one load behind
+    the other. Shapes as in `attention_kernel`. Bytes: 4 * (head_dim + 1) per part and head read, the row written.
+    Flops: about 2 * head_dim per part and head.
+    """
+    program = tl.program_id(0)
+    number, head = program // NUM_Q_HEADS, program % NUM_Q_HEADS
+    if number < tl.load(work + _NUM_MERGED):
+        row = tl.load(work + tl.load(work + _MERGED_ROW) + number).to(tl.int64)
+        bounds = work + tl.load(work + _PART_BEGIN) + number
+        parts = work + tl.load(work + _PART)
+        end = tl.load(bounds + 1)
+        dim = tl.arange(0, BLOCK_DIM)
+        top = -float("inf")
+        total = 0.0
+        sums = tl.zeros([BLOCK_DIM], tl.float32)
+        for start in range(tl.load(bounds), end, BLOCK_PARTS):
+            part = start + tl.arange(0, BLOCK_PARTS)
+            at = tl.load(parts + part, mask=part < end, other=0).to(tl.int64) * NUM_Q_HEADS + head
+            inside = (part < end)[:, None] & (dim < HEAD_DIM)[None, :]
+            part_lse = tl.load(partial_lse + at, mask=part < end, other=-float("inf")) * _LOG2_E
+            part_out = tl.load(partial_out + at[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+            new_top = tl.maximum(top, tl.max(part_lse, 0))
+            shift = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf is no number
+            weight = tl.exp2(part_lse - shift)
+            fade = tl.exp2(top - shift)
+            total = total * fade + tl.sum(weight, 0)
+            sums = sums * fade + tl.sum(part_out * weight[:, None], 0)
+            top = new_top
+        divisor = tl.where(total == 0.0, 1.0, total)
+        target = row * NUM_Q_HEADS + head
+        tl.store(out + target * HEAD_DIM + dim, (sums / divisor).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        tl.store(lse + target, tl.where(total == 0.0, -float("inf"), (top + tl.log2(divisor)) * _LN_2))

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 import triton
+from mneme.kernels.page_table import IntArray
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
-from mneme.kernels.triton.attention import attention_kernel
+from mneme.kernels.triton.attention import attention_kernel, merge_kernel
 from mneme.kernels.triton.configs import MAX_GROUPS, Config, Phase, config_of, next_power_of_2
-from mneme.kernels.triton.merge import merge_kernel
-from mneme.kernels.triton.reach import check_reach
-from mneme.kernels.triton.step import DeviceStep, step_of
+from mneme.kernels.triton.step import DeviceStep, step_of, version_of
 from mneme.kernels.triton.tiles import Grid
-from mneme.kernels.work_list import WorkList
+from mneme.kernels.work import Int32Array, WorkList
 
 MAX_HEAD_DIM = 256
 # Cutting long pieces apart stops at this many bytes of partial results.
@@ -82,7 +81,7 @@ def _prepared_step(
 ) -> DeviceStep:
     """The buffers that hold a plan which the kernels can do."""
     if rope is not None:
-        check_reach(plan, slot_position, rope.num_positions, window)
+        _check_reach(plan, slot_position, rope.num_positions, window)
     step = step_of(slot_position.device)
     if slot_position.is_cuda:
         step.check_capture(plan)
@@ -119,7 +118,7 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
         return None
     deltas = plan.work.delta
     if num_rope_positions is not None and len(deltas) and plan.position.max() - deltas.min() >= num_rope_positions:
-        return None  # `check_reach` would read positions back
+        return None  # `_check_reach` would read positions back
     config, trims, grid = _choice(device, dtype, plan)
     step = step_of(device)
     step.prepare(plan, slot_position, grid)
@@ -237,3 +236,63 @@ def merge_constants(num_q_heads: int, head_dim: int) -> dict[str, int]:
         "BLOCK_PARTS": 16,
         "BLOCK_DIM": next_power_of_2(head_dim),
     }
+
+
+def _check_reach(plan: Plan, slot_position: Tensor, num_positions: int, window: int | None) -> None:
+    """Raise ValueError for a row that sees a key under a delta which takes it to `num_positions` or beyond.
+
+    Positions and deltas alone accept almost every step. Only where they do not, `slot_position` is read back, once
+    per plan and state of it, to see whether such a row sees anything.
+    """
+    work = plan.work
+    if not len(work.delta) or plan.position.max() - work.delta.min() < num_positions:
+        return
+    key = ("triton", "reach", num_positions, window)
+    version = version_of(slot_position)
+    checked: tuple[Tensor, int | None] | None = plan.prepared.get(key)
+    if checked is not None and checked[0] is slot_position and checked[1] == version:
+        return
+    effective = plan.position[_row_of_delta(work)] - work.delta
+    beyond = np.flatnonzero(effective >= num_positions)
+    if len(beyond):
+        _check_visible(plan, beyond, effective, slot_position.cpu().numpy(), num_positions, window)
+    plan.prepared[key] = (slot_position, version)
+
+
+def _row_of_delta(work: WorkList) -> IntArray:
+    """The query row of each entry of `delta`."""
+    key = ("triton", "row_of_delta")
+    rows: IntArray | None = work.derived.get(key)
+    if rows is None:
+        piece_of_run = np.repeat(np.arange(work.num_pieces), np.diff(work.run_begin))
+        counts = np.diff(work.row_begin)[piece_of_run]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.zeros(len(work.delta), np.int64)
+        at = np.repeat(work.delta_begin, counts) + within
+        rows[at] = work.row[np.repeat(work.row_begin[piece_of_run], counts) + within]
+        work.derived[key] = rows
+    return rows
+
+
+def _check_visible(
+    plan: Plan,
+    beyond: IntArray,
+    effective: IntArray,
+    positions: Int32Array,
+    reach: int,
+    window: int | None,
+) -> None:
+    work = plan.work
+    by_begin = np.argsort(work.delta_begin, kind="stable")
+    runs = by_begin[np.searchsorted(work.delta_begin[by_begin], beyond, side="right") - 1]
+    offsets = np.arange(plan.page_size)
+    for entry, run in zip(beyond.tolist(), runs.tolist(), strict=True):
+        listed = np.arange(work.page_begin[run], work.page_end[run])
+        first = work.mask_begin[run] + work.mask_number[entry] * work.mask_stride[run] - work.page_begin[run]
+        shown = (work.mask[first + listed][:, None] >> offsets) & 1 == 1
+        keys = positions[work.page_id[listed].astype(np.int64)[:, None] * plan.page_size + offsets]
+        visible = shown & (keys <= effective[entry])
+        if window is not None:
+            visible &= keys > effective[entry] - window
+        if visible.any():
+            raise ValueError(f"rows: a visible pair is {effective[entry]} apart, the rope table ends at {reach}")

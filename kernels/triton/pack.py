@@ -11,7 +11,7 @@ from enum import IntEnum, auto
 import numpy as np
 
 from mneme.kernels.triton.tiles import Tiles
-from mneme.kernels.work_list import Int32Array, Int64Array, WorkList
+from mneme.kernels.work import Int32Array, Int64Array, WorkList
 
 # page_begin, page_end, delta_begin; first word of its masks and words per mask (0: one mask for all); unused words
 RUN_WORDS = 8

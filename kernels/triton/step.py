@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mneme.kernels.plan import Plan
+from mneme.kernels.triton.attention import key_position_kernel
 from mneme.kernels.triton.pack import PackedWork, Span
-from mneme.kernels.triton.queries import key_position_kernel
 from mneme.kernels.triton.tiles import Grid, Tiles, cut
-from mneme.kernels.work_list import WorkList
+from mneme.kernels.work import WorkList
 
 _KEYS_PER_PROGRAM = 1024
 _STAGING_BUFFERS = 2

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mneme.kernels.work_list import Int32Array, WorkList
+from mneme.kernels.work import Int32Array, WorkList
 
 TILE_WORDS = 8
 OPEN_END = 2**31 - 1  # of a range that goes on to wherever its run ends

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mneme.kernels.native import backend as native_backend
-from mneme.kernels.native import call as native_call
 from mneme.kernels.native import kv as native_kv
+from mneme.kernels.native import library as native_library
 from mneme.kernels.native import linear as native_linear
 from mneme.kernels.native import ops as native_ops
 from mneme.kernels.native.library import build, find_compiler
@@ -29,8 +29,8 @@ def use_variant(name: str, folder: Path) -> Iterator[None]:
         pytest.skip("no C++ compiler")
     built = ctypes.CDLL(str(build(compiler, folder, flags=tuple(f"-march={name}".split()))))
     with pytest.MonkeyPatch.context() as patch:
-        typed = cache(native_call.native_function.__wrapped__)
-        for module in (native_call, native_kv, native_linear, native_ops):
+        typed = cache(native_library.native_function.__wrapped__)
+        for module in (native_library, native_kv, native_linear, native_ops):
             patch.setattr(module, "library", lambda: built)
         for module in (native_backend, native_kv, native_linear, native_ops):
             patch.setattr(module, "native_function", typed)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.kernels.merge import UNSEEN_SCORE, merge_into, merge_parts
+from mneme.kernels.torch.merge import UNSEEN_SCORE, merge_into, merge_parts
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), scale=st.sampled_from([1.0, 40.0, 400.0]))

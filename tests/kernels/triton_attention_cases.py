@@ -8,11 +8,9 @@ from typing import Any, get_args
 
 import torch
 
-from mneme.kernels.triton.attention import attention_kernel
+from mneme.kernels.triton.attention import attention_kernel, key_position_kernel, merge_kernel
 from mneme.kernels.triton.backend import MERGE_WARPS, launch_constants, merge_constants
 from mneme.kernels.triton.configs import HEAD_DIMS, Config, Phase, candidates, config_of
-from mneme.kernels.triton.merge import merge_kernel
-from mneme.kernels.triton.queries import key_position_kernel
 from tests.kernels.triton_compile import ARCHITECTURES, Case
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

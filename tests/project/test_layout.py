@@ -26,8 +26,8 @@ ALLOWED = {
 # line. Imports for type checkers alone do not count.
 LEVELS = {
     "kernels": (
-        "merge page_bounds page_table rope",
-        "segments share_cost work_list",
+        "page_bounds page_table rope",
+        "segments share_cost",
         "work",
         "plan",
         "native reference torch triton",

@@ -14,7 +14,7 @@ from mneme.kernels.triton import tiles as triton_tiles
 from mneme.kernels.triton.configs import HEAD_DIMS, MAX_GROUPS, candidates, config_of, stage_bytes
 from mneme.kernels.triton.pack import Header, PackedWork
 from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
-from mneme.kernels.work_list import WorkList
+from mneme.kernels.work import WorkList
 from tests.kernels.cases import Scene, scenes
 
 SMALL_GRID = Grid(
