@@ -20,9 +20,12 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model import runner as runner_module
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.directory import model_directory
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from tests.replicas.model.test_step_load import HandInHand
 
+NUM_LAYERS = load_model_config(model_directory("mneme-tiny")).num_layers
 NUM_PAGES = 12
 NUM_HISTORY = 200
 
@@ -77,7 +80,6 @@ def test_a_host_hit_is_on_the_timeline(tmp_path: Path) -> None:
         num_pages=NUM_PAGES, host_cache_bytes=2**26, timeline=str(tmp_path / "trace-%p.json"), dtype="float32"
     )
     engine = load_engine("mneme-tiny", config)
-    num_layers = engine._runner._decoder.config.num_layers
     assert ask(engine, "a2", [*history_on_host(engine), 3, 4]).host_tokens >= NUM_HISTORY - 32
     del engine
     gc.collect()
@@ -85,7 +87,7 @@ def test_a_host_hit_is_on_the_timeline(tmp_path: Path) -> None:
     assert path.name == f"trace-{os.getpid()}.json"
     events = read_trace(path)
     last = last_by_name(events)
-    for layer in range(num_layers):
+    for layer in range(NUM_LAYERS):
         for part in ("project", "attend", "mlp"):
             assert last[f"{part} layer {layer}"].track == "engine"
         assert last[f"save layer {layer}"].track == last[f"load layer {layer}"].track == "transfers"
@@ -111,14 +113,13 @@ def test_the_next_layer_comes_while_a_layer_attends(tmp_path: Path, monkeypatch:
         num_pages=NUM_PAGES, host_cache_bytes=2**26, timeline=str(tmp_path / "trace.json"), dtype="float32"
     )
     engine = load_engine("mneme-tiny", config)
-    num_layers = engine._runner._decoder.config.num_layers
     ids = history_on_host(engine)
-    paces.append(HandInHand(num_layers))
+    paces.append(HandInHand(NUM_LAYERS))
     monkeypatch.setattr(model, "attend", paces[0].attend)
     assert ask(engine, "a2", [*ids, 3, 4]).host_tokens >= NUM_HISTORY - 32
     del engine
     gc.collect()
     last = last_by_name(read_trace(tmp_path / "trace.json"))
-    for layer in range(num_layers - 1):
+    for layer in range(NUM_LAYERS - 1):
         load, attend = last[f"load layer {layer + 1}"], last[f"attend layer {layer}"]
         assert max(load.start, attend.start) < min(load.end, attend.end)

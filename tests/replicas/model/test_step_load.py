@@ -159,8 +159,3 @@ def test_a_failed_load_ends_the_step(decoder: Decoder, pool: KvPool) -> None:
     with pytest.raises(TransferFailed, match="unreadable"):
         step(decoder, pool, [*LOADED, 7], NUM_HISTORY, NUM_HISTORY + 1, load_back(tier, pool))
     tier.close()
-
-
-def test_a_step_without_a_timeline_records_nothing(decoder: Decoder, pool: KvPool) -> None:
-    assert decoder._layer_spans is None
-    assert torch.isfinite(step(decoder, pool, HISTORY, 0, 3)).all()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
-from tests.replicas.tiny_tokenizer import IM_END, IM_START, sentencepiece_backend, tiny_tokenizer
+from tests.replicas.tiny_tokenizer import IM_END, IM_START, byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 SENTENCEPIECE = Tokenizer(sentencepiece_backend())
@@ -138,7 +138,7 @@ def test_work_per_token_is_bounded() -> None:
             decoded.append(len(ids))
             return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
-    stream = TextStream(Counting(TOKENIZER._backend))
+    stream = TextStream(Counting(byte_level_backend()))
     stream.push([200] * 5000)
     assert max(decoded) <= 32
     assert sum(decoded) <= 5000 * 32
