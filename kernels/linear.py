@@ -25,7 +25,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """See `Linear`; torch multiplies the weight as it is."""
+    """A `Linear` whose weight torch multiplies as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [N, K], a row per output feature; bias [N]."""

@@ -20,7 +20,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class PageBounds:
-    """Of a pool whose `slot_position` had this version."""
+    """The bounds of a pool's pages, as its `slot_position` was at one version."""
 
     page_size: int
     first: Int32Array  # [num_pages] least position of a page's slots
@@ -58,7 +58,7 @@ def page_bounds(slot_position: Tensor, page_size: int) -> PageBounds:
 
 @contextmanager
 def following(slot_position: Tensor, slots: Tensor) -> Iterator[None]:
-    """Around a change of these slots and no others."""
+    """Keep the bounds true while these slots, and no others, are changed in the block."""
     found = _followed.get(slot_position)
     is_current = found is not None and found.version is not None and found.version == version_of(slot_position)
     yield

@@ -49,7 +49,7 @@ class RopeTable:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading dimensions of a head are rotated."""
+        """Count the leading dimensions of a head that are rotated."""
         return 2 * self.table.shape[2]
 
     @property

@@ -57,14 +57,14 @@ def split_sharer_keys(keys: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def run_starts(values: IntArray) -> IntArray:
-    """Where runs of equal neighbours begin."""
+    """Find where runs of equal neighbours begin."""
     if not len(values):
         return np.zeros(0, np.int64)
     return np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1])))
 
 
 def run_lengths(starts: IntArray, total: int) -> IntArray:
-    """How long each run is."""
+    """Return the length of each run."""
     return np.diff(starts, append=total)
 
 
@@ -156,7 +156,7 @@ def _group_equal_runs(runs: _Runs) -> IntArray:
 
 
 def _masks_agree(mask: IntArray, runs: _Runs) -> npt.NDArray[np.bool_]:
-    """For each run, whether all its references carry one mask."""
+    """Tell for each run whether all its references carry one mask."""
     agrees = mask[runs.ref] == np.repeat(mask[runs.ref[runs.start]], runs.length)
     return np.logical_and.reduceat(agrees, runs.start)
 

@@ -107,7 +107,7 @@ def _load(compiler: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def num_threads() -> int:
-    """How many threads a kernel may use: as many as torch, but one in a forked process.
+    """Return how many threads a kernel may use: as many as torch, but one in a forked process.
 
     There GCC's OpenMP would wait forever for threads of the parent that the fork did not copy.
     """
@@ -237,7 +237,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept. Raises OSError for a user without a home."""
+    """Return the folder of built libraries. Raises OSError for a user without a home."""
     if chosen := os.environ.get("MNEME_CACHE_DIR"):
         return Path(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):

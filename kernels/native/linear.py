@@ -35,7 +35,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class PackedLinear:
-    """See `Linear`."""
+    """A `Linear` whose weight is packed for the compiled kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [N, K], float32 or bfloat16, copied; bias [N]. Raises ValueError for others."""

@@ -86,7 +86,7 @@ class Tile(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """For a block in which a row stands more than once, with several deltas."""
+    """Merges the results of a block in which a row stands more than once, with several deltas."""
 
     entry: Tensor  # int64 [distinct rows * P] index into the block's rows
     num_parts: int  # P
@@ -124,7 +124,7 @@ class _Builder:
         self.window = None if window is None else min(window, FREE_SLOT_POSITION)
         self.with_alibi = with_alibi
         # int32 as slot positions are; |effective| < 2 * MAX_ABS_POSITION
-        self.groups = _groups_of(plan.work, plan.page_size)
+        self.groups = groups_of(plan.work, plan.page_size)
         effective = plan.position[self.groups.turned_row] - self.groups.turned_delta
         self.effective = effective.astype(np.int32)
         self.seen = np.zeros(len(self.effective), bool)
@@ -278,7 +278,7 @@ def layout_of(plan: Plan, slot_position: Tensor, window: int | None, with_alibi:
     return layout
 
 
-def _groups_of(work: WorkList, page_size: int) -> Groups:
+def groups_of(work: WorkList, page_size: int) -> Groups:
     """Return the groups of a work list; they are kept with it."""
     groups: Groups | None = work.derived.get("groups")
     if groups is None:

@@ -164,7 +164,7 @@ def launch_constants(
 
 
 def phase_of(work: WorkList, num_groups: int) -> Phase:
-    """Which kind of tile has more keys to read."""
+    """Return the kind of tile that has more keys to read."""
     rows = np.diff(work.row_begin).astype(np.int64) * num_groups
     pages = np.concatenate(([0], np.cumsum(work.page_end - work.page_begin)))
     keys = pages[work.run_begin[1:]] - pages[work.run_begin[:-1]]
@@ -180,7 +180,7 @@ class _Choice(NamedTuple):
 
 
 def _choice(device: torch.device, dtype: torch.dtype, plan: Plan) -> _Choice:
-    """How a plan's work is launched; found once per work."""
+    """Choose how a plan's work is launched; done once per work."""
     key = ("triton", "choice", device, dtype)
     choice: _Choice | None = plan.work.derived.get(key)
     if choice is None:

@@ -1,4 +1,4 @@
-"""Which block sizes a Triton attention launch gets: a table and a rule, so that serving never tunes.
+"""Chooses the block sizes of a Triton attention launch, by a table and a rule, so that serving never tunes.
 
 Registers and shared memory decide. A stage of the pipeline holds one block of keys and one of values, 2 * block_n *
 head_dim elements; a decode wants about 32 KB per stage and three stages, so that two programs share a multiprocessor
@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
     @property
     def programs_per_processor(self) -> int:
-        """How many programs one multiprocessor holds, by registers (up to 255 for each thread)."""
+        """Count the programs that one multiprocessor holds, by registers (up to 255 for each thread)."""
         return max(1, 8 // self.num_warps)
 
 

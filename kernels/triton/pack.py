@@ -72,7 +72,7 @@ class PackedWork:
         return _joined(sorted(span for span in spans if span[0] < span[1]))
 
     def _append(self, last: WorkList, work: WorkList) -> list[Span]:
-        """Only ends of runs differ, and what stands between an old and a new end."""
+        """Write what differs from the last step: ends of runs, and what stands between an old and a new end."""
         runs = np.flatnonzero(work.page_end != last.page_end)
         ends = self.words[self.words[Header.run] :][: RUN_WORDS * len(work.page_end)].reshape(-1, RUN_WORDS)
         ends[runs, _PAGE_END] = work.page_end[runs]

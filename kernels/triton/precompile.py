@@ -194,7 +194,7 @@ def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None]) -> None:
 
 
 def _start_process() -> subprocess.Popen[str]:
-    """With this one's import path, and without a GPU."""
+    """Start a process with this one's import path, and without a GPU."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

@@ -108,7 +108,7 @@ def draw(logits: Tensor, params: npt.NDArray[np.float64]) -> Tensor:
 
 
 def _chunk_scratch(num_rows: int, num_chunks: int, any_cut: bool, device: torch.device) -> list[Tensor]:
-    """Of each chunk: best logit and its id, weight, and per threshold the tokens above it and their weight."""
+    """Allocate for each chunk: best logit, its id, weight, and per threshold the tokens above it and their weight."""
     chunks = (num_rows, num_chunks)
     pivots = (num_rows, num_chunks if any_cut else 0, NUM_PIVOTS.value)
     return [
@@ -121,6 +121,6 @@ def _chunk_scratch(num_rows: int, num_chunks: int, any_cut: bool, device: torch.
 
 
 def _candidate_scratch(num_rows: int, any_cut: bool, device: torch.device) -> list[Tensor]:
-    """Of each row: its candidates' logits and ids."""
+    """Allocate, for each row, its candidates' logits and ids."""
     shape = (num_rows, CAPACITY if any_cut else 0)
     return [torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)]

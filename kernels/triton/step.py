@@ -90,7 +90,7 @@ class DeviceStep:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where launches find this step."""
+        """Return what launches read of this step."""
         return tuple(buffer.data_ptr() for buffer in (self.words, self.key_position, *self.partials))
 
     @torch.inference_mode(False)  # buffers outlive the mode in which they are first needed

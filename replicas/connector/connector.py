@@ -129,7 +129,7 @@ class KvConnector:
         self.fetches.abandon()
 
     def stats(self) -> dict[str, Any]:
-        """From any thread; `store` is what `ChunkStore.stats` says."""
+        """Return counters, from any thread; `store` is what `ChunkStore.stats` says."""
         return {
             **self.counts,
             "plans": dict(self._controller.num_plans),

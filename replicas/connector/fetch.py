@@ -124,7 +124,7 @@ class Fetch:
 
     @property
     def is_closed(self) -> bool:
-        """Nobody wants it any more."""
+        """Whether nobody wants it any more."""
         return self._is_closed
 
     @property
@@ -133,11 +133,11 @@ class Fetch:
         return not (self._has_looked or self._is_there or self._is_closed)
 
     def num_rows_before(self, num_tokens: int) -> int:
-        """Rows behind so many tokens that a step computes at most while it is looking: up to where a chunk ends."""
+        """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends."""
         return self.query.chunk_tokens - num_tokens % self.query.chunk_tokens
 
     def skip_computed(self, sources: list[ChunkSource]) -> list[ChunkSource]:
-        """Without those of which the sequence has all by now; the rest begins at `start_of(0)`."""
+        """Close the sources of which the sequence has all by now; the rest begins at `start_of(0)`."""
         num_skipped = max(self.num_resident // self.query.chunk_tokens - self.query.first, 0)
         self.query = replace(self.query, first=self.query.first + num_skipped)
         for source in sources[:num_skipped]:
@@ -175,12 +175,12 @@ class Fetch:
         return self._times is not None and self._times.is_all_brought
 
     def begin_load(self, beside_s: float = 0.0) -> None:
-        """Pages were taken for it; the step's other loads are predicted to take so long."""
+        """Begin to load into pages taken for it; the step's other loads are predicted to take so long."""
         assert self._times is not None
         self._times.begin_load(beside_s)
 
     def left_s(self, layer: int, computed_s: float = 0.0) -> float:
-        """Until a layer must have come, or the rest is given up; see `LoadClock.left_s`."""
+        """Return the seconds until a layer must have come, or the rest is given up; see `LoadClock.left_s`."""
         assert self._times is not None
         return self._times.left_s(layer, computed_s)
 
@@ -203,19 +203,19 @@ class Fetch:
         return True
 
     def pause(self) -> None:
-        """Until it is asked for again, the sequence waits for something else, or for nothing."""
+        """Stop the clock until it is asked for again: the sequence waits for something else, or for nothing."""
         if self._times is not None:
             self._times.stop()
 
     def give_up(self, what: GivenUp, index: int | None = None) -> None:
-        """It took too long, for this chunk; its edge is told so when it ends."""
+        """Give up as it took too long, for this chunk; its edge is told so when it ends."""
         if not self.is_given_up:
             self.is_given_up = True
             self.late_edge = None if index is None else self.sources[index].edge
             self._on_given_up(what)
 
     def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
-        """What the store has and the plan wants; whether some of it is to be brought. The rest is closed."""
+        """Keep what the plan wants of what the store has, close the rest; returns whether some is to be brought."""
         with self._condition:
             wanted = [] if self._is_closed else sources[: plan.num_chunks]
             self.sources, self.plan, self._num_sound = wanted, plan, len(wanted)
@@ -243,7 +243,7 @@ class Fetch:
             times.num_brought = layer + 1
 
     def rest(self) -> None:
-        """No thread is at it from now on."""
+        """Let go of it: no thread works on it from now on."""
         with self._condition:
             self._is_busy, self._is_there = False, True
             self._condition.notify_all()
@@ -252,7 +252,7 @@ class Fetch:
             self._end()
 
     def take(self, index: int, layer: int) -> U8Array | Miss:
-        """The bytes of a chunk's layer, checked; waits for them where they are being read. Each is taken once."""
+        """Return the bytes of a chunk's layer, checked; waits for those being read. Each is taken once."""
         if index not in self._far:
             return self._read(index, layer, self.num_readers)
         self._is_urgent = True
@@ -266,7 +266,7 @@ class Fetch:
         return brought
 
     def note_copy(self, index: int, seconds: float) -> None:
-        """Time that an edge took behind a read."""
+        """Add the time that an edge took behind a read."""
         with self._condition:
             self._reads_of(index).seconds += seconds
 
@@ -281,14 +281,14 @@ class Fetch:
         return num_bytes, num_layers / self.num_layers, seconds
 
     def abandon(self) -> None:
-        """Whoever waits for bytes is told that there are none; the sources are closed later."""
+        """Tell whoever waits for bytes that there are none; the sources are closed later."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
         self._budget.wake()
 
     def close(self) -> None:
-        """Nobody wants it any more. What a thread is at ends by itself."""
+        """Close it: nobody wants it any more. What a thread is at ends by itself."""
         self.abandon()
         if not self._is_busy:
             self._end()
@@ -325,7 +325,7 @@ class Fetch:
         return True
 
     def lose_from(self, index: int) -> None:
-        """A chunk cannot be had, and those behind it are of no use without it; those before it are."""
+        """Give up a chunk that cannot be had, and those behind it, which are of no use without it."""
         with self._condition:
             self._num_sound = min(self._num_sound, index)
             brought, self._layers[index:] = self._layers[index:], [{} for _ in self._layers[index:]]

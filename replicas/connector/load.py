@@ -83,7 +83,7 @@ class ChunkLoad:
             self._pages.wait(event)
 
     def finish(self) -> list[Node]:
-        """The pass is over: nothing is written any more, but before what the engine issues from now on.
+        """End the load, as the pass is over: nothing is written but before what the engine issues from now on.
 
         Returns the nodes whose KV did not come.
         """
@@ -131,7 +131,10 @@ class ChunkLoad:
             self._condition.notify_all()
 
     def _take(self, batch: PageBatch, layer: int, number: int) -> None:
-        """Never raises: the next batch may have the memory that this one gave when all of these calls have returned."""
+        """Take one chunk's layer into a batch. Never raises.
+
+        The next batch may have the memory that this one gave when all of these calls have returned.
+        """
         piece, fetch = self._all[number], self._all[number].fetch
         if piece.is_lost:
             return
@@ -149,7 +152,7 @@ class ChunkLoad:
                 self._lose(piece)
 
     def _lose(self, first: _Piece) -> None:
-        """A piece, and those of its sequence behind it."""
+        """Lose a piece, and those of its sequence behind it."""
         pieces = next(pieces for pieces in self._pieces if first in pieces)
         for piece in pieces[pieces.index(first) :]:
             piece.is_lost = True
@@ -216,7 +219,7 @@ def _has(pieces: Sequence[_Piece], layer: int) -> bool:
 
 
 def _predicted_s(pieces: Sequence[_Piece]) -> float:
-    """What one sequence's part of a load should take."""
+    """Predict what one sequence's part of a load takes."""
     plan = pieces[0].fetch.plan
     return 0.0 if plan is None else plan.predicted_load_s * len(pieces) / plan.num_chunks
 

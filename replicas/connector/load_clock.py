@@ -1,6 +1,6 @@
-"""How long a load may still take, of the time that it costs the request. Policy only: no tensors.
+"""Says how long a load may still take of the time that it costs the request. Policy only: no tensors.
 
-That counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
+Time counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages or
 for an earlier request costs nothing, and layers that are in memory by the time they are loaded are due from then. What
 a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do, too,
 and as the step computes others' rows between its layers. What was read ahead is not late any more: a copy is left, and
@@ -16,7 +16,7 @@ from mneme.cachetier.policy.load_controller import LoadPlan
 
 
 class LoadClock:
-    """Of one fetch. The engine's thread calls it, but for `begin_bringing` and `num_brought`."""
+    """The clock of one fetch. The engine's thread calls it, but for `begin_bringing` and `num_brought`."""
 
     def __init__(self, plan: LoadPlan, num_layers: int, clock: Callable[[], float]) -> None:
         self.num_brought = 0  # layers of which all is in memory
@@ -28,19 +28,19 @@ class LoadClock:
         self._beside_s = 0.0  # the step's other loads
 
     def start(self) -> None:
-        """The sequence waits for nothing else."""
+        """Start the clock: the sequence waits for nothing else."""
         if self._since_s is None:
             self._since_s = self._clock()
 
     def stop(self) -> None:
-        """It waits for something else, or for nothing."""
+        """Stop the clock: the sequence waits for something else, or for nothing."""
         self._spent_s, self._since_s = self._so_far_s(), None
 
     def begin_bringing(self) -> None:
         self._waited_s = self._so_far_s()
 
     def begin_load(self, beside_s: float = 0.0) -> None:
-        """Pages were taken, for all of it or for a part; the step's other loads are predicted to take so long."""
+        """Begin a load into pages taken for all or a part of it; the step's other loads should take so long."""
         self.start()
         self._num_ready, self._load_began_s, self._beside_s = self.num_brought, self._clock(), beside_s
 
@@ -49,14 +49,14 @@ class LoadClock:
         return self.num_brought == self._num_layers
 
     def left_to_wait_s(self) -> float:
-        """Beside others, until the next layer must be in memory; until somebody must read, where nobody does yet."""
+        """Return the seconds, beside others, until the next layer must be in memory, or somebody must begin to read."""
         self.start()
         if self._waited_s is None:
             return self._plan.slack_s - self._so_far_s()
         return self._due_s(self.num_brought, is_alone=False) - self._so_far_s()
 
     def left_s(self, layer: int, computed_s: float = 0.0) -> float:
-        """Until a layer must be in its pages.
+        """Return the seconds until a layer must be in its pages.
 
         `computed_s`: of the step, in which it waited for no load: the rows of others cost as much without this one.
         """

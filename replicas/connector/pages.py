@@ -52,16 +52,16 @@ class PageBatch(Protocol):
         """Return when the next layer may be put."""
 
     def put(self, index: int, layer: U8Array) -> None:
-        """A chunk's bytes of the next layer that is scattered; they are not changed until then. From any thread."""
+        """Hand over a chunk's bytes of the next layer to be scattered, unchanged until then. From any thread."""
 
     def scatter(self, layer: int, after: Event | None) -> Event | None:
-        """What was put into the pool, behind an event; the pool has it when the event that is returned has come.
+        """Copy what was put into the pool, behind an event; the pool has it when the event that is returned has come.
 
         Tokens of chunks that were not put get any bytes.
         """
 
     def gather(self, layer: int, into: Sequence[U8Array], after: Event | None) -> None:
-        """Out of the pool, behind an event; returns when the bytes are in `into`, one array for each chunk."""
+        """Copy out of the pool, behind an event; returns when the bytes are in `into`, one array for each chunk."""
 
 
 class ChunkPages(Protocol):
@@ -70,13 +70,13 @@ class ChunkPages(Protocol):
     num_readers: int  # threads that should put at once
 
     def issued(self) -> Event | None:
-        """All that the engine has issued so far; the engine's thread calls it."""
+        """Record all that the engine has issued so far; the engine's thread calls it."""
 
     def wait(self, event: Event | None) -> None:
-        """What the engine issues from now on goes behind this; the engine's thread calls it."""
+        """Order what the engine issues from now on behind this; the engine's thread calls it."""
 
     def batches(self, chunks: Sequence[ChunkTokens]) -> Sequence[PageBatch]:
-        """In order. Raises ValueError for runs that do not fit the pool or their chunk."""
+        """Group chunks whose layers move together. Raises ValueError for runs that do not fit the pool or a chunk."""
 
 
 def make_chunk_pages(pool: DevicePool, max_layer_bytes: int) -> ChunkPages:
@@ -137,7 +137,7 @@ class _Slot:
 
 
 class DeviceChunkPages:
-    """Over a stream and a ring of pinned slots."""
+    """Pages of a CUDA pool, copied by a stream through a ring of pinned slots."""
 
     num_readers = _NUM_READERS
 
@@ -173,7 +173,7 @@ class DeviceChunkPages:
         return [DeviceBatch(self, part, chunks[part.start : part.stop]) for part in parts if part]
 
     def take_slot(self) -> _Slot:
-        """The one whose last use is the longest ago, when that is over."""
+        """Return the slot whose last use is the longest ago, when that is over."""
         slot = self._slots.pop(0)
         self._slots.append(slot)
         if slot.free is not None:
@@ -182,7 +182,7 @@ class DeviceChunkPages:
 
 
 class DeviceBatch:
-    """As many chunks as a slot holds: their tokens side by side, [K and V of each head, token, bytes of head_dim]."""
+    """The chunks that one slot holds: their tokens side by side, [K and V of each head, token, bytes of head_dim]."""
 
     def __init__(self, pages: DeviceChunkPages, chunks: range, tokens: Sequence[ChunkTokens]) -> None:
         for num_tokens, runs in tokens:
@@ -234,7 +234,7 @@ class DeviceBatch:
         return slot.free
 
     def _staged(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device [K and V, num_kv_heads, tokens, head_dim], and the same part of a slot."""
+        """Return memory on the device [K and V, num_kv_heads, tokens, head_dim], and the same part of a slot."""
         _, num_kv_heads, _, _, head_dim = self._pages.pool.k_pages.shape
         shape = (2, num_kv_heads, self._num_tokens, head_dim)
         staging = self._pages.staging[: 2 * num_kv_heads * self._num_tokens * head_dim]
@@ -259,7 +259,7 @@ class DeviceBatch:
 
 
 def _check_runs(runs: IntArray, num_pages: int, page_size: int, num_tokens: int) -> None:
-    """The device would stop at an index out of range, for good."""
+    """Refuse runs out of range: the device would stop at one, for good."""
     page_ids, offsets, counts, firsts = runs.T
     is_in_page = (page_ids >= 0) & (page_ids < num_pages) & (offsets >= 0) & (offsets + counts <= page_size)
     is_sound = is_in_page & (counts > 0) & (firsts >= 0) & (firsts + counts <= num_tokens)

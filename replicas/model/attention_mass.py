@@ -1,4 +1,4 @@
-"""How much attention each token of a session gets: what `important` keeps when the session is truncated.
+"""Measures how much attention each token of a session gets: what `important` keeps when the session is truncated.
 
 The last tokens are computed once more as query rows against the KV that is there, and what they attend to is summed
 over rows, heads and layers. Such an observation window is SnapKV's (Li et al. 2024); the running sum of H2O (Zhang et
@@ -53,7 +53,7 @@ class MassObserver:
 
     @classmethod
     def over(cls, path: Path, pool: KvPool, decoder: Decoder) -> MassObserver | None:
-        """None if not every token of the path has its key in its slot."""
+        """Observe a path; None if not every token of the path has its key in its slot."""
         slots, deltas = _slots_of(path, pool.k_pages.shape[3])
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         rotated_at = torch.from_numpy(np.arange(len(slots)) - deltas).to(device_slots.device)
@@ -83,12 +83,12 @@ class MassObserver:
         self.mass += shares.sum((0, 1), dtype=torch.float64)
 
     def masses(self) -> list[float]:
-        """Of each token of the path."""
+        """Return the sum for each token of the path."""
         found: list[float] = self.mass.tolist()
         return found
 
     def _queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Once for each run, rotated to where its keys are: float32 [runs, Hq, T, D]."""
+        """Repeat the queries for each run, rotated to where its keys are: float32 [runs, Hq, T, D]."""
         deltas = torch.tensor([run.delta for run in self.keys.runs], device=q.device)
         rotated = self.rope.rotate(q.repeat(len(deltas), 1, 1), (positions - deltas[:, None]).flatten())
         return rotated.view(len(deltas), *q.shape).transpose(1, 2).contiguous()

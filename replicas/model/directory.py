@@ -1,4 +1,4 @@
-"""Where a model's files are."""
+"""Finds a model's files."""
 
 from __future__ import annotations
 

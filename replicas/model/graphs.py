@@ -106,7 +106,7 @@ class DecodeGraphs:
         return self._num_failures < _MAX_FAILURES
 
     def stats(self) -> dict[str, int]:
-        """For metrics."""
+        """Return counters for metrics."""
         return {"replays": self.num_replays, "failed": self.num_failed, "off": int(not self.is_on)}
 
     def bucket(self, num_rows: int) -> int | None:

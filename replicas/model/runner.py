@@ -46,7 +46,7 @@ _NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
 class _Seen(NamedTuple):
-    """How a path looked when the kept plan was made."""
+    """What a path was when the kept plan was made."""
 
     path: Path
     num_pages: int
@@ -290,7 +290,7 @@ class Runner:
         )
 
     def _slots(self, ordered: list[Chunk]) -> IntArray:
-        """Where each row's KV is written; that of a last row without a run, nowhere."""
+        """Return where each row's KV is written; the spare slot for a last row without a run."""
         runs = [run for chunk in ordered for run in [*chunk.runs, *[_SPARE_RUN] * (chunk.num_rows - chunk.num_written)]]
         page_ids, offsets, counts = np.array(runs, np.int64).T
         return ranges(page_ids * self.page_size + offsets, counts)

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, biases, truncation and the draw, each row on its own.
+"""Turns logits into tokens: penalties, biases, truncation and the draw, each row on its own.
 
 Order as in vLLM: log-probabilities are read first, from what the model said; then `logit_bias` and tokens barred by
 `min_tokens`; repetition, presence and frequency penalties; temperature; min-p; top-k; top-p of what is left; a draw.
@@ -156,12 +156,12 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
 
 
 def _draw_whole(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """From the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
+    """Draw from the whole distribution, in the order of the vocabulary; logits float32 [num_rows, vocab_size]."""
     return draw_whole(logits, [row.params.temperature for row in rows], _numbers(rows))
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """From the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size].
+    """Draw from the most likely tokens that min-p, top-k and top-p leave; logits float32 [num_rows, vocab_size].
 
     Few tokens are left as a rule, so the best `_NUM_CANDIDATES` are looked at first; rows where that may not be all of
     them take the whole vocabulary, which has to be sorted.
@@ -225,7 +225,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 def _logprobs(
     raw: torch.Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[Logprobs | None]:
-    """Of rows that drew a token, what the model said before anything was edited.
+    """Return, for rows that drew a token, what the model said before anything was edited.
 
     raw  float32 [rows, vocab_size]
     """

@@ -60,7 +60,7 @@ class TextStream:
 
     @property
     def num_whole_tokens(self) -> int:
-        """How many of the first tokens have a text that was returned as a whole; known where there are stop strings."""
+        """Count the first tokens whose text was returned as a whole; known where there are stop strings."""
         return bisect_right(self._num_chars, len(self.text)) - 1
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -167,5 +167,5 @@ class _CharacterStream:
 
 
 def _num_incomplete(text: str) -> int:
-    """How many of the last three characters are U+FFFD, counted from the end."""
+    """Count how many of the last three characters are U+FFFD, from the end."""
     return len(text[-_MAX_INCOMPLETE:]) - len(text[-_MAX_INCOMPLETE:].rstrip(_INCOMPLETE))

@@ -147,7 +147,7 @@ def _reason(error: Exception, max_render_s: float) -> str:
 
 
 def _close_all(workers: queue.LifoQueue[_Worker | None]) -> None:
-    """Those at rest; a worker that is rendering is closed by its render if it is not sound."""
+    """Close the workers at rest; a worker that is rendering is closed by its render if it is not sound."""
     at_rest = [workers.get() for _ in range(workers.qsize())]
     for worker in at_rest:
         if worker is not None:

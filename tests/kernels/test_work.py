@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mneme.kernels.torch.groups import groups_of
 
 from mneme.kernels.page_table import PageRef, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
+from mneme.kernels.torch.layout import groups_of
 from mneme.kernels.work import WorkList
 
 SIZES: dict[str, Any] = {"page_size": 32, "num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
