@@ -21,7 +21,6 @@ from mneme.kernels.attention import (
     new_slot_position,
 )
 from mneme.kernels.torch import backend as torch_backend
-from mneme.kernels.torch import groups as torch_groups
 from mneme.kernels.torch import layout as torch_layout
 from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
@@ -64,7 +63,7 @@ def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) ->
         patch.setattr(torch_layout, "TILE_SCORES", 64)
         patch.setattr(torch_layout, "BLOCK_ROWS", 3)
         patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
-        patch.setattr(torch_groups, "_SMALLEST_BUCKET_TOKENS", 1)
+        patch.setattr(torch_layout, "_SMALLEST_BUCKET_TOKENS", 1)
         assert_close(scene.attend(scene.plan(share=share), backend="torch"), wanted)
 
 
