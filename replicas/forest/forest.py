@@ -12,9 +12,9 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-A node's KV may be on the device, on the host, on both, or on neither: a hole (`forest/pages.py`, `forest/gaps.py`).
+A node's KV may be on the device, on the host, on both, or on neither: a hole (`forest/pages.py`, `forest/paths.py`).
 States of a device page: free (on the free list), in use (of a node that a sequence or a pin holds), cached (of a node
-that nobody holds, still matching; `forest/cached.py` says which goes when). `free + cached + in_use == num_pages` is
+that nobody holds, still matching; `forest/tier.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
 Policy only: no tensors.
@@ -28,14 +28,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
-from mneme.replicas.forest import deletion as forest_deletion
-from mneme.replicas.forest.gaps import Spans, is_lost, note_gaps, visible_gaps
-from mneme.replicas.forest.kept import has_tokens, kept_by, kept_resident, mask_of
+from mneme.replicas.forest.kept import has_tokens, kept_by, kept_resident, kept_roots, mask_of
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, resident
+from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.pages import TieredPages
-from mneme.replicas.forest.paths import Paths
+from mneme.replicas.forest.paths import Paths, Spans, is_lost, note_gaps, visible_gaps
 from mneme.replicas.forest.tier import Tier
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
@@ -118,8 +116,8 @@ class PrefixForest(Paths):
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
         """Where eviction reads which sessions wait, in order; None: without a session."""
-        self.device.cached.look_ahead(queue)
-        self.host.cached.look_ahead(queue)
+        self.device.look_ahead(queue)
+        self.host.look_ahead(queue)
 
     def open_path(self, salt: str) -> Path:
         """An empty path under the tenant's root; paths under different salts never meet."""
@@ -140,7 +138,8 @@ class PrefixForest(Paths):
         self._kept_roots.add(root)
         path = Path(root)
         for kept in root.kept:
-            self._hold(path, kept.node, mask_of(kept, self.page_size))
+            self._pages.hold(kept.node)
+            path.append(kept.node, mask_of(kept, self.page_size))
         note_gaps(path, 0)
         if not is_lost(path):
             return path
@@ -196,20 +195,42 @@ class PrefixForest(Paths):
 
     def drop_kept(self, root: Root) -> None:
         """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
-        forest_deletion.drop_kept(self._pages, root)
+        roots, nodes = [root], []
+        for each in roots:  # grows
+            nodes += [kept.node for kept in each.kept]
+            roots += kept_roots(each)
+        self.abandon(root)
+        for node in reversed(nodes):
+            self._pages.drop_up(node)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
 
         What the `heir` kept of it stays, and so do the roots from which the heir kept something.
         """
-        forest_deletion.abandon(self._pages, root, heir)
+        spared = set() if heir is None else kept_roots(heir)
+        if root not in spared:
+            self._pages.drop_below(root)
+        for earlier in kept_roots(root) - spared:
+            self.abandon(earlier, heir)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """A prompt is deleted: what begins with it, and of itself what nothing else is on."""
         root = self._roots.get(salt)
-        if root is not None:
-            forest_deletion.drop_prefix(self._pages, root, ids)
+        if root is None:
+            return
+        node, position = _follow(root, ids)
+        if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
+            self._pages.drop_up(node, position)
+            return
+        for child in list(node.children.values()):
+            if child.start >= len(ids):
+                self._pages.drop_below(child)
+                self._pages.drop_everywhere(child)
+        parent = node.parent
+        if parent is not None and not node.children:
+            self._pages.drop_everywhere(node)
+            self._pages.drop_up(parent, node.start)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
         """All that is cached under the chosen salts, of truncated sessions too.
@@ -218,7 +239,7 @@ class PrefixForest(Paths):
         """
         num_moved = self.num_moved
         for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
-            forest_deletion.drop_below(self._pages, root)
+            self._pages.drop_below(root)
         if not is_counted:
             self._pages.num_moved = num_moved
 
@@ -291,7 +312,7 @@ class PrefixForest(Paths):
     def _offer_through(self, nodes: list[Node]) -> None:
         for node in nodes:
             for tier in (self.device, self.host):
-                tier.cached.offer_through(node)
+                tier.offer_through(node)
 
     def _drop_root(self, root: Root) -> None:
         """Forget a root that nothing hangs on."""
@@ -301,3 +322,15 @@ class PrefixForest(Paths):
             self._kept_roots.discard(root)
         else:
             self._roots.pop(root.salt, None)
+
+
+def _follow(root: Root, ids: Sequence[int]) -> tuple[Node, int]:
+    """The last node that has some of `ids`, and how many of them there are up to there."""
+    node: Node = root
+    position = root.start
+    while True:
+        position += common_prefix(node.tokens, position - node.start, ids, position, len(ids))
+        child = node.children.get((position, ids[position])) if position < len(ids) else None
+        if child is None:
+            return node, position
+        node = child

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from mneme.replicas.forest.gaps import Spans, needed_tokens
 from mneme.replicas.forest.nodes import Kept, Path, Resident, Root
+from mneme.replicas.forest.paths import Spans, needed_tokens
 
 _WORD_BITS = 64
 

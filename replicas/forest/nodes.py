@@ -148,6 +148,12 @@ class Path:
     def tail(self) -> Node:
         return self.nodes[-1] if len(self.nodes) > len(self.root.kept) else self.root
 
+    def append(self, node: Node, mask: int = ALL_SLOTS) -> None:
+        """The path goes on to a node; whoever appends it counts the reference."""
+        self.nodes.append(node)
+        self.page_ids.append(node.pages[DEVICE])
+        self.masks.append(mask)
+
     def copy(self) -> Path:
         """Another path over the same nodes; whoever makes it counts the references."""
         other = Path(self.root)

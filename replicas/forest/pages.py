@@ -81,7 +81,7 @@ class TieredPages:
             self.settle(node)
         for node in nodes:
             for tier in self._tiers:
-                tier.cached.offer_if_leaf(node)
+                tier.offer_if_leaf(node)
         if self.host.num_pages:
             self._note_uncopied(nodes)
 
@@ -104,7 +104,7 @@ class TieredPages:
             self._moves.load(LoadedPage(host_page, page_id, node.start, node.filled[HOST]))
 
     def evict_one(self) -> None:
-        leaf = self.device.cached.choose()
+        leaf = self.device.choose()
         if leaf is None:
             raise OutOfPages
         self._save(leaf)
@@ -140,13 +140,21 @@ class TieredPages:
     def retract(self, nodes: Iterable[Node]) -> None:
         """What was said to be on these pages is not there, nor what was computed behind them; nobody holds any."""
         for node in nodes:
-            for each in (*reversed(list(node.below_it())), node):
-                self.drop_everywhere(each)
+            self.drop_below(node)
+            self.drop_everywhere(node)
 
-    def drop_up(self, node: Node) -> None:
-        """From this node up, drop what nothing else is on."""
+    def drop_below(self, node: Node) -> None:
+        """Drop everything under a node, leaves first."""
+        for below in reversed(list(node.below_it())):
+            self.drop_everywhere(below)
+
+    def drop_up(self, node: Node, end: int | None = None) -> None:
+        """From this node up, drop what nothing else is on; with `end`, where a prefix left it, tokens behind it are
+        another's and stay."""
         while node.parent is not None and not (node.refs or node.children or node.claim is not None):
-            parent = node.parent
+            if end is not None and node.end > end:
+                return
+            parent, end = node.parent, None if end is None else node.start
             self.drop_everywhere(node)
             node = parent
 
@@ -163,7 +171,7 @@ class TieredPages:
 
     def clear(self, index: int) -> None:
         """Drop every page of a tier that nobody holds."""
-        while (leaf := self._tiers[index].cached.choose()) is not None:
+        while (leaf := self._tiers[index].choose()) is not None:
             self.drop(leaf, index)
 
     def forget_moves(self) -> None:
@@ -241,7 +249,7 @@ class TieredPages:
 
     def _host_page(self) -> int | None:
         if not self.host.free:
-            leaf = self.host.cached.choose()
+            leaf = self.host.choose()
             if leaf is None:
                 return None
             self.drop(leaf, HOST)

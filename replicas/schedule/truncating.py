@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.gaps import Spans
 from mneme.replicas.forest.nodes import Path
+from mneme.replicas.forest.paths import Spans
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation, plan_truncation
 

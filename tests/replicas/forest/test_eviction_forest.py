@@ -74,7 +74,7 @@ def num_found(forest: PrefixForest, ids: list[int]) -> int:
 
 def sizes(forest: PrefixForest) -> dict[int, int]:
     """Runs as the policy has them: first token of the leaf -> pages."""
-    return {key.tokens[0]: c.num_pages for key, c in forest.device.cached._policy.candidates.items()}  # type: ignore[attr-defined]
+    return {key.tokens[0]: c.num_pages for key, c in forest.device.policy.candidates.items()}  # type: ignore[attr-defined]
 
 
 SHARED = [1] * 8  # two pages
@@ -228,15 +228,15 @@ class ForestMachine(RuleBasedStateMachine):
         self.claimed: dict[SessionName, int] = {}  # the evictions before a session's last path was released
         self.resident: dict[tuple[str, tuple[int, ...]], int] = {}  # released paths, with the evictions before that
         self.num_evicted = 0
-        cached = self.forest.device.cached
-        removed, choose = cached.removed, cached.choose
+        device = self.forest.device
+        remove, choose = device.remove, device.choose
 
         def counted(node: Node) -> None:
-            self.num_evicted += 1
-            removed(node)
+            self.num_evicted += not node.refs
+            remove(node)
 
         def judged_choice() -> Node | None:
-            if cached._victim is not None:  # chosen before, with what goes with it
+            if device._victim is not None:  # chosen before, with what goes with it
                 return choose()
             before = idle_leaves(self.forest)
             best = self.best_key(before) if before else None
@@ -246,8 +246,8 @@ class ForestMachine(RuleBasedStateMachine):
                 assert self.key(leaf) == best
             return leaf
 
-        cached.removed = counted  # type: ignore[method-assign]
-        cached.choose = judged_choice  # type: ignore[method-assign]
+        device.remove = counted  # type: ignore[method-assign]
+        device.choose = judged_choice  # type: ignore[method-assign]
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(["", "t"]))
     def begin(self, ids: list[int], salt: str) -> None:

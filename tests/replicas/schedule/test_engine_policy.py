@@ -355,7 +355,7 @@ def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
         session = {"salt": f"tenant {index % 50}", "session_id": f"s{index}"}
         engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], **session))
         run(engine)
-        policy: Any = engine.forest.device.cached._policy
+        policy: Any = engine.forest.device.policy
         heaps = [policy._heap] if hasattr(policy, "_heap") else list(policy._heap_by_size.values())
         assert sum(heap.num_entries for heap in heaps) <= 3 * (8 + 64)
     assert any(map(len, heaps))
