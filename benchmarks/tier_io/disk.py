@@ -12,8 +12,7 @@ from tier_io.rounds import Arm
 
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.policy.eviction import LruPolicy
 from mneme.errors import MnemeError
 

@@ -32,11 +32,11 @@ from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.peer_actors import PeerActors
 from mneme.cachetier.distributed.puts import PutAnswer
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.change_log import Change
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
+from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, TierName

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mneme.cachetier.distributed.directory import Announcement, Clock, Reply, shard_of
 from mneme.cachetier.node.background import Background
-from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.node.tiers import Change
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
 SEND_TIMEOUT_S = 2.0  # of one announcement; with the time between signs of life less than `directory.SILENT_S`

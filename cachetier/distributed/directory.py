@@ -28,7 +28,7 @@ from mneme.cachetier.distributed.place_table import (
     with_tier,
     without_tier,
 )
-from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.node.tiers import Change
 
 Clock = Callable[[], float]
 

@@ -19,15 +19,13 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.background import Background
-from mneme.cachetier.node.change_log import Change, OnChange
-from mneme.cachetier.node.contents import NodeContents
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier
+from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import ChunkMemory
 from mneme.cachetier.node.promoting import Promoter
 from mneme.cachetier.node.saving import HostPut, Saver
 from mneme.cachetier.node.search import ChainSearch, Located
-from mneme.cachetier.node.stats import node_stats
-from mneme.cachetier.node.tiers import NodeTiers
+from mneme.cachetier.node.tiers import Change, NodeTiers, OnChange
 from mneme.cachetier.node.write_behind import ROOM_WAIT_S, TAIL_DELAY_S
 from mneme.cachetier.store import ChainQuery, TierName
 
@@ -58,7 +56,6 @@ class NodeCache:
         self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
         self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
-        self.contents = NodeContents(tiers, self._search)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
         self._thread = Background(
@@ -179,13 +176,87 @@ class NodeCache:
         """All chunks of all tiers, for a directory that lost its memory; changes that follow may be in it already."""
         with self._lock:
             found = [Change(entry.key, "host", entry.num_bytes, True) for entry in self._host.index]
-        if self._disk is not None:
-            found += [Change(key, "disk", num_bytes, True) for key, num_bytes in self._disk.sizes()]
+            if self._disk is not None:
+                found += [Change(entry.key, "disk", entry.num_bytes, True) for entry in self._disk.index]
         return found
 
+    def search(self, query: ChainQuery, deadline_s: float) -> list[Located]:
+        """As `locate` finds it, for whoever manages the cache: no use is noted, and nobody as waiting.
+
+        `deadline_s` is of the node's clock.
+        """
+        return self._search.locate(query, deadline_s)
+
+    def places(self, key: bytes) -> dict[TierName, int]:
+        """Bytes by the tier that has the chunk."""
+        found: dict[TierName, int] = {}
+        with self._lock:
+            if (in_host := self._host.index.get(key)) is not None:
+                found["host"] = in_host.num_bytes
+            if self._disk is not None and (on_disk := self._disk.index.get(key)) is not None:
+                found["disk"] = on_disk.num_bytes
+        return found
+
+    def children(self, parent: bytes) -> frozenset[bytes]:
+        """Keys of the chunks behind a chunk or a lineage's root, in all tiers."""
+        with self._lock:
+            found = self._host.index.children(parent)
+            return found if self._disk is None else found | self._disk.index.children(parent)
+
+    def header(self, key: bytes) -> ChunkHeader | None:
+        """What a chunk is, from its file if it must be."""
+        with self._lock:
+            entry = self._host.index.get(key)
+        if entry is not None:
+            return entry.header
+        header = Miss.ABSENT if self._disk is None else self._disk.header(key)
+        return None if isinstance(header, Miss) else header
+
+    def num_left(self, owner: bytes) -> int:
+        """Files of a tenant's chunks that were deleted and could not be removed yet."""
+        return 0 if self._disk is None else self._disk.num_left(owner)
+
+    def owned(self, owner: bytes) -> list[bytes]:
+        """Keys of all chunks of a tenant, each once; looks at every chunk."""
+        with self._lock:
+            keys = self._host.keys_of(owner)
+            if self._disk is not None:
+                keys += [entry.key for entry in self._disk.index if entry.owner == owner]
+        return list(dict.fromkeys(keys))
+
     def stats(self) -> dict[str, Any]:
-        """Per tier, tenant and queue; see `node_stats`."""
-        return node_stats(self._tiers, self.writer)
+        """Sizes of this moment, and counters since the start.
+
+        `host` and `disk` (None without one): chunks, bytes, capacity_bytes and counters; `writer`: the queue of writes;
+        `owners`: bytes of each tenant by its name in hex; `waiting`: requests; `pins`: keys, bytes. Write amplification
+        is disk.written_bytes / disk.(written_bytes - superseded_bytes); of the bytes given to `put`, host.put_bytes,
+        those of tails that were replaced in time are writer.cancelled_bytes.
+        """
+        tiers, owners = self._tiers, dict[bytes, dict[str, int]]()
+        with self._lock:
+            host: dict[str, int] = {
+                "chunks": len(self._host.index),
+                "bytes": self._host.used_blocks * BLOCK_BYTES,
+                "capacity_bytes": self._host.max_blocks * BLOCK_BYTES,
+                **self._host.counters,
+            }
+            pins = {"keys": len(tiers.pins), "host_bytes": tiers.host_pins.num_bytes}
+            if tiers.disk_pins is not None:
+                pins["disk_bytes"] = tiers.disk_pins.num_bytes
+            by_tier = {"host": self._host.index.blocks_by_owner}
+            if self._disk is not None:
+                by_tier["disk"] = self._disk.index.blocks_by_owner
+            for tier, blocks_by_owner in by_tier.items():
+                for owner, num_blocks in blocks_by_owner.items():
+                    owners.setdefault(owner, {"host": 0, "disk": 0})[tier] = num_blocks * BLOCK_BYTES
+        return {
+            "host": host,
+            "disk": None if self._disk is None else self._disk.stats().as_mapping(),
+            "writer": None if self.writer is None else self.writer.stats(),
+            "owners": {owner.hex(): sizes for owner, sizes in owners.items()},
+            "waiting": len(tiers.waiting),
+            "pins": pins,
+        }
 
     def flush(self, timeout_s: float) -> bool:
         """Write all that waits to be; False if that took too long."""

@@ -27,7 +27,7 @@ class NodeAdmin:
 
     def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`name` is the node's; `clock` is the cache's."""
-        self._node, self._contents, self._name, self._clock = node, node.contents, name, clock
+        self._node, self._name, self._clock = node, name, clock
         self._pins = NamedPins(node, clock)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
@@ -35,7 +35,7 @@ class NodeAdmin:
         return [
             FoundChunk(place, each.header.key, each.num_usable, num_bytes, tier, self._name)
             for place, each in self._found(query)
-            for tier, num_bytes in self._contents.places(each.header.key).items()
+            for tier, num_bytes in self._node.places(each.header.key).items()
         ]
 
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
@@ -69,15 +69,15 @@ class NodeAdmin:
         removed = Amount() if spares_longer else self._remove(self._begin_with(query))
         for place in reversed(range(len(query.keys) + 1)):
             parts = self._parts(query, place)
-            removed = removed.plus(self._remove({key for key in parts if not self._contents.children(key)}))
-            if self._contents.children(query.parent(place)):
+            removed = removed.plus(self._remove({key for key in parts if not self._node.children(key)}))
+            if self._node.children(query.parent(place)):
                 break  # others go on from here
         return self._sure(removed, query.owner)
 
     def delete_owned(self, owner: bytes) -> Amount:
         """See `CacheAdmin.delete_owned`; the owner's pins go too."""
         self._pins.drop_owned(owner)
-        return self._sure(self._remove(set(self._contents.owned(owner))), owner)
+        return self._sure(self._remove(set(self._node.owned(owner))), owner)
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
@@ -87,10 +87,10 @@ class NodeAdmin:
         """All chunks of the sequence that are here, whatever is missing between, with their places in it."""
         place, deadline_s = 0, self._clock() + _SEARCH_S
         while place <= len(query.keys) and self._clock() < deadline_s:
-            found = self._contents.search(replace(query, first=place), deadline_s)
+            found = self._node.search(replace(query, first=place), deadline_s)
             yield from enumerate(found, place)
             place += max(1, len(found))
-            while place < len(query.keys) and not self._contents.places(query.keys[place]):
+            while place < len(query.keys) and not self._node.places(query.keys[place]):
                 place += 1
 
     def _keys_of(self, query: ChainQuery) -> set[bytes]:
@@ -99,7 +99,7 @@ class NodeAdmin:
     def _parts(self, query: ChainQuery, place: int) -> frozenset[bytes]:
         """Chunks at a place that hold the sequence's tokens and no others: by key, however many begin there."""
         parent = query.parent(place)
-        children = self._contents.children(parent)
+        children = self._node.children(parent)
         if children <= {*query.keys[place : place + 1]}:
             return children
         return children & {*query.lineage.beginnings(parent, query.tokens_of(place))}
@@ -113,8 +113,8 @@ class NodeAdmin:
     def _starting_with(self, ids: U32Array, parent: bytes) -> set[bytes]:
         """Children of a chunk whose tokens begin so; raises `ReplicaUnavailable` if looking takes too long."""
         until_s, found = self._clock() + _SCAN_S, set()
-        for key in self._contents.children(parent):
-            header = self._contents.header(key)
+        for key in self._node.children(parent):
+            header = self._node.header(key)
             if header is not None and _starts(header.token_ids, ids):
                 found.add(key)
             if self._clock() > until_s:
@@ -125,7 +125,7 @@ class NodeAdmin:
         found: set[bytes] = set()
         unseen = list(keys)
         while unseen:
-            children = set(self._contents.children(unseen.pop())) - found
+            children = set(self._node.children(unseen.pop())) - found
             found |= children
             unseen += children
         return found
@@ -138,12 +138,12 @@ class NodeAdmin:
 
     def _sure(self, removed: Amount, owner: bytes) -> Amount:
         """Raises `ReplicaUnavailable` while files of the owner's are left that are to be gone: a start finds them."""
-        if num_left := self._contents.num_left(owner):
+        if num_left := self._node.num_left(owner):
             raise ReplicaUnavailable(f"{num_left} files of the cache tier could not be removed yet")
         return removed
 
     def _sizes(self, keys: Collection[bytes]) -> list[int]:
-        return [size for key in keys for size in self._contents.places(key).values()]
+        return [size for key in keys for size in self._node.places(key).values()]
 
     def _described(self, name: PinName, pin: NamedPin) -> PinnedPrefix:
         sizes = self._sizes(pin.keys)

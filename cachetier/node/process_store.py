@@ -14,8 +14,8 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk_folder import make_root
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier
+from mneme.cachetier.node.folder import make_root
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.node_admin import NodeAdmin

@@ -11,8 +11,7 @@ import numpy as np
 
 from mneme.cachetier.chunk.header import ChunkHeader, U8Array
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.disk_interface import DiskRead
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskRead, DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import Held
 from mneme.cachetier.node.search import Located

@@ -13,8 +13,7 @@ from itertools import islice
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.host_tier import chunk_bytes
 from mneme.cachetier.node.memory import Held
 from mneme.cachetier.node.tiers import NodeTiers
@@ -229,7 +228,7 @@ class Saver:
         if parent in disk:
             return False
         with self._lock:
-            is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.was_here(parent)
+            is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.index.was_here(parent)
             is_to_retry = parent in self._failed or parent in self._late
         if is_cut_off:
             self._not_written(header.key, "not_written_orphan", is_to_retry=is_to_retry)

@@ -15,7 +15,7 @@ import numpy as np
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.host_tier import HostEntry, HostTier
 from mneme.cachetier.node.memory import Held
 from mneme.cachetier.store import ChainQuery, TierName
@@ -36,7 +36,7 @@ class Located(NamedTuple):
 
 
 class ChainSearch:
-    """Takes the node's lock for the host tier; never while a file is read."""
+    """Takes the node's lock; never while a file is read."""
 
     def __init__(self, host: HostTier, lock: threading.Lock, disk: DiskTier | None, clock: Callable[[], float]) -> None:
         self._host, self._lock, self._disk, self._clock = host, lock, disk, clock
@@ -94,9 +94,9 @@ class ChainSearch:
         parent, ids = query.parent(place), query.tokens_of(place)[: query.chunk_tokens - 1]
         with self._lock:
             lengths = self._host.index.child_lengths(parent)
-        if self._disk is not None and lengths is not None:
-            on_disk = self._disk.child_lengths(parent)
-            lengths = None if on_disk is None else lengths | on_disk
+            if self._disk is not None and lengths is not None:
+                on_disk = self._disk.index.child_lengths(parent)
+                lengths = None if on_disk is None else lengths | on_disk
         keys = query.lineage.beginnings(parent, ids, lengths)
         with self._lock:
             entry = next((entry for key in keys if (entry := self._host.index.get(key)) is not None), None)
@@ -113,10 +113,11 @@ class ChainSearch:
             index = self._host.index
             keys = index.some_children(parent, _MAX_CHILDREN)
             entries = [entry for key in keys if (entry := index.get(key)) is not None]
+            on_disk = [] if self._disk is None else self._disk.index.some_children(parent, _MAX_CHILDREN)
         found = [Located(entry.header, 0, "host", entry.held, None) for entry in entries]
         if self._disk is None:
             return found
-        others = [key for key in self._disk.some_children(parent, _MAX_CHILDREN) if key not in index]
+        others = [key for key in on_disk if key not in index]
         unknown = [key for key in others if not self._disk.knows_header(key)]
         found += [located for key in others if key not in unknown and (located := self._on_disk(key)) is not None]
         for key in unknown[:_MAX_OPENED]:

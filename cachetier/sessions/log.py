@@ -34,7 +34,7 @@ import xxhash
 
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.disk_folder import make_root
+from mneme.cachetier.node.folder import make_root
 from mneme.cachetier.sessions.record import RecordFields, RecordKind, deleted, fields_of, replayed, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.config import check_range

@@ -19,10 +19,8 @@ from rich import filesize
 
 from mneme.cachetier.chunk.keys import KEY_BYTES, OWNER_BYTES, LineageKind
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.disk_folder import Kind
-from mneme.cachetier.node.disk_names import MODEL_BYTES
-from mneme.cachetier.node.folder_reports import ChunkFilter, Totals, Verifier, chunks
-from mneme.cachetier.node.folder_view import FolderView, SeenFile
+from mneme.cachetier.node.folder import MODEL_BYTES, Kind
+from mneme.cachetier.node.offline import ChunkFilter, FolderView, SeenFile, Totals, Verifier, chunks
 from mneme.errors import ConfigError, shown
 
 _MAX_NAMED_FAULTS = 1000  # in the line of JSON; each has a line of its own too

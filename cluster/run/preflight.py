@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mneme.cachetier.node.disk_folder import check_usable
+from mneme.cachetier.node.folder import check_usable
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import check_port
 from mneme.errors import CheckpointError

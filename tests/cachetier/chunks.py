@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.header import Chunk, U8Array, Wanted, make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.node.disk_interface import DiskRead
+from mneme.cachetier.node.disk import DiskRead
 
 CHUNK_TOKENS = 8
 OPERATIONS = ("make_folder", "lock", "list_folder", "open_to_read", "create", "close", "status", "read", "write")

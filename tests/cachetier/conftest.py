@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from mneme.cachetier.node import disk_names
+from mneme.cachetier.node import folder
 
 NUM_FOLDERS = 4
 # Engines and kernels run without Ray, and their tests too: what needs it is not imported where it is missing.
@@ -16,4 +16,4 @@ collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["distributed/*
 @pytest.fixture
 def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or most of the time would go into making, listing and removing 256 of them."""
-    monkeypatch.setattr(disk_names, "NUM_FOLDERS", NUM_FOLDERS)
+    monkeypatch.setattr(folder, "NUM_FOLDERS", NUM_FOLDERS)

@@ -11,7 +11,7 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.policy.eviction import LruPolicy
 from tests.cachetier.chunks import chunk_of, make_fingerprint

@@ -14,9 +14,8 @@ from typing import Any
 
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.node.folder_reports import Verifier
-from mneme.cachetier.node.folder_view import FolderView
 from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.offline import FolderView, Verifier
 from mneme.cachetier.node.process_store import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.engine.engine import BLOCKED_S, Engine

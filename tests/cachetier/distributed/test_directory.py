@@ -11,7 +11,7 @@ import pytest
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES
 from mneme.cachetier.distributed.directory import FORGOTTEN_S, SILENT_S, Announcement, Directory, Reply
 from mneme.cachetier.distributed.place_table import MAX_HOLDERS, Place, with_tier
-from mneme.cachetier.node.change_log import Change
+from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.store import TierName
 
 KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import ProcessMemory
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files
 from tests.cachetier.nodes import found, is_right, make_node, prefetch, put, write_due
@@ -110,6 +110,6 @@ def test_what_is_brought_up_in_the_midst_of_its_deletion(
 
 
 def test_what_is_deleted_while_it_is_put(node: NodeCache, interruption: Interruption, tmp_path: Path) -> None:
-    interruption.call = lambda: node.delete(node.contents.owned(LINEAGE.owner))
+    interruption.call = lambda: node.delete(node.owned(LINEAGE.owner))
     put(node, CHUNK)
     check_gone(node, tmp_path)

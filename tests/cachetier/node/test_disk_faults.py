@@ -15,8 +15,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (
     FINGERPRINT,

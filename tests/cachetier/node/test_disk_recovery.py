@@ -10,8 +10,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_room import DiskRoom
+from mneme.cachetier.node.disk import DiskRoom, Put
 from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import ReplicaUnavailable
@@ -54,7 +53,7 @@ def wait(node: NodeCache, clock: Clock) -> None:
 
 
 def num_on_disk(node: NodeCache, chunks: list[Chunk]) -> int:
-    return sum("disk" in node.contents.places(chunk.header.key) for chunk in chunks)
+    return sum("disk" in node.places(chunk.header.key) for chunk in chunks)
 
 
 def test_what_could_not_be_removed_goes_and_then_there_is_room(
@@ -147,7 +146,7 @@ def test_a_tier_says_whether_there_is_no_room_or_none_yet(tmp_path: Path, files:
     assert tier.put(CHUNKS[0]) is Put.BLOCKED  # its own path is still to be removed
     files.fails = lambda _name, _number: None
     tier.sweep()
-    tier.hold(CHUNKS[2].header.key)
+    tier.index.hold(CHUNKS[2].header.key)
     assert tier.put(CHUNKS[2]) is Put.WRITTEN
     assert tier.put(CHUNKS[3]) is Put.NO_ROOM
     tier.close()

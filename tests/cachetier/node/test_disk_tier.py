@@ -21,8 +21,7 @@ from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import descendants
 from mneme.cachetier.policy.eviction import LruPolicy, PolicyName, make_policy
 from mneme.errors import ConfigError
@@ -212,7 +211,7 @@ def test_any_order_of_calls_is_a_dictionary_of_chunks(
         elif operation == "below":
             rest = [c.header.key for c in chunks[number + 1 : number // 3 * 3 + 3]]
             below = list(takewhile(model.__contains__, rest))  # what lies behind a gap is not found by descent
-            assert tier.delete(descendants(key, tier.children)) == len(below)
+            assert tier.delete(descendants(key, tier.index.children)) == len(below)
             for other in below:
                 del model[other]
         elif operation == "expire":
@@ -239,9 +238,9 @@ def test_a_tenants_chunks_are_deleted(tmp_path: Path) -> None:
         tier.put(chunk)
     for chunk in theirs:
         tier.put(chunk)
-    assert tier.delete(tier.keys_of(other.owner)) == 3
+    assert tier.delete([entry.key for entry in tier.index if entry.owner == other.owner]) == 3
     assert all(is_there(tier, chunk) for chunk in mine)
-    assert tier.delete(descendants(LINEAGE.root, tier.children)) == 3
+    assert tier.delete(descendants(LINEAGE.root, tier.index.children)) == 3
     assert folder_bytes(tmp_path) == 0
     tier.close()
 
@@ -346,7 +345,7 @@ def test_a_smaller_quota_is_kept_to_from_the_start(tmp_path: Path) -> None:
         assert tier.put(chunk) is Put.WRITTEN
     tier.close()
     tier = make(LruPolicy(), tenant_bytes=3 * BLOCK)
-    assert tier.bytes_by_owner() == {LINEAGE.owner: 3 * BLOCK, theirs.owner: BLOCK}
+    assert tier.index.blocks_by_owner == {LINEAGE.owner: 3, theirs.owner: 1}
     assert [chunk.header.key in tier for chunk in chain] == [True] * 3 + [False] * 7
     assert folder_bytes(tmp_path) == 4 * BLOCK
     tier.close()

@@ -40,7 +40,7 @@ def save(node: NodeCache, chunks: list[Chunk]) -> None:
 
 def num_found(node: NodeCache, ids: list[int]) -> int:
     """Chunks; it is no use of them."""
-    return len(node.contents.search(query(ids), float("inf")))
+    return len(node.search(query(ids), float("inf")))
 
 
 def test_the_beginning_of_a_conversation_that_goes_on_stays(node: NodeCache, clock: Clock) -> None:

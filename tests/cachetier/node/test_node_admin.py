@@ -316,7 +316,7 @@ def test_a_session_is_deleted_by_its_keys_however_many_begin_alike(node: Node, m
     def header(key: bytes) -> None:
         raise AssertionError("no header needs to be read")
 
-    monkeypatch.setattr(node.cache.contents, "header", header)
+    monkeypatch.setattr(node.cache, "header", header)
     for ids in sessions:
         assert node.delete(ids, spares_longer=True)
     assert node.cache.stats()["host"]["chunks"] == 0

@@ -16,9 +16,9 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import encoded, prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.change_log import Change
 from mneme.cachetier.node.index import descendants
 from mneme.cachetier.node.search import num_common
+from mneme.cachetier.node.tiers import Change
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -220,9 +220,9 @@ def test_descendants_go_in_all_tiers(tmp_path: Path) -> None:
     chunks = chain_of(list(range(44)))
     node = on_disk(tmp_path, [*chunks[:2], *chunks[3:]])
     put(node, chunks[2])
-    assert node.delete(descendants(chunks[0].header.key, node.contents.children)) == 5
+    assert node.delete(descendants(chunks[0].header.key, node.children)) == 5
     assert found(node, list(range(44))) == [("disk", 8)]
-    assert node.delete(descendants(LINEAGE.root, node.contents.children)) == 1
+    assert node.delete(descendants(LINEAGE.root, node.children)) == 1
     assert chunk_files(tmp_path) == []
     node.close(flush=False)
 
@@ -232,7 +232,7 @@ def test_a_tenants_chunks_go_in_all_tiers(tmp_path: Path) -> None:
     node = on_disk(tmp_path, [*chain_of(IDS), *theirs[:2]])
     put(node, theirs[2])
     assert set(node.stats()["owners"]) == {LINEAGE.owner.hex(), OTHER_TENANT.owner.hex()}
-    assert node.delete(node.contents.owned(OTHER_TENANT.owner)) == 3
+    assert node.delete(node.owned(OTHER_TENANT.owner)) == 3
     assert set(node.stats()["owners"]) == {LINEAGE.owner.hex()}
     assert len(found(node, IDS)) == 3
     node.close(flush=False)
@@ -601,7 +601,7 @@ def test_any_order_of_calls_finds_what_a_dictionary_has(
             for key in keys[-1:]:
                 model.pop(key, None)
         elif operation == "below":
-            node.delete(descendants(keys[0] if keys else LINEAGE.root, node.contents.children))
+            node.delete(descendants(keys[0] if keys else LINEAGE.root, node.children))
             if sizes == (200, 200):
                 _drop_below(model, keys[0] if keys else LINEAGE.root)
         elif operation == "write" and has_disk:
@@ -618,7 +618,7 @@ def test_any_order_of_calls_finds_what_a_dictionary_has(
         assert stats["host"]["bytes"] <= sizes[0] * BLOCK
         assert folder_bytes(folder) <= sizes[1] * BLOCK
     assert followed == {(change.key, change.tier): change.num_bytes for change in node.snapshot()}
-    node.delete(descendants(LINEAGE.root, node.contents.children))
+    node.delete(descendants(LINEAGE.root, node.children))
     node.delete([*model])
     stats = node.stats()
     assert (stats["host"]["bytes"], folder_bytes(folder), followed) == (0, 0, {})

@@ -86,7 +86,7 @@ def is_right(read_layers: list[U8Array] | Miss, chunk: Chunk) -> bool:
 
 def check_empty(store: ProcessChunkStore, folder: Path | None) -> None:
     """Bytes are back to nothing once all is deleted."""
-    store.node.delete(store.node.contents.owned(LINEAGE.owner))
+    store.node.delete(store.node.owned(LINEAGE.owner))
     assert store.node.flush(TIMEOUT_S)
     stats = store.node.stats()
     assert stats["host"]["bytes"] == 0

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mneme.cachetier.node.background import Background
-from mneme.cachetier.node.change_log import Change, ChangeLog
-from mneme.cachetier.node.pins import NodePins, TierPins
+from mneme.cachetier.node.tiers import Change, ChangeLog, NodePins, TierPins
 from mneme.cachetier.node.write_behind import Pending, WriteBehind
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
 from tests.cachetier.nodes import BLOCK, Clock

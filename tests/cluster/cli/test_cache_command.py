@@ -15,9 +15,8 @@ import pytest
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import document_lineage, owner_of, prefix_lineage
 from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.node import disk_names, folder_reports
-from mneme.cachetier.node.disk_interface import Put
-from mneme.cachetier.node.disk_tier import DiskTier
+from mneme.cachetier.node import folder, offline
+from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.policy.eviction import LruPolicy
 from mneme.cluster.cli.main import main
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, chain_of, chunk_files, chunk_of, make_fingerprint
@@ -28,7 +27,7 @@ DOCUMENT = document_lineage(FINGERPRINT, "tenant", [1])
 
 @pytest.fixture(autouse=True)
 def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_names, "NUM_FOLDERS", 4)
+    monkeypatch.setattr(folder, "NUM_FOLDERS", 4)
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ def test_sums_by_lineage_tenant_model_and_age(tmp_path: Path, capsys: pytest.Cap
 def test_more_tenants_than_are_told_apart_are_one_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(folder_reports, "MAX_GROUPS", 1)
+    monkeypatch.setattr(offline, "MAX_GROUPS", 1)
     filled(tmp_path)
     found = run(capsys, "stats", tmp_path)
     assert len(found["tenants"]) == 2
@@ -157,7 +156,7 @@ def test_a_sound_folder_is_verified(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_flipped_bit_in_any_layer_is_found(
     tmp_path: Path, layer: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(folder_reports, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(offline, "_BUFFER_BYTES", buffer_bytes)
     chunk = filled(tmp_path)[1]
     path = path_of(tmp_path, chunk)
     content = bytearray(path.read_bytes())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.node.disk_folder import DiskFolder
+from mneme.cachetier.node.folder import DiskFolder
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run import preflight
 from mneme.config import parse

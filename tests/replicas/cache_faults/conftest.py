@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.node import disk_names
+from mneme.cachetier.node import folder
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.saved_turn import NextTurn, Saved, save_turn
 from tests.replicas.tiered_engine import load_decoder
@@ -16,7 +16,7 @@ NUM_FOLDERS = 4  # or most of the time would go into making, listing and removin
 
 @pytest.fixture(autouse=True)
 def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_names, "NUM_FOLDERS", NUM_FOLDERS)
+    monkeypatch.setattr(folder, "NUM_FOLDERS", NUM_FOLDERS)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture(scope="session")
 def saved(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_names, "NUM_FOLDERS", NUM_FOLDERS)
+        patch.setattr(folder, "NUM_FOLDERS", NUM_FOLDERS)
         return save_turn(decoder, tmp_path_factory.mktemp("saved"))
 
 

@@ -15,7 +15,7 @@ import pytest
 from mneme.cachetier.chunk.file import write_chunk
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.header import Chunk, Placement, checksum, encode_header
-from mneme.cachetier.node.disk_names import name_of
+from mneme.cachetier.node.folder import name_of
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunk.test_chunk_file import BIG, FIELDS, with_field
 from tests.replicas.chunk_stores import fingerprint_of

@@ -82,7 +82,7 @@ class Kills:
 
 @pytest.fixture
 def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kills:
-    monkeypatch.setattr("mneme.cachetier.node.disk_names.NUM_FOLDERS", 256)
+    monkeypatch.setattr("mneme.cachetier.node.folder.NUM_FOLDERS", 256)
     model, folder = tmp_path / "model", tmp_path / "tier"
     write_checkpoint("llama-3", model)
     folder.mkdir()

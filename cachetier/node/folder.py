@@ -1,22 +1,97 @@
-"""The folder of a disk tier: one lock, 256 folders of files, and what is found in them at a start.
+"""The folder of a disk tier: one lock, 256 folders of files, what files are called, and what is found at a start.
 
 Everything lies in a folder of ours inside the one that was given, which nobody else may write to. What does not carry
-one of our names is never touched there, nor is a link or another user's file that carries one.
+one of our names is never touched there, nor is a link or another user's file that carries one. A name says all that an
+index needs, so that it is rebuilt without opening a file.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from contextlib import suppress
 from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
 
+from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.keys import KEY_BYTES, LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock, is_ours
-from mneme.cachetier.node.disk_names import ChunkName, folder_of, folders, is_temporary, parse_name, temporary_name
 from mneme.errors import ConfigError
 
 OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
 LOCK = "lock"
+NUM_FOLDERS = 256  # by the first byte of the key
+MODEL_BYTES = 8  # of the fingerprint
+
+_LETTER_BY_KIND = {LineageKind.PREFIX: "p", LineageKind.DOCUMENT: "d", LineageKind.SESSION: "s"}
+_KIND_BY_LETTER = {letter: kind for kind, letter in _LETTER_BY_KIND.items()}
+_NAME = re.compile(
+    r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{16})-([pds])(0|[1-9][0-9]{0,3})-([1-9][0-9]{0,14})\.kv"
+)
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9]{1,19}\.part")
+assert KEY_BYTES == 16  # two of the name's patterns
+
+
+class ChunkName(NamedTuple):
+    """A file's name, in parts."""
+
+    key: bytes
+    parent: bytes
+    owner: bytes
+    model: bytes  # the fingerprint's first bytes: for listings; the header has all of them
+    kind: LineageKind
+    num_tokens: int
+    num_bytes: int  # of the file
+
+    def __str__(self) -> str:
+        names = "-".join((self.key.hex(), self.parent.hex(), self.owner.hex(), self.model.hex()))
+        return f"{names}-{_LETTER_BY_KIND[self.kind]}{self.num_tokens}-{self.num_bytes}.kv"
+
+
+def name_of(header: ChunkHeader, num_bytes: int) -> ChunkName:
+    model = header.fingerprint[:MODEL_BYTES]
+    return ChunkName(header.key, header.parent, header.owner, model, header.kind, header.num_tokens, num_bytes)
+
+
+def temporary_name(key: bytes, number: int) -> str:
+    return f"{key.hex()}.{number}.part"
+
+
+def parse_name(text: str) -> ChunkName | None:
+    """None for a name that we would not give."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    key, parent, owner, model, kind, num_tokens, num_bytes = match.groups()
+    return ChunkName(
+        bytes.fromhex(key),
+        bytes.fromhex(parent),
+        _shared(owner),
+        _shared(model),
+        _KIND_BY_LETTER[kind],
+        int(num_tokens),
+        int(num_bytes),
+    )
+
+
+def is_temporary(text: str) -> bool:
+    return _TEMPORARY.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _shared(text: str) -> bytes:
+    """One object for all names: there are few tenants and models beside a million chunks."""
+    return bytes.fromhex(text)
+
+
+def folder_of(key: bytes) -> str:
+    return f"{key[0] % NUM_FOLDERS:02x}"
+
+
+def folders() -> list[str]:
+    return [f"{number:02x}" for number in range(NUM_FOLDERS)]
 
 
 class Kind(Enum):
