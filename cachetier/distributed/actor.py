@@ -31,8 +31,8 @@ from mneme.cachetier.distributed.node_logs import LogRead, NodeSessionLogs
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.peer_actors import PeerActors
 from mneme.cachetier.distributed.puts import PutAnswer
+from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located

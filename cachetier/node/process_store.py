@@ -13,12 +13,12 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.folder import make_root
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.sources import DiskSource, HostSource

@@ -22,10 +22,10 @@ from mneme.cachetier.admin import (
 )
 from mneme.cachetier.chunk.keys import Lineage, owner_of, prefix_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.node import named_pins, node_admin
+from mneme.cachetier.node import admin
+from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
@@ -244,7 +244,7 @@ def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
 
 
 def test_pins_of_all_owners_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_pins, "_MAX_ALL_PINS", 2)
+    monkeypatch.setattr(admin, "_MAX_ALL_PINS", 2)
     node.put([1] * 8)
     for owner in ("a", "b"):
         node.admin.pin(PinName(owner_of(owner), "p"), query([1] * 8), 60)
@@ -327,7 +327,7 @@ def test_what_begins_with_a_prompt_is_deleted_whole_or_the_deletion_fails(
 ) -> None:
     for number in range(100):
         node.put([1, 2, number])
-    monkeypatch.setattr(node_admin, "_SCAN_S", -1.0)
+    monkeypatch.setattr(admin, "_SCAN_S", -1.0)
     with pytest.raises(ReplicaUnavailable, match="begins alike"):
         node.delete([1, 2])
     monkeypatch.undo()

@@ -14,9 +14,9 @@ import pytest
 from mneme.cachetier.chunk.header import make_chunk
 from mneme.cachetier.chunk.keys import Lineage, document_lineage, owner_of, prefix_lineage
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import ServedModel

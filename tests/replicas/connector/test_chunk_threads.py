@@ -13,7 +13,7 @@ import pytest
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.node_admin import NodeAdmin
+from mneme.cachetier.node.admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
