@@ -60,7 +60,7 @@ def build_application(
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
-        request_router_config=_router_config(config),
+        request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
         logging_config=_LOGGING,
     )(EngineReplica).bind(mapping, placement, load_engine or _load_engine)
@@ -74,13 +74,6 @@ def build_application(
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
     return ingress.bind(mapping, engines, build_api or _build_api)
-
-
-def _router_config(config: ClusterConfig) -> RequestRouterConfig:
-    return RequestRouterConfig(
-        request_router_class="mneme.router.serve_router.MnemeRequestRouter",
-        request_router_kwargs=config.as_mapping()["router"],
-    )
 
 
 def _load_engine(*args: Any, **kwargs: Any) -> Any:

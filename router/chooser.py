@@ -18,9 +18,7 @@ from mneme.router.score import (
     Candidate,
     RoutedRequest,
     RouterConfig,
-    Score,
-    prefill_score,
-    rank,
+    cheapest,
     rendezvous_order,
 )
 from mneme.router.token_hashes import block_hashes
@@ -65,7 +63,6 @@ class ReplicaChooser:
     """Candidates, their load as reserved here, and the prefixes they were sent."""
 
     config: RouterConfig
-    score: Score | None = None  # None: `prefill_score`
     _index: PrefixIndex = field(init=False)
     _loads: dict[str, _Load] = field(init=False, default_factory=dict)
     _turns: dict[_Session, list[Reservation]] = field(init=False, default_factory=dict)  # in flight, in order
@@ -73,7 +70,6 @@ class ReplicaChooser:
 
     def __post_init__(self) -> None:
         self._index = PrefixIndex(self.config.index_blocks)
-        self.score = self.score or prefill_score(self.config)
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
         """Replicas that may be chosen from now on; those that are gone leave no trace."""
@@ -112,10 +108,17 @@ class ReplicaChooser:
         """
         hashes = self._hashes(token_ids, salt)
         session = None if session_id is None else (salt, session_id)
-        ranked = self._rank(len(token_ids), hashes, session, affinity, exclude)
-        if not ranked:
+        replica_ids = [r for r in self._loads if r not in exclude]
+        if not replica_ids:
             return None
-        chosen = ranked[0]
+        shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
+        key = shared or f"r{next(self._unique)}"
+        candidates = self._candidates(replica_ids, hashes, key)
+        answering = self._answering(session)
+        chosen = next((c for c in candidates if c.replica_id == answering), None)
+        if chosen is None:
+            request = RoutedRequest(prompt_tokens=len(token_ids), affinity_key=key, has_home=shared is not None)
+            chosen = cheapest(candidates, request, self.config)
         load = self._loads[chosen.replica_id]
         uncached = max(len(token_ids) - chosen.matched_tokens, 0)
         load.running += num_choices
@@ -126,41 +129,10 @@ class ReplicaChooser:
             self._note_turn(session, reservation)
         return reservation
 
-    def ranked(
-        self,
-        token_ids: Sequence[int],
-        *,
-        salt: str = "",
-        session_id: str | None = None,
-        exclude: Collection[str] = (),
-    ) -> list[Candidate]:
-        """Every candidate without reserving: the replica of the session's turns in flight, then cheapest first."""
-        session = None if session_id is None else (salt, session_id)
-        return self._rank(len(token_ids), self._hashes(token_ids, salt), session, None, exclude)
-
     def record(self, token_ids: Sequence[int], replica_id: str, *, salt: str = "") -> None:
         """`replica_id` holds the KV of these tokens now."""
         if replica_id in self._loads:
             self._index.record(self._hashes(token_ids, salt), replica_id)
-
-    def _rank(
-        self,
-        num_tokens: int,
-        hashes: Sequence[int],
-        session: _Session | None,
-        affinity: str | None,
-        exclude: Collection[str],
-    ) -> list[Candidate]:
-        replica_ids = [r for r in self._loads if r not in exclude]
-        if not replica_ids:
-            return []
-        shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
-        key = shared or f"r{next(self._unique)}"
-        request = RoutedRequest(prompt_tokens=num_tokens, affinity_key=key, has_home=shared is not None)
-        assert self.score is not None
-        ranked = rank(self._candidates(replica_ids, hashes, key), request, self.score, self.config)
-        answering = self._answering(session)
-        return sorted(ranked, key=lambda candidate: candidate.replica_id != answering)
 
     def _answering(self, session: _Session | None) -> str | None:
         """The replica where the session's latest turn is in flight; a replica that came back is another one."""

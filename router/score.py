@@ -1,8 +1,8 @@
 """Where a request goes: pure functions of what the router knows. No Ray, no torch, no clock, no randomness.
 
     eligible    bounded load: replicas that may take one more request (never none)
-    score       the price of one candidate, lower is better; a measured cost model may stand in its place
-    rank        eligible candidates, cheapest first, the others behind them
+    price       of one candidate, lower is better
+    cheapest    the eligible candidate that is chosen
 
 The currency is tokens of prefill: prompt tokens that the candidate would have to compute, tokens queued there
 before them, and what its running requests cost, expressed in the same unit.
@@ -11,7 +11,7 @@ before them, and what its running requests cost, expressed in the same unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mneme.config import check_range
@@ -40,7 +40,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """What the score may know of a request."""
+    """What the price depends on of a request."""
 
     prompt_tokens: int
     affinity_key: str  # the session's or the caller's hint, or something unique where there is neither
@@ -56,9 +56,6 @@ class Candidate:
     queued_tokens: int = 0  # prompt tokens sent there whose first output has not come back
     matched_tokens: int = 0  # leading prompt tokens of this request that it holds or was sent
     is_home: bool = False  # the affinity key's first choice by rendezvous hashing
-
-
-Score = Callable[[Candidate, RoutedRequest], float]
 
 
 def rendezvous_order(key: str, replica_ids: Sequence[str]) -> list[str]:
@@ -77,32 +74,14 @@ def eligible(candidates: Sequence[Candidate], config: RouterConfig) -> list[Cand
     return [c for c in candidates if c.running + 1 <= bound]
 
 
-def prefill_score(config: RouterConfig) -> Score:
-    """The default price: tokens to compute, tokens queued before them, the running batch, leaving home."""
-
-    def score(candidate: Candidate, request: RoutedRequest) -> float:
-        uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
-        leaving = 0 if candidate.is_home or not request.has_home else config.move_tokens
-        return uncached + candidate.queued_tokens + candidate.running * config.running_tokens + leaving
-
-    return score
+def price(candidate: Candidate, request: RoutedRequest, config: RouterConfig) -> float:
+    """Tokens to compute, tokens queued before them, the running batch, leaving home."""
+    uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
+    leaving = 0 if candidate.is_home or not request.has_home else config.move_tokens
+    return uncached + candidate.queued_tokens + candidate.running * config.running_tokens + leaving
 
 
-def rank(
-    candidates: Sequence[Candidate], request: RoutedRequest, score: Score, config: RouterConfig
-) -> list[Candidate]:
-    """All candidates, best first: the eligible by score, others by load; ties fall by rendezvous order."""
-    preference = {
-        r: i for i, r in enumerate(rendezvous_order(request.affinity_key, [c.replica_id for c in candidates]))
-    }
-    open_ids = {c.replica_id for c in eligible(candidates, config)} if candidates else set()
-
-    def price(candidate: Candidate) -> tuple[bool, float, int]:
-        is_full = candidate.replica_id not in open_ids
-        return (
-            is_full,
-            candidate.running if is_full else score(candidate, request),
-            preference[candidate.replica_id],
-        )
-
-    return sorted(candidates, key=price)
+def cheapest(candidates: Sequence[Candidate], request: RoutedRequest, config: RouterConfig) -> Candidate:
+    """The eligible candidate with the lowest price; ties fall by rendezvous order."""
+    order = rendezvous_order(request.affinity_key, [c.replica_id for c in candidates])
+    return min(eligible(candidates, config), key=lambda c: (price(c, request, config), order.index(c.replica_id)))

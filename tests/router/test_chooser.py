@@ -13,10 +13,10 @@ from mneme.router.score import (
     Candidate,
     RoutedRequest,
     RouterConfig,
+    cheapest,
     eligible,
     load_bound,
-    prefill_score,
-    rank,
+    price,
     rendezvous_order,
 )
 
@@ -112,7 +112,6 @@ def test_a_session_that_is_answering_keeps_its_replica() -> None:
     answering.release()
     answering.release()  # counted once
     assert choose(router, [1], "s").replica_id == answering.replica_id  # `queued` is in flight
-    assert router.ranked([1], session_id="s")[0].replica_id == answering.replica_id
 
 
 def test_a_session_is_free_again_when_its_last_turn_is_released() -> None:
@@ -162,7 +161,10 @@ def test_a_prefix_of_another_tenant_draws_nothing() -> None:
     router = chooser("a", "b")
     reservation = router.select_and_reserve(list(range(640)), salt="tenant")
     assert reservation is not None
-    assert {c.matched_tokens for c in router.ranked(list(range(640)), salt="other")} == {0}
+    other = ({"a", "b"} - {reservation.replica_id}).pop()
+    same = router.select_and_reserve(list(range(640)), salt="other", exclude=[other])
+    assert same is not None
+    assert same.matched_tokens == 0
 
 
 def test_a_burst_does_not_herd() -> None:
@@ -190,8 +192,9 @@ def test_a_dead_replica_is_not_chosen_and_takes_its_load_along() -> None:
     router.set_replicas(["a", "b"])
     reservation.release()  # of its former life
     assert router.running(dead) == 0
-    candidates = {c.replica_id: c for c in router.ranked(list(range(640)))}
-    assert candidates[dead].matched_tokens == 0
+    again = router.select_and_reserve(list(range(640)), exclude=[alive])
+    assert again is not None
+    assert again.matched_tokens == 0
 
 
 def test_no_candidate_gives_none() -> None:
@@ -199,31 +202,21 @@ def test_no_candidate_gives_none() -> None:
     assert chooser("a").select_and_reserve([1], exclude=["a"]) is None
 
 
-def test_another_score_takes_the_place_of_the_default() -> None:
-    def dislike_a(candidate: Candidate, request: RoutedRequest) -> float:
-        return float(candidate.replica_id == "a")
-
-    router = ReplicaChooser(CONFIG, score=dislike_a)
-    router.set_replicas(["a", "b"])
-    assert [choose(router, [1]).replica_id for _ in range(4)] == ["b"] * 4
-
-
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 30))
-def test_the_score_grows_with_work_and_falls_with_matches(prompt: int, matched: int, running: int) -> None:
-    score = prefill_score(CONFIG)
+def test_the_price_grows_with_work_and_falls_with_matches(prompt: int, matched: int, running: int) -> None:
     request = RoutedRequest(prompt_tokens=prompt, affinity_key="k", has_home=True)
     here = Candidate(replica_id="a", matched_tokens=matched, running=running)
-    assert score(here, request) >= 0
+    assert price(here, request, CONFIG) >= 0
     busier = Candidate(replica_id="a", matched_tokens=matched, running=running + 1)
-    assert score(busier, request) > score(here, request)
+    assert price(busier, request, CONFIG) > price(here, request, CONFIG)
     at_home = Candidate(replica_id="a", matched_tokens=matched, running=running, is_home=True)
-    assert score(at_home, request) < score(here, request)
+    assert price(at_home, request, CONFIG) < price(here, request, CONFIG)
 
 
-def test_rank_lists_the_full_ones_last() -> None:
+def test_a_full_one_is_not_chosen() -> None:
     candidates = [Candidate(replica_id="full", running=100, matched_tokens=10**6), Candidate(replica_id="free")]
     request = RoutedRequest(prompt_tokens=10**6, affinity_key="k", has_home=False)
-    assert [c.replica_id for c in rank(candidates, request, prefill_score(CONFIG), CONFIG)] == ["free", "full"]
+    assert cheapest(candidates, request, CONFIG).replica_id == "free"
 
 
 def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:

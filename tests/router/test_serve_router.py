@@ -29,9 +29,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An adapter without the framework's base state: three replicas, power of two that names the last."""
     made = MnemeRequestRouter.__new__(MnemeRequestRouter)
     made._deployment_id = SimpleNamespace(name="test-deployment")
-    made.initialize_state()
     replicas = [replica(name) for name in "abc"]
-    made._chooser.set_replicas("abc")
     made.replicas = replicas
 
     async def power_of_two(candidates: list[Any], pending: Any) -> list[list[Any]]:
@@ -61,27 +59,12 @@ def test_a_call_that_names_nothing_is_left_to_power_of_two(router: Any) -> None:
     assert ranks(router, call()) == [["c"], ["a", "b", "c"]]
 
 
-def test_tokens_and_sessions_are_scored(router: Any) -> None:
-    first = ranks(router, call(1, session_id="s", prompt_token_ids=list(range(640))))[0]
-    router.on_request_completed(replica_id=None, internal_request_id="call-1")
-    assert ranks(router, call(2, session_id="s", prompt_token_ids=list(range(700))))[0] == first
-    router.on_request_completed(replica_id=None, internal_request_id="call-2")
-    assert ranks(router, call(3, session_id="s"))[0] == first
+def test_a_failure_falls_back_to_every_replica(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(candidates: list[Any], pending: Any) -> list[list[Any]]:
+        raise RuntimeError
 
-
-def test_completions_of_unknown_calls_are_ignored_and_retries_reserve_once(router: Any) -> None:
-    pending = call(1, prompt_token_ids=[1, 2, 3])
-    for _ in range(3):  # rejected and tried again
-        ranks(router, pending)
-    assert sum(router._chooser.running(name) for name in "abc") == 1
-    for _ in range(3):
-        router.on_request_completed(replica_id=None, internal_request_id="call-1")
-        router.on_request_completed(replica_id=None, internal_request_id="never-seen")
-    assert sum(router._chooser.running(name) for name in "abc") == 0
-
-
-def test_a_failure_falls_back_to_every_replica(router: Any) -> None:
-    assert ranks(router, call(prompt_token_ids=["not a number"] * 64)) == [["a", "b", "c"]]
+    monkeypatch.setattr(router, "_power_of_two", fails)
+    assert ranks(router, call(replica_id="b")) == [["a", "b", "c"]]
 
 
 def test_the_replica_set_reaches_listeners_once_per_change() -> None:
