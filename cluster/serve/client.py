@@ -177,13 +177,14 @@ class RayEngineClient:
         self._calls = calls
         self._model = model
         self._name = name  # unique among ingresses: the subscriber's name at the replicas
-        self._chooser = ReplicaChooser(router)
+        self.chooser = ReplicaChooser(router)
         self._warm_up = warm_up
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
-        self._homes, self._has_session_logs = SessionHomes(), has_session_logs
+        self._homes = SessionHomes()
+        self.has_session_logs = has_session_logs
         self._epochs: dict[str, str] = {}
         self._stats: tuple[float, list[ReplicaStats]] | None = None
         self._stats_lock = asyncio.Lock()
@@ -286,7 +287,7 @@ class RayEngineClient:
 
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """See `EngineClient.note_prefix`."""
-        self._chooser.record(token_ids, replica_id, salt=salt)
+        self.chooser.record(token_ids, replica_id, salt=salt)
 
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
@@ -318,13 +319,13 @@ class RayEngineClient:
                 refusal = unavailable
             except Overloaded as overloaded:
                 refusal, request = _sooner(overloaded, refusal), choices[0].request
-                if not is_resumed and self._chooser.is_answering(request.session_id, salt=request.salt):
+                if not is_resumed and self.chooser.is_answering(request.session_id, salt=request.salt):
                     raise  # elsewhere it would run beside the session's turn, not after it
             for choice in choices:
                 choice.attempt += 1
 
     def _reserve(self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]) -> Reservation | None:
-        return self._chooser.select_and_reserve(
+        return self.chooser.select_and_reserve(
             request.prompt_token_ids,
             salt=request.salt,
             session_id=request.session_id,
@@ -348,7 +349,7 @@ class RayEngineClient:
 
     async def _home_of(self, key: SessionKey) -> str | None:
         """The replica that has the session's newest copy; None: no replica knows it."""
-        asked, ask = list(self._links), self._try_one if self._has_session_logs else self._query_one
+        asked, ask = list(self._links), self._try_one if self.has_session_logs else self._query_one
         answers = await asyncio.gather(*(ask(r, get_session(key)) for r in asked))
         found = newest(dict(zip(asked, answers, strict=True)))
         return None if found is None else found[0]
@@ -427,18 +428,18 @@ class RayEngineClient:
         """The replica now holds the answers' KV too: the next turn starts with them."""
         for choice in placement.choices.values():
             tokens = (*choice.request.prompt_token_ids, *choice.emitted)
-            self._chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
+            self.chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
 
     def _link_changed(self, link: ReplicaLink) -> None:
         if link.epoch is not None and link.replica_id in self._links:
             if self._epochs.get(link.replica_id, link.epoch) != link.epoch:
-                self._chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
+                self.chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
             self._epochs[link.replica_id] = link.epoch
         self._update_candidates()
 
     def _update_candidates(self) -> None:
         open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]
-        self._chooser.set_replicas(open_ids)
+        self.chooser.set_replicas(open_ids)
         if open_ids:
             self._opened.set()
         else:

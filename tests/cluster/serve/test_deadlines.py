@@ -19,7 +19,7 @@ from mneme.errors import DeadlineExceeded, MnemeError, Overloaded
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.serve.test_token_stream import ENDLESS, expected, request, run, until
+from tests.cluster.serve.test_token_stream import ENDLESS, all_open, expected, request, run
 from tests.fakes.direct_calls import DirectCalls
 from tests.fakes.fake_engine import FakeEngineLoop
 
@@ -116,7 +116,7 @@ def test_a_request_without_a_replica_waits_no_longer_than_its_time() -> None:
 
 def test_a_lost_replica_does_not_give_a_request_more_time() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         asked = _with_timeout(request(num=ENDLESS), 60)
         async with contextlib.aclosing(client.generate([asked])) as events:
             first = await anext(events)
@@ -135,7 +135,7 @@ def test_a_lost_replica_does_not_give_a_request_more_time() -> None:
 
 def test_a_request_whose_time_is_up_when_its_replica_is_lost_ends_with_that() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: bool(client._links) and all(link.is_open for link in client._links.values()))
+        await all_open(client)
         events = client.generate([_with_timeout(request(num=ENDLESS), 0.1)])
         await anext(events)
         await asyncio.sleep(0.1)
@@ -160,7 +160,7 @@ class FullEngine(FakeEngineLoop):
 @pytest.mark.parametrize("times", [(30.0, 4.0), (4.0, 30.0)])
 def test_where_all_are_full_the_time_is_of_the_one_that_has_room_first(times: tuple[float, float]) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         for name, retry_after_s in zip("ab", times, strict=True):
             full = FullEngine(retry_after_s)
             calls.engines[name].submit_many = full.submit_many  # type: ignore[method-assign]

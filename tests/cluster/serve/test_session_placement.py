@@ -13,7 +13,7 @@ from mneme.cluster.serve.engine_client import newest
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, get_session, leave_session
 from mneme.replicas.request import GenerationRequest
-from tests.cluster.serve.test_token_stream import request, run, tokens, until
+from tests.cluster.serve.test_token_stream import all_open, request, run, tokens, until
 from tests.fakes.direct_calls import DirectCalls
 
 KEY = ("", "s")
@@ -30,7 +30,7 @@ def admitted(calls: DirectCalls) -> dict[str, list[str]]:
 @pytest.mark.parametrize("holder", ["a", "b"])
 def test_what_is_appended_runs_where_the_session_is(holder: str) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         calls.engines[holder].sessions[KEY] = 5.0
         await tokens(client, appended("one.0"))
         (other,) = {"a", "b"} - {holder}
@@ -63,13 +63,13 @@ def test_a_session_that_no_replica_knows_is_appended_to_where_its_log_can_be_rea
 
 def test_a_replica_that_died_with_a_session_is_not_waited_for_where_there_are_logs() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         calls.engines["a"].sessions[KEY] = 1.0
         calls.engines["b"].durable.add(KEY)
         calls.kill("a")
         with pytest.raises(ReplicaUnavailable):  # only it may know what was said
             await tokens(client, appended("one.0"))
-        client._has_session_logs = True
+        client.has_session_logs = True
         await tokens(client, appended("two.0"))
         assert admitted(calls) == {"a": [], "b": ["two.0"]}
 
@@ -145,7 +145,7 @@ def test_questions_reach_every_replica_and_none_that_is_gone() -> None:
 @pytest.mark.parametrize("home", ["a", "b"])
 def test_a_fork_s_first_turn_runs_where_it_was_made(home: str) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         for index in range(4):
             client.place_fork(("", f"f{index}"), home)
             await tokens(client, request(f"{index}.0", session_id=f"f{index}"))
@@ -156,13 +156,13 @@ def test_a_fork_s_first_turn_runs_where_it_was_made(home: str) -> None:
 
 def test_a_session_that_moves_leaves_nothing_behind() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         await tokens(client, request("one.0", session_id="s"))
         (home,) = [name for name, ids in admitted(calls).items() if ids]
         (other,) = {"a", "b"} - {home}
         calls.engines[home].sessions[KEY] = 1.0
         for _ in range(40):  # as busy as it can be
-            client._chooser.select_and_reserve([1], exclude=[other])
+            client.chooser.select_and_reserve([1], exclude=[other])
         await tokens(client, request("two.0", session_id="s"))
         assert admitted(calls)[other] == ["two.0"]
         await until(lambda: not calls.engines[home].sessions)
@@ -175,7 +175,7 @@ def test_a_session_that_moves_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("holder", ["a", "b"])
 def test_a_request_goes_where_its_prefix_was_warmed(holder: str) -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
-        await until(lambda: all(link.is_open for link in client._links.values()))
+        await all_open(client)
         ids = tuple(range(200))
         client.note_prefix(ids, holder, salt="x")
         await tokens(client, replace(request("one.0"), prompt_token_ids=(*ids, 7), salt="x"))
