@@ -1,4 +1,4 @@
-"""Where the lines of an ingress's or a replica's process go: to Serve's log of that process.
+"""Sends the lines that an ingress or a replica logs to Serve's log of that process.
 
 Serve takes the process's standard error apart into lines of its own; what goes there arrives in pieces.
 """

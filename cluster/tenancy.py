@@ -57,7 +57,7 @@ def session_key(tenant: str, session_id: str | None, field: str = "session_id") 
 
 
 def affinity_key(tenant: str, hint: str) -> str:
-    """What a caller's requests have in common that belong together: a hint where they should run, never a session."""
+    """Name what a caller's requests have in common: a hint where they should run, never a session."""
     return _digest("affinity", tenant, hint)
 
 

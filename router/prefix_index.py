@@ -1,4 +1,4 @@
-"""Which replica holds, or was sent, which prefix: a bounded map from block hash to replicas.
+"""Remembers which replica holds, or was sent, which prefix: a bounded map from block hash to replicas.
 
 It is a hint, never a promise: a replica may have evicted what the index remembers, and then computes it
 again.

@@ -1,4 +1,4 @@
-"""Which replicas of a deployment this process may call: the Serve router publishes, the ingress listens.
+"""Tells which replicas of a deployment this process may call: the Serve router publishes, the ingress listens.
 
 Ray copies the router's class by value into every process that owns a handle, its module included; this module
 is imported by name instead, so both sides meet in one place. Thread-safe: the router may run on a loop of its

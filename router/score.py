@@ -1,4 +1,4 @@
-"""Where a request goes: pure functions of what the router knows. No Ray, no torch, no clock, no randomness.
+"""Decides where a request goes, by pure functions of what the router knows. No Ray, no torch, no clock, no randomness.
 
     eligible    bounded load: replicas that may take one more request (never none)
     price       of one candidate, lower is better
@@ -20,7 +20,7 @@ from mneme.router.token_hashes import BLOCK_TOKENS, keyed_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How affinity is weighed against load."""
+    """Says how affinity is weighed against load."""
 
     block_tokens: int = BLOCK_TOKENS  # tokens per hashed block
     index_blocks: int = 200_000  # blocks remembered per ingress
@@ -40,7 +40,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """What the price depends on of a request."""
+    """Carries what a request's price depends on."""
 
     prompt_tokens: int
     affinity_key: str  # the session's or the caller's hint, or something unique where there is neither
@@ -49,7 +49,7 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What the router knows of a replica at this moment."""
+    """Carries what the router knows of a replica at this moment."""
 
     replica_id: str
     running: int = 0  # requests sent there that have not finished

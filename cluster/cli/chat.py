@@ -29,7 +29,7 @@ class ChatFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFigures:
-    """What one answer took, as this client saw it."""
+    """Holds what one answer took, as this client saw it."""
 
     ttft_s: float
     tokens_per_s: float | None  # after the first token; None: too few of them to tell
@@ -90,7 +90,7 @@ class Conversation:
 
 
 class _AnswerReader:
-    """Text and times of one stream."""
+    """Reads the text and times of one stream."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -179,7 +179,7 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _forget_output() -> None:
-    """What is still buffered goes nowhere: the interpreter would fail to write it at its exit."""
+    """Discard what is still buffered: the interpreter would fail to write it at its exit."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: no file underneath
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -232,7 +232,7 @@ def _answer_once(conversation: Conversation, source: TextIO, sink: TextIO) -> li
 
 
 def _talk(conversation: Conversation, source: TextIO, sink: TextIO) -> list[AnswerFigures]:
-    """Until /exit or the end of input; a failed answer does not end the conversation."""
+    """Talk until /exit or the end of input; a failed answer does not end the conversation."""
     with contextlib.suppress(ImportError):  # `input` edits lines with it, and completes commands
         import readline
 

@@ -54,7 +54,7 @@ def serve(config: ClusterConfig, *, load_engine: LoadEngine | None = None, build
 
 
 def _service(url: str) -> dict[str, Any] | None:
-    """What `GET /` says; None if there is no answer, or another API."""
+    """Ask `GET /`; None if there is no answer, or another API."""
     import httpx
 
     try:

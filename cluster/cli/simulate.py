@@ -142,7 +142,7 @@ def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> 
 
 
 def _plain(value: float) -> str:
-    """Without an exponent."""
+    """Write a number without an exponent."""
     return f"{value:.8f}".rstrip("0").rstrip(".")
 
 
@@ -215,7 +215,7 @@ def _trace(name: str, block_tokens: int) -> list[TraceRequest]:
 
 
 class Size(NamedTuple):
-    """Of a cache: what one run is of."""
+    """Gives the sizes of a cache, for one run."""
 
     blocks: list[int | None]  # by tier
     host_gb: float = 0.0
@@ -228,7 +228,7 @@ def _block_bytes(costs: CostModel, args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace, block_bytes: float) -> list[Size]:
-    """What to run: every combination of the tiers' sizes; nothing where none is given."""
+    """Combine the tiers' given sizes in every way; nothing where none is given."""
     given = [getattr(args, f"{name}_gb") for name in TIERS]
     has_gigabytes = any(size is not None for size in given)
     if args.capacity_blocks is not None and has_gigabytes:

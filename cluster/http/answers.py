@@ -27,7 +27,7 @@ _LEAST = -9999.0  # JSON has no -Infinity; OpenAI uses this number for it
 
 
 class FieldNames(NamedTuple):
-    """What a client calls the fields that engines name in their refusals."""
+    """Knows what a client calls the fields that engines name in their refusals."""
 
     prompt: str
     max_tokens: str  # the prompt's name where the client gave no limit
@@ -39,7 +39,7 @@ class FieldNames(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one step brought of one choice; of several steps where its client is slow."""
+    """Carries what one step brought of one choice, or several steps where its client is slow."""
 
     choice: int  # its index in the answer
     text: str  # may be empty: half a character, or what a stop string may begin with
@@ -90,7 +90,7 @@ class Choice:
 
     @property
     def decode_s(self) -> float:
-        """From its first token to its last."""
+        """Seconds from its first token to its last."""
         return 0.0 if self.first_s is None else self.last_s - self.first_s
 
     def add(self, event: TokenEvent) -> None:
@@ -108,7 +108,7 @@ class Choice:
         self._deltas.append(Delta(self.index, text, logprobs, event.finish_reason, len(event.token_ids), is_first))
 
     def take(self) -> Iterator[Delta]:
-        """What is new, one by one: `num_told` counts what was taken."""
+        """Take what is new, one by one: `num_told` counts what was taken."""
         deltas, self._deltas = self._deltas, []
         for delta in deltas:
             self.num_told += delta.num_tokens
@@ -116,7 +116,7 @@ class Choice:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """What several steps brought of one choice."""
+    """Join what several steps brought of one choice."""
     logprobs = None if deltas[0].logprobs is None else [item for delta in deltas for item in delta.logprobs or ()]
     return Delta(
         choice=deltas[0].choice,

@@ -1,4 +1,4 @@
-"""What the routes share: engine client, tokenizer, models, and the threads that do blocking work."""
+"""Holds what the routes share: engine client, tokenizer, models, and the threads that do blocking work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ApiState:
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
 
     def model(self, name: str | None) -> ServedModel:
-        """By its id, or by its `root`, as `vllm bench serve` asks /tokenize, or the first; raises `ModelNotFound`."""
+        """Find it by id, or by `root` as `vllm bench serve` asks /tokenize; None: the first. Raises `ModelNotFound`."""
         if name is None:
             return next(iter(self.models.values()))
         model = self.models.get(name) or next((m for m in self.models.values() if m.root == name), None)

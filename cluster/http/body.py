@@ -178,7 +178,7 @@ def _check_tree(root: dict[str, Any]) -> None:
 
 
 def _children(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
-    """Those that can hold text or more children."""
+    """Yield the children that can hold text or more children."""
     if isinstance(value, list):
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, str | list | dict))
         return

@@ -78,7 +78,7 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
 
 
 class _Turn(NamedTuple):
-    """What a request says about its session; the first prompt carries that, as a session has one turn at a time."""
+    """Holds what a request says about its session; only the first prompt is a turn, as a session has one at a time."""
 
     session: str | None
     truncation: Truncation | None  # None: what is too long is refused
@@ -165,7 +165,7 @@ def _requests(
     prompts: Sequence[Prompt],
     timeout_s: float | None,
 ) -> list[GenerationRequest]:
-    """Their ids are `<turn>.<choice index>`, a turn for each prompt."""
+    """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
     request_id: str = request.state.request_id
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt = kv_salt(request.state.tenant, body.cache_salt)
@@ -205,7 +205,7 @@ def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float |
 
 
 def _session(request: Request, body: SamplingBody) -> str | None:
-    """From the header, else the body's `session.id` or `session_id`, in this order."""
+    """Take it from the header, else the body's `session.id` or `session_id`, in this order."""
     tenant: str = request.state.tenant
     in_object = body.session.id if body.session is not None else None
     header = request.headers.get("x-session-id")
@@ -219,7 +219,7 @@ def _session(request: Request, body: SamplingBody) -> str | None:
 
 
 def _affinity(api: ApiState, request: Request, body: SamplingBody) -> str | None:
-    """What requests that belong together have in common: `prompt_cache_key`, else the first configured header."""
+    """The key that requests which belong together share: `prompt_cache_key`, else the first configured header."""
     hints = [body.prompt_cache_key, *map(request.headers.get, api.config.affinity_headers)]
     hint = next(filter(None, hints), None)
     return None if hint is None else affinity_key(request.state.tenant, hint)

@@ -35,7 +35,7 @@ def error_response(error: MnemeError) -> Response:
 
 
 def http_exception_response(error: HTTPException) -> Response:
-    """What the framework refuses by itself: unknown paths and methods."""
+    """Answer what the framework refuses by itself: unknown paths and methods."""
     status = error.status_code
     body = _object(str(error.detail), "invalid_request_error", None, _CODES.get(status, "invalid_request"))
     return _response(status, body, dict(error.headers or {}))

@@ -128,7 +128,7 @@ async def release_pin(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]
 
 
 async def tier_pins(api: ApiState, tenant: str) -> list[dict[str, Any]]:
-    """What the API key has pinned in the tier."""
+    """List what the API key has pinned in the tier."""
     pins = await ask_tier(api.client, kv_commands.list_kv_pins(kv_salt(tenant, None)))
     return [_tier_pin_object(pin) for pin in pins or ()]
 
@@ -170,7 +170,7 @@ async def stats(api: ApiState, request: Request) -> JSONResponse:
 
 
 async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> Query:
-    """A document is encoded on its own, behind the model's BOS alone."""
+    """Drop a document, which is encoded on its own, behind the model's BOS alone."""
     ids = await _encoded_text(api, "document", body.document, api.model(body.model), special=False)
     bos = api.tokenizer.bos_token_id
     sink_ids = () if bos is None else (bos,)

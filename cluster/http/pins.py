@@ -80,7 +80,7 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
 
 
 async def _warm(api: ApiState, key: PinKey, prompt: Query, chosen: Sequence[str]) -> dict[str, Any]:
-    """Until it is done on all of them; what one refuses is let go on the others."""
+    """Wait until the prompt is computed on all of them; what one refuses is released on the others."""
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
             described = await _ask(api, prompt, chosen)
@@ -98,7 +98,7 @@ async def _warm(api: ApiState, key: PinKey, prompt: Query, chosen: Sequence[str]
 
 
 async def _ask(api: ApiState, query: Query, chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """How far the chosen replicas are; raises what went wrong on one of them, once all have answered."""
+    """Ask the chosen replicas how far they are; raises what went wrong on one of them, once all have answered."""
     asked = (api.client.query(query, replica_id=each) for each in chosen)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return [_described(answer, replica_id) for answer, replica_id in zip(answers, chosen, strict=True)]

@@ -105,5 +105,5 @@ def _salt(request: Request) -> str:
 
 
 def _name(key: SessionKey) -> str:
-    """As its owner calls it: without the tenant."""
+    """The name that its client gave it: without the tenant."""
     return key[1].partition(":")[2]

@@ -89,7 +89,7 @@ class RunResponse:
         return b"".join(_event(chunk) for delta in deltas for chunk in self.answer.chunks(delta, usage()))
 
     def _usage_writer(self, options: StreamOptions) -> Callable[[], str]:
-        """What each chunk says of usage: nothing, null, or the count so far."""
+        """Choose what each chunk says of usage: nothing, null, or the count so far."""
         if not options.include_usage:
             return lambda: ""
         if not options.continuous_usage_stats:
@@ -155,7 +155,7 @@ class Generation:
             raise ClientGone
 
     def take(self) -> Iterator[Delta]:
-        """What is new, choice by choice."""
+        """Take what is new, choice by choice."""
         return chain.from_iterable(choice.take() for choice in self.choices)
 
     async def _read_events(self) -> None:

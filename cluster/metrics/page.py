@@ -35,7 +35,7 @@ _NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
 
 
 class MetricsPage:
-    """As old as `EngineClient.stats()`, at most 1 s."""
+    """Renders the page; its figures are as old as `EngineClient.stats()`, at most 1 s."""
 
     def __init__(self, client: EngineClient, ingress: str, model: str) -> None:
         """`model` is the label `model_name` of families with vLLM's names."""
@@ -51,14 +51,14 @@ class MetricsPage:
         self._responses[(*self._labels, ("path", label), ("status", str(status)))] += 1
 
     async def render(self) -> bytes:
-        """In Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
+        """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
         stats = await self._client.stats()
         engines = [each.metrics["cache"] for each in stats if isinstance(each.metrics.get("cache"), dict)]
         nodes = await self._cache_nodes() if engines else []
         return generate_latest(_Found([*self._metrics(stats), *cache_metrics(nodes, engines)]))
 
     async def _cache_nodes(self) -> list[dict[str, Any]]:
-        """What the nodes of the cache tier say, if they say it soon."""
+        """Ask the cache tier for its nodes' figures; none if it does not answer soon."""
         try:
             async with asyncio.timeout(_NODES_TIMEOUT_S):
                 figures = await ask_tier(self._client, kv_stats(None))
@@ -100,7 +100,7 @@ def cache_metrics(nodes: Sequence[Mapping[str, Any]], engines: Sequence[Mapping[
 
 
 class _Found(Collector):
-    """What was found for one answer: it is asked for without waiting."""
+    """Hands one page's families to the client library, which collects without waiting."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics

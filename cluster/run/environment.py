@@ -53,7 +53,7 @@ def check_port(config: ClusterConfig) -> None:
 
 
 def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> dict[str, str]:
-    """What to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
+    """Say what to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
     fallback_port, fallback_grpc_port = _free_ports(2)
     first_port = _free_port_block()
     return {

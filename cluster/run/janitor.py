@@ -47,7 +47,7 @@ class Janitor:
 
 
 class Cluster(NamedTuple):
-    """What tells a cluster's processes from all others."""
+    """Tells a cluster's processes from all others."""
 
     marker: str
     directory: str

@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: the port, the model's files, the cache's folder."""
+"""Checks what can be wrong before anything is started: the port, the model's files, the cache's folder."""
 
 from __future__ import annotations
 

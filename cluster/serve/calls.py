@@ -1,4 +1,4 @@
-"""What an ingress may ask of one replica, whoever carries the call (Ray Serve, or a fake in tests)."""
+"""Declares what an ingress may ask of one replica, whoever carries the call (Ray Serve, or a fake in tests)."""
 
 from __future__ import annotations
 

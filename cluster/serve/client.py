@@ -81,7 +81,7 @@ class PlacedChoice:
         return event._replace(request_id=self.request.request_id, usage=usage)
 
     def remaining(self) -> GenerationRequest:
-        """What is still to be done, as a request of its own; raises `DeadlineExceeded`."""
+        """Make a request of what is still to be generated; raises `DeadlineExceeded`."""
         time_left_s = self.time_left_s
         if time_left_s <= 0:
             raise DeadlineExceeded
@@ -99,7 +99,7 @@ class PlacedChoice:
         )
 
     def is_complete(self) -> bool:
-        """All tokens came, only the word that it has finished was lost."""
+        """Whether all tokens came and only the word that it has finished was lost."""
         max_tokens = self.request.sampling.max_tokens
         return max_tokens is not None and len(self.emitted) >= max_tokens
 
@@ -158,7 +158,7 @@ class SessionHomes:
 
 
 class RayEngineClient:
-    """See `EngineClient`; lives on one event loop, which `set_replicas` must be called on."""
+    """Implements `EngineClient` on one event loop, which `set_replicas` must be called on."""
 
     def __init__(
         self,
@@ -355,14 +355,14 @@ class RayEngineClient:
         return None if found is None else found[0]
 
     async def _try_one(self, replica_id: str, query: Query) -> Any:
-        """None if it does not answer."""
+        """Query a replica; None if it does not answer."""
         try:
             return await self._query_one(replica_id, query)
         except ReplicaUnavailable:
             return None
 
-    def _settle(self, request: GenerationRequest, replica_id: str) -> None:
-        """The session lives here now: what it left elsewhere would only grow old."""
+    def _move_session(self, request: GenerationRequest, replica_id: str) -> None:
+        """Note that the session lives here now, and have its old home drop the copy it left."""
         if request.session_id is None:
             return
         key = (request.salt, request.session_id)
@@ -421,7 +421,7 @@ class RayEngineClient:
                 if isinstance(refusal, InvalidRequest):
                     refusal.request_id = choice.request.request_id
                 raise refusal
-        self._settle(choices[0].request, reservation.replica_id)
+        self._move_session(choices[0].request, reservation.replica_id)
         return placement
 
     def _remember(self, placement: Placement) -> None:
@@ -457,7 +457,7 @@ class RayEngineClient:
 
 
 def _sooner(overloaded: Overloaded, other: MnemeError) -> Overloaded:
-    """Of two replicas that are full, the one that will have room first."""
+    """Choose the refusal of the replica that will have room first."""
     if isinstance(other, Overloaded) and other.retry_after_s < overloaded.retry_after_s:
         return other
     return overloaded

@@ -16,7 +16,7 @@ _CPU_REPLICAS = 2
 
 
 class EnginePlacement(NamedTuple):
-    """What Serve and the replicas are told."""
+    """Tells Serve and the replicas how many engines run, and on what."""
 
     replicas: int
     device: str  # "cpu" or "cuda": a replica that does not find its GPU fails, and never serves from the CPU instead

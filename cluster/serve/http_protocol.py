@@ -51,6 +51,6 @@ class EndsEarlyAnswers(RequestResponseCycle):
 
 
 def use_everywhere() -> None:
-    """For servers that this process starts from now on without naming a protocol, as Ray Serve does."""
+    """Use it for the servers that this process starts from now on without naming a protocol, as Ray Serve does."""
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{HttpProtocol.__name__}"
     httptools_impl.RequestResponseCycle = EndsEarlyAnswers  # type: ignore[misc]  # made by the protocol's base

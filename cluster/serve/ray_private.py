@@ -126,7 +126,7 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def keep_to_loopback() -> None:
-    """For a replica's constructor: its gRPC server, started next, binds 127.0.0.1 if all of Ray does."""
+    """Make the gRPC server that a replica starts next bind 127.0.0.1, if all of Ray does; for its constructor."""
     if get_node_ip_address() != "127.0.0.1":
         return
     add_port = serve_replica.add_port_to_grpc_server

@@ -109,7 +109,7 @@ class ReplicaServer:
         return {**self._engine.stats(), "pid": os.getpid()}
 
     async def query(self, *, replica_id: str, query: Query) -> Any:
-        """What the engine says between two of its steps; an error is returned, not raised.
+        """Ask the engine, which answers between two of its steps; an error is returned, not raised.
 
         Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
         """
