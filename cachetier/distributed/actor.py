@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import ray
 
@@ -24,13 +24,11 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer
-from mneme.cachetier.distributed.chain_spans import Span, spans_of
+from mneme.cachetier.distributed.directory import Span, spans_of
 from mneme.cachetier.distributed.directory_shards import DirectoryShards
-from mneme.cachetier.distributed.node_identity import NodeIdentity, Ready, node_actor_name
-from mneme.cachetier.distributed.node_logs import LogRead, NodeSessionLogs
+from mneme.cachetier.distributed.nodes import NodeIdentity, PeerActors, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
-from mneme.cachetier.distributed.peer_actors import PeerActors
-from mneme.cachetier.distributed.puts import PutAnswer
+from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.process_store import make_disk_tier
@@ -38,11 +36,10 @@ from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.sessions.log import open_session_logs
-from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, TierName
 from mneme.errors import ConfigError, MnemeError
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -58,6 +55,14 @@ class Found(NamedTuple):
     spans: tuple[Span, ...]  # what follows, at this node and others; nothing if the chain ends here
     peers: dict[str, Any]  # actors of the nodes in `spans`
     epoch: int  # of the node's actor, see `PutAnswer`
+
+
+class PutAnswer(NamedTuple):
+    """What a node's actor says of a chunk that was put."""
+
+    outcome: HostPut
+    has_parent: bool  # the chunk before is there
+    epoch: int  # of the actor; another after it was made again, with an empty host tier
 
 
 class NodeActor:
@@ -76,7 +81,7 @@ class NodeActor:
         self._num_reads = 0
         self._no_reads = asyncio.Event()
         self._no_reads.set()
-        self._peers = PeerActors(lambda node: ray.get_actor(node_actor_name(node), identity.namespace))
+        self._peers = PeerActors(identity.node_id, identity.namespace)
         self._logs: NodeSessionLogs | None = None  # likewise
         self._opening = asyncio.ensure_future(self._open_all())
         self._closing: asyncio.Future[None] | None = None
@@ -127,7 +132,7 @@ class NodeActor:
         try:
             await asyncio.wait_for(self._no_reads.wait(), _PUT_WAIT_S)
         except TimeoutError:
-            _logger.debug("a put begins beside reads")
+            logger.debug("a put begins beside reads")
         outcome = await self._in(self._puts, cache.put, header, refs, lineage)
         return PutAnswer(outcome, header.parent in cache, self._epoch)
 
@@ -159,35 +164,10 @@ class NodeActor:
         self._peers.drop(node)
         self._directory.not_reached(node)
 
-    async def append_log(self, key: LogKey, records: Sequence[bytes], is_copy: bool = False) -> Appended:
-        """These are of `sessions/store.py`; whoever asks for what is here alone is another node."""
-        return Appended.FAILED if self._logs is None else await self._logs.append(key, records, is_copy=is_copy)
-
-    async def read_log(self, key: LogKey, newer_than: int, timeout_s: float) -> LogRead:
-        return LogRead(None, False) if self._logs is None else await self._logs.read(key, newer_than, timeout_s)
-
-    async def read_log_here(self, key: LogKey, newer_than: int) -> LogRead:
-        return LogRead(None, False) if self._logs is None else await self._logs.read_here(key, newer_than)
-
-    async def delete_log(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
-        return None if self._logs is None else await self._logs.delete(key, at_least, timeout_s)
-
-    async def delete_log_here(self, key: LogKey, at_least: int) -> bool | None:
-        return None if self._logs is None else await self._logs.delete_here(key, at_least)
-
-    async def delete_owned_logs(self, owner: bytes, timeout_s: float) -> int | None:
-        return None if self._logs is None else await self._logs.delete_owned(owner, timeout_s)
-
-    async def delete_owned_logs_here(self, owner: bytes) -> int | None:
-        return None if self._logs is None else await self._logs.delete_owned_here(owner)
-
-    async def install_log(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        return Appended.FAILED if self._logs is None else await self._logs.install(key, records)
-
-    async def log_node_joined(self) -> bool:
-        if self._logs is not None:
-            self._logs.node_joined()
-        return True
+    async def logs(self, call: LogCall, *args: Any) -> Any:
+        """Session logs, for an engine of this node or another node. None: there are none, or not yet."""
+        assert call in get_args(LogCall)
+        return None if self._logs is None else await getattr(self._logs, call)(*args)
 
     async def stats(self) -> dict[str, Any]:
         logs = {} if self._logs is None else await self._logs.stats()
@@ -232,8 +212,7 @@ class NodeActor:
         if self._config.disk is not None:
             self._logs = NodeSessionLogs(
                 lambda: self._unless_unusable(lambda: open_session_logs(self._config, identity.session_ttl_s)),
-                identity.node_id,
-                identity.namespace,
+                self._peers,
             )
             await self._logs.open()
         await self._in(self._puts, self._open)
@@ -259,7 +238,7 @@ class NodeActor:
             return opened()
         except ConfigError as error:
             self._problem = self._problem or str(error)
-            _logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)
+            logger.error("cache tier: no disk on node=%s: %s", self._identity.name, error)
             return None
 
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[..., _T], *args: Any) -> _T:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-import ray
-from ray.exceptions import RayError
-from ray.util import list_named_actors
+from typing import Any
 
 from mneme.cachetier.admin import (
     AdminCall,
@@ -22,20 +15,12 @@ from mneme.cachetier.admin import (
     merged_pins,
     num_leading_tokens,
 )
-from mneme.cachetier.distributed.node_identity import NODE_PREFIX
+from mneme.cachetier.distributed.nodes import AllNodes, Answer
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import MnemeError, ReplicaUnavailable
 
-_logger = logging.getLogger(__name__)
-
 _TIMEOUT_S = 5.0  # of one question to all nodes
 _FIGURES_TIMEOUT_S = 1.0  # likewise, for figures: whoever scrapes them waits
-
-
-class _Answer(NamedTuple):
-    actor: str  # its name
-    value: Any  # None where it did not answer
-    is_there: bool
 
 
 class RayCacheAdmin:
@@ -43,8 +28,8 @@ class RayCacheAdmin:
 
     def __init__(self, own_actor: str, namespace: str, timeout_s: float = _TIMEOUT_S) -> None:
         """`own_actor` is the name of this node's."""
-        self._own_actor, self._namespace, self._timeout_s = own_actor, namespace, timeout_s
-        self._naming = ThreadPoolExecutor(1, "kv-admin")  # Ray's own look-ups of names have no timeout
+        self._own_actor, self._timeout_s = own_actor, timeout_s
+        self._nodes = AllNodes(namespace)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
         """See `CacheAdmin.lookup`."""
@@ -89,42 +74,12 @@ class RayCacheAdmin:
         """See `CacheAdmin.stats`."""
         return [figures for answer in self._ask("stats") for figures in answer.value or ()]
 
-    def _ask(self, call: AdminCall, *args: Any, among: Collection[str] | None = None, **options: Any) -> list[_Answer]:
-        """Every node at once, or those of these actors; in the order of their names."""
+    def _ask(self, call: AdminCall, *args: Any, among: Collection[str] | None = None, **options: Any) -> list[Answer]:
         timeout_s = min(self._timeout_s, _FIGURES_TIMEOUT_S) if call == "stats" else self._timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            actors = self._naming.submit(self._actors).result(timeout_s)
-        except (TimeoutError, RayError) as error:
-            raise ReplicaUnavailable("the nodes of the cache tier could not be listed") from error
-        calls = [
-            (name, actor.manage.remote(call, *args, **options))
-            for name, actor in actors
-            if among is None or name in among
-        ]
-        return [self._answer(name, call, answer, deadline_s) for name, answer in calls]
-
-    def _answer(self, name: str, call: str, answer: Any, deadline_s: float) -> _Answer:
-        try:
-            return _Answer(name, ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic())), True)
-        except RayError as error:  # a timeout too
-            _logger.warning("cache tier: actor=%s call=%s failed: %s", name, call, type(error).__name__)
-            return _Answer(name, None, False)
-
-    def _actors(self) -> list[tuple[str, Any]]:
-        named = list_named_actors(all_namespaces=True)
-        names = sorted(each["name"] for each in named if each["namespace"] == self._namespace)
-        found = []
-        for name in names:
-            if name.startswith(NODE_PREFIX):
-                try:
-                    found.append((name, ray.get_actor(name, self._namespace)))
-                except ValueError:  # it died meanwhile
-                    continue
-        return found
+        return self._nodes.ask("manage", call, *args, timeout_s=timeout_s, among=among, **options)
 
 
-def _sum_of(answers: Sequence[_Answer]) -> Amount:
+def _sum_of(answers: Sequence[Answer]) -> Amount:
     total = Amount()
     for answer in answers:
         if isinstance(answer.value, MnemeError):

@@ -14,21 +14,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mneme.cachetier.distributed.place_table import (
-    MAX_HOLDERS,
-    NUM_BUCKETS,
-    Place,
-    PlaceTable,
-    holder_of,
-    place_at,
-    with_tier,
-    without_tier,
-)
 from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.store import ChainQuery, TierName
 
 Clock = Callable[[], float]
 
@@ -36,6 +27,20 @@ SILENT_S = 4.0  # a node not heard of for so long is not offered; it speaks once
 FORGOTTEN_S = 60.0  # and after so long all it said is removed
 _EPOCH_KEPT_S = 600.0  # and after so long its epoch: nothing that it said before is still on its way
 _SWEPT_BUCKETS = 4  # with each announcement
+_MAX_SPANS = 8  # of a chain: each is a call to a node
+
+NUM_BUCKETS = 256  # by the key's last byte
+
+_SIZE_BITS, _TIER_BITS, _HOLDER_BITS = 38, 2, 20  # 60 in all: two digits of a Python integer
+_HOLDER_SHIFT = _SIZE_BITS + _TIER_BITS
+_MAX_SIZE = (1 << _SIZE_BITS) - 1
+_TIER_MASK = {"host": 1 << _SIZE_BITS, "disk": 2 << _SIZE_BITS}
+_ANY_TIER = _TIER_MASK["host"] | _TIER_MASK["disk"]
+_MAX_SHARED = 1 << 16
+
+MAX_HOLDERS = 1 << _HOLDER_BITS
+
+Words = int | tuple[int, ...]
 
 
 class Reply(NamedTuple):
@@ -55,6 +60,72 @@ class Announcement:
     changes: Sequence[Change] = ()
     is_first: bool = False  # of all that the node holds
     is_last: bool = False
+
+
+class Place(NamedTuple):
+    """Where a chunk is said to be."""
+
+    node: str
+    tier: TierName  # the faster one
+    num_bytes: int
+
+
+class PlaceTable:
+    """Keeps the places of each key, in about 150 bytes a key. No lock: the directory's.
+
+    A place is one integer: [holder, tiers, bytes]. A key that is at one place carries that integer alone, and equal
+    integers are one object: full chunks of one holder are alike. Keys are spread over many small tables, so that none
+    takes long to grow or to go through.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[dict[bytes, Words]] = [{} for _ in range(NUM_BUCKETS)]
+        self._shared: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets))
+
+    def get(self, key: bytes) -> tuple[int, ...]:
+        words = self._buckets[key[-1]].get(key, ())
+        return (words,) if isinstance(words, int) else words
+
+    def put(self, key: bytes, words: tuple[int, ...]) -> None:
+        """A key without a place is forgotten."""
+        bucket = self._buckets[key[-1]]
+        if not words:
+            bucket.pop(key, None)
+            return
+        if len(self._shared) >= _MAX_SHARED:
+            self._shared.clear()
+        shared = [self._shared.setdefault(word, word) for word in words]
+        bucket[key] = shared[0] if len(shared) == 1 else tuple(shared)
+
+    def remove_holders(self, index: int, holders: Set[int]) -> None:
+        """From one bucket."""
+        bucket = self._buckets[index]
+        for key, words in list(bucket.items()):
+            each = (words,) if isinstance(words, int) else words
+            if any(holder_of(word) in holders for word in each):
+                self.put(key, tuple(word for word in each if holder_of(word) not in holders))
+
+
+def with_tier(word: int | None, holder: int, tier: TierName, num_bytes: int) -> int:
+    """A holder's place that has one more tier; None: it had none."""
+    tiers = 0 if word is None else word & _ANY_TIER
+    return holder << _HOLDER_SHIFT | tiers | _TIER_MASK[tier] | min(num_bytes, _MAX_SIZE)
+
+
+def without_tier(word: int, tier: TierName) -> int | None:
+    left = word & ~_TIER_MASK[tier]
+    return left if left & _ANY_TIER else None
+
+
+def holder_of(word: int) -> int:
+    return word >> _HOLDER_SHIFT
+
+
+def place_at(node: str, word: int) -> Place:
+    return Place(node, "host" if word & _TIER_MASK["host"] else "disk", word & _MAX_SIZE)
 
 
 class _Node:
@@ -218,3 +289,55 @@ class Directory:
 
 def shard_of(key: bytes, num_shards: int) -> int:
     return key[0] % num_shards
+
+
+class Span(NamedTuple):
+    """The chunks [first, first + num_chunks) of a chain, at one node."""
+
+    node: str
+    first: int
+    num_chunks: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_chunks
+
+
+def spans_of(places: Sequence[tuple[Place, ...]], first: int, own_node: str) -> tuple[Span, ...]:
+    """Spans without a gap from `first` on; `places[i]` are those of chunk first + i.
+
+    A node that has a chunk is asked for the next too if it has that. Otherwise the own node is preferred to others,
+    host memory to disk, then the node that has more of the chain.
+    """
+    spans: list[Span] = []
+    for offset, choices in enumerate(places):
+        nodes = {place.node for place in choices}
+        if spans and spans[-1].node in nodes:
+            spans[-1] = spans[-1]._replace(num_chunks=spans[-1].num_chunks + 1)
+            continue
+        if not choices or len(spans) == _MAX_SPANS:
+            break
+        best = max(choices, key=lambda place: _preference(place, places, offset, own_node))
+        spans.append(Span(best.node, first + offset, 1))
+    return tuple(spans)
+
+
+def query_of(query: ChainQuery, span: Span, *, is_last: bool) -> ChainQuery:
+    """What to ask the node of a span; behind the last one it may find a chunk that is usable in part."""
+    if is_last:
+        return replace(query, first=span.first)
+    end = span.end
+    return replace(
+        query, first=span.first, keys=query.keys[:end], token_ids=query.token_ids[: end * query.chunk_tokens]
+    )
+
+
+def _preference(
+    place: Place, places: Sequence[tuple[Place, ...]], offset: int, own_node: str
+) -> tuple[bool, bool, int, str]:
+    length = 0
+    for choices in places[offset:]:
+        if place.node not in {choice.node for choice in choices}:
+            break
+        length += 1
+    return place.node == own_node, place.tier == "host", length, place.node

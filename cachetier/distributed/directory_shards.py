@@ -15,9 +15,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from mneme.cachetier.distributed.announcer import SEND_TIMEOUT_S
-from mneme.cachetier.distributed.breaker import Breaker
-from mneme.cachetier.distributed.directory import Announcement, Directory, Reply, shard_of
-from mneme.cachetier.distributed.place_table import Place
+from mneme.cachetier.distributed.directory import Announcement, Directory, Place, Reply, shard_of
+from mneme.cachetier.distributed.nodes import Breaker
 
 
 class DirectoryActor:

@@ -12,20 +12,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.keys import KEY_BYTES, OWNER_BYTES, Lineage, LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.admin import RayCacheAdmin
-from mneme.cachetier.distributed.node_identity import NodeIdentity, Ready, node_actor_name
+from mneme.cachetier.distributed.nodes import NodeIdentity, Ready, find_actor, named_actors, node_actor_name
 from mneme.cachetier.distributed.session_logs import RaySessionLogs
 from mneme.cachetier.distributed.store import RayChunkStore
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Shares of a node's object store. Half of it is everyone else's: a store that is full writes to files without a word.
 _HOST_SHARE = 2 / 5  # chunks, if `cache.host_bytes` does not say how many
@@ -70,8 +69,8 @@ def start_session_logs(config: CacheConfig, application: str, session_ttl_s: flo
 def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
     """End all actors of an application, on all nodes, after what waits to be written; how many there were."""
     namespace = _namespace(application)
-    names = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == namespace]
-    actors = [(name, actor) for name in names if (actor := _actor(name, namespace)) is not None]
+    names = named_actors(namespace)
+    actors = [(name, actor) for name in names if (actor := find_actor(name, namespace)) is not None]
     nodes = [actor for name, actor in actors if name.startswith(node_actor_name(""))]
     _wait([actor.close.remote(timeout_s) for actor in nodes], timeout_s)
     for _, actor in actors:
@@ -94,7 +93,7 @@ def own_identity(config: CacheConfig, application: str, session_ttl_s: float) ->
     host_bytes = int(_HOST_SHARE * store_bytes) if config.host_bytes is None else config.host_bytes
     object_bytes = int(_TOTAL_SHARE * store_bytes)
     if host_bytes > object_bytes:
-        _logger.warning("cache.host_bytes=%s is cut to %s: under half the object store", host_bytes, object_bytes)
+        logger.warning("cache.host_bytes=%s is cut to %s: under half the object store", host_bytes, object_bytes)
     return NodeIdentity(
         node_id=node["NodeID"],
         name=node["NodeName"],
@@ -133,19 +132,19 @@ def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -
             time.sleep(_PAUSE_S)
             continue
         except RayError:  # a timeout too
-            _logger.exception("cache tier: the actor of node=%s is not ready", identity.name)
+            logger.exception("cache tier: the actor of node=%s is not ready", identity.name)
             return
         is_ours = ready.settings == (config, identity)
         if is_ours and not ready.is_refused:
             if ready.problem:
-                _logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, ready.problem)
+                logger.warning("cache tier: node=%s has no disk tier: %s", identity.name, ready.problem)
             return
         _wait([actor.close.remote(_CLOSE_TIMEOUT_S)], _CLOSE_TIMEOUT_S)
         ray.kill(actor, no_restart=True)
         if is_ours:
             raise ConfigError(ready.problem)
-        _logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
-    _logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
+        logger.info("cache tier: the actor of node=%s is made again: another configuration", identity.name)
+    logger.error("cache tier: node=%s has no actor of this configuration", identity.name)
 
 
 def _shortest_ttl_s(config: CacheConfig) -> float:
@@ -169,13 +168,6 @@ def _namespace(application: str) -> str:
     return f"mneme-cache-{application}"
 
 
-def _actor(name: str, namespace: str) -> Any:
-    try:
-        return ray.get_actor(name, namespace)
-    except ValueError:  # it died meanwhile
-        return None
-
-
 def _wait(answers: Iterable[Any], timeout_s: float) -> None:
     """For each of these to be answered or to fail."""
     deadline_s = time.monotonic() + timeout_s
@@ -183,4 +175,4 @@ def _wait(answers: Iterable[Any], timeout_s: float) -> None:
         try:
             ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic()))
         except RayError:
-            _logger.warning("cache tier: an actor did not close in time")
+            logger.warning("cache tier: an actor did not close in time")

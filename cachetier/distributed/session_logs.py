@@ -1,52 +1,100 @@
-"""Session logs of a Ray cluster as an engine's process sees them; its node's actor keeps them."""
+"""Session logs of a Ray cluster: on the disk of the node that wrote them, with a copy on one peer.
+
+A node's actor has its own logs and asks others. A record is with the operating system of the own node when `append`
+returns; the copy follows, on the first peer in the session's order that takes it. Whoever reads asks the own node and
+its peers at once, and the newest version counts, so a session goes on wherever its next turn runs, also when the node
+is gone where it ran. It is sure to be the newest once all nodes that live have answered: a copy may lack what was
+written last. A deletion is told to all nodes that live; one that was away has a copy that is older than the tombstone,
+and expires before that does.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from mneme.cachetier.distributed.node_logs import LogRead
-from mneme.cachetier.distributed.peers import Peers
+from mneme.cachetier.distributed.nodes import NodeCalls, PeerActors
+from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.sessions.record import RecordFields, fields_of, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 READ_S, APPEND_S, DELETE_S = 0.15, 0.5, 3.0  # how long an engine's process waits for its node's actor
 DELETE_OWNED_S = 5.0  # each session of a tenant gets a tombstone
-_PEER_SHARE = 0.8  # of that time, for answers of peers
+MAX_COPIES = 1024  # sessions whose copies wait; of more the oldest have none until their next record
+
+_PEER_SHARE = 0.8  # of an engine's time, for answers of peers
+_NUM_THREADS = 16  # some of them may wait for the disk
+_JOIN_S = 2.0
+_LAST_S = 60.0  # copies of what was written so shortly before the actor began may not have been made
+_OPEN_AGAIN_S, _MAX_OPEN_AGAIN_S = 0.5, 30.0  # pauses before a folder that could not be used is tried again
+_UNKNOWN_S = 60.0  # how long nobody is told what such a folder does not hold; then it counts as lost
+_MAX_COPY_RECORDS = 8  # of one session, until its copy is made anew
+_MAX_PEERS = 3  # that are tried for a copy, one after the other
+_COPY_S = 2.0
+_AGAIN_S = 1.0  # pause after a copy that none of them took
+
+_T = TypeVar("_T")
+
+# Methods of `NodeSessionLogs`, as `NodeActor.logs` calls them. `_here`: of one node alone, for other nodes.
+LogCall = Literal[
+    "append",
+    "append_here",
+    "install_here",
+    "read",
+    "read_here",
+    "delete",
+    "delete_here",
+    "delete_owned",
+    "delete_owned_here",
+    "node_joined",
+]
+
+
+class LogRead(NamedTuple):
+    """What a node, or all that could be asked, know of a log."""
+
+    records: list[bytes] | None
+    is_sure: bool  # that there is nothing newer
+
+    @property
+    def head(self) -> RecordFields | None:
+        """The last record's."""
+        return fields_of(self.records[-1]) if self.records else None
 
 
 class RaySessionLogs:
     """A `SessionLogStore` in an engine's process. `connect` gives the actor of its node, made if there is none."""
 
     def __init__(self, node_id: str, connect: Callable[[], Any]) -> None:
-        self._node_id, self._connect = node_id, connect
-        self._node = connect()
-        self._calls = Peers(lambda _node: self._lost())
-        self._reconnecting = threading.Lock()
+        self._nodes = NodeCalls(node_id, connect)
 
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        outcome = self._ask("append_log", key, list(records), timeout_s=APPEND_S)
+        outcome = self._ask("append", key, list(records), timeout_s=APPEND_S)
         return Appended.FAILED if outcome is None else Appended(outcome)
 
     def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
-        read: LogRead | None = self._ask("read_log", key, newer_than, READ_S * _PEER_SHARE, timeout_s=READ_S)
+        read: LogRead | None = self._ask("read", key, newer_than, READ_S * _PEER_SHARE, timeout_s=READ_S)
         if read is None or not read.is_sure:
             raise TimeoutError("not all nodes that may have a session's log have answered")
         return read.records
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
-        was_there: bool | None = self._ask("delete_log", key, at_least, DELETE_S * _PEER_SHARE / 2, timeout_s=DELETE_S)
+        was_there: bool | None = self._ask("delete", key, at_least, DELETE_S * _PEER_SHARE / 2, timeout_s=DELETE_S)
         if was_there is None:
             raise TimeoutError("not all nodes that may have a session's log have answered")
         return was_there
 
     def delete_owned(self, owner: bytes) -> int:
         timeout_s = DELETE_OWNED_S * _PEER_SHARE
-        num_deleted: int | None = self._ask("delete_owned_logs", owner, timeout_s, timeout_s=DELETE_OWNED_S)
+        num_deleted: int | None = self._ask("delete_owned", owner, timeout_s, timeout_s=DELETE_OWNED_S)
         if num_deleted is None:
             raise TimeoutError("not all nodes that may have a tenant's logs have answered")
         return num_deleted
@@ -55,21 +103,236 @@ class RaySessionLogs:
         """The node's actor stays."""
 
     def stats(self) -> dict[str, int]:
-        return dict(self._calls.counters)
+        return dict(self._nodes.counters)
 
-    def _ask(self, method: str, *args: Any, timeout_s: float) -> Any:
-        call = self._calls.call(self._node_id, method, getattr(self._node, method), *args)
-        return self._calls.answers([call], time.monotonic() + timeout_s)[0]
+    def _ask(self, call: LogCall, *args: Any, timeout_s: float) -> Any:
+        return self._nodes.ask_own(call, "logs", call, *args, timeout_s=timeout_s)
 
-    def _lost(self) -> None:
-        """The actor is dead for good."""
-        if self._reconnecting.acquire(blocking=False):
-            threading.Thread(target=self._reconnect, name="session-logs-reconnect", daemon=True).start()
 
-    def _reconnect(self) -> None:
+class NodeSessionLogs:
+    """In a node's actor; lives on its event loop. `open_logs`: None where its folder cannot be used."""
+
+    def __init__(self, open_logs: Callable[[], SessionLogs | None], peers: PeerActors) -> None:
+        self._open_logs = open_logs
+        self._logs: SessionLogs | None = None
+        self._unknown_until_s = time.monotonic() + _UNKNOWN_S
+        self._peers = peers
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "session-logs")
+        self._copies = LogCopies(self._peers, self._read_own)
+        self._tasks = [asyncio.ensure_future(self._join()), asyncio.ensure_future(self._copies.run())]
+
+    async def open(self) -> None:
+        """What cannot be opened now is tried again from time to time."""
+        await self._open()
+        self._tasks.append(asyncio.ensure_future(self._open_again()))
+
+    async def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        """See `SessionLogStore`."""
+        outcome = await self.append_here(key, records)
+        if outcome is Appended.WRITTEN:
+            self._copies.note(key, records)
+        return outcome
+
+    async def append_here(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        """Records, or a copy of another node's."""
+        return Appended.FAILED if self._logs is None else await self._in(self._logs.append, key, records)
+
+    async def install_here(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        """A copy of another node's log."""
+        return Appended.FAILED if self._logs is None else await self._in(self._logs.install, key, records)
+
+    async def read_here(self, key: LogKey, newer_than: int) -> LogRead:
+        """Of this node alone."""
+        if self._logs is None:
+            return LogRead(None, not self._is_unknown)
         try:
-            self._node = self._connect()
-        except Exception:  # the thread's edge; the next call that fails begins another
-            _logger.exception("session logs: the node's actor could not be made again")
-        finally:
-            self._reconnecting.release()
+            return LogRead(await self._in(self._logs.read, key, newer_than), True)
+        except OSError:
+            return LogRead(None, False)
+
+    async def read(self, key: LogKey, newer_than: int, timeout_s: float) -> LogRead:
+        """The newest of this node's and its peers'; each may be the one that wrote last, and no copy knows that."""
+        peers = await self._peers.in_order(key.name)
+        asked = [self._peers.ask(peer, "logs", "read_here", key, newer_than, timeout_s=timeout_s) for peer in peers]
+        own, *answers = await asyncio.gather(self.read_here(key, newer_than), *asked)
+        found = [own, *(LogRead(None, False) if each is None else each for each in answers)]
+        newest = max(found, key=lambda each: each.head.version if each.head else -1)
+        return LogRead(newest.records, all(each.is_sure for each in found))
+
+    async def delete_here(self, key: LogKey, at_least: int) -> bool | None:
+        """None: what is here is not known yet, or cannot be written."""
+        if self._logs is None:
+            return None if self._is_unknown else False
+        try:
+            return await self._in(self._logs.delete, key, at_least)
+        except OSError:
+            return None
+
+    async def delete(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
+        """On all nodes; whether there was a session. None: some node has not answered."""
+        read = await self.read(key, 0, timeout_s)
+        was_there = read.head is not None and read.head.num_all_ids > 0
+        if read.head is not None:
+            at_least = at_least if at_least > read.head.version else taken_over(read.head.version, time.time())
+        elif not at_least:
+            return False if read.is_sure else None
+        self._copies.forget([key])
+        peers = await self._peers.in_order(key.name)
+        asked = [self._peers.ask(peer, "logs", "delete_here", key, at_least, timeout_s=timeout_s) for peer in peers]
+        answers = await asyncio.gather(self.delete_here(key, at_least), *asked)
+        return None if any(answer is None for answer in answers) else was_there
+
+    async def delete_owned_here(self, owner: bytes) -> int | None:
+        """None: what is here is not known yet, or cannot be written."""
+        if self._logs is None:
+            return None if self._is_unknown else 0
+        try:
+            return await self._in(self._logs.delete_owned, owner)
+        except OSError:
+            return None
+
+    async def delete_owned(self, owner: bytes, timeout_s: float) -> int | None:
+        """On all nodes; how many logs there were. None: some node has not answered."""
+        self._copies.forget_owned(owner)
+        peers = await self._peers.in_order(b"")
+        asked = [self._peers.ask(peer, "logs", "delete_owned_here", owner, timeout_s=timeout_s) for peer in peers]
+        answers = await asyncio.gather(self.delete_owned_here(owner), *asked)
+        return None if None in answers else sum(answers)
+
+    async def node_joined(self) -> None:
+        """There is a node that others may not know of yet."""
+        self._peers.look_again(is_new=True)
+        self._copies.note_alone()
+
+    async def stats(self) -> dict[str, Any]:
+        figures = {} if self._logs is None else await self._in(self._logs.stats)
+        copies = {**self._copies.counters, **self._peers.counters}
+        return {**figures, "copies": copies, "copies_waiting": len(self._copies)}
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._logs is not None:
+            await self._in(self._logs.close)
+
+    @property
+    def _is_unknown(self) -> bool:
+        """Its folder could not be opened yet, and may hold anything."""
+        return self._logs is None and time.monotonic() < self._unknown_until_s
+
+    async def _open_again(self) -> None:
+        pause_s = _OPEN_AGAIN_S
+        while self._logs is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_OPEN_AGAIN_S)
+            await self._open()
+
+    async def _open(self) -> None:
+        """Copies that waited when the actor before this one ended are made now."""
+        self._logs = await self._in(self._open_logs)
+        if self._logs is not None:
+            with suppress(OSError):
+                for key in await self._in(self._logs.written_since, _LAST_S, MAX_COPIES):
+                    self._copies.note(key)
+
+    async def _join(self) -> None:
+        for peer in await self._peers.in_order(b""):
+            await self._peers.ask(peer, "logs", "node_joined", timeout_s=_JOIN_S)
+
+    async def _read_own(self, key: LogKey) -> list[bytes] | None:
+        return (await self.read_here(key, 0)).records
+
+    async def _in(self, call: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+class LogCopies:
+    """Makes copies of this node's logs on its peers, on an event loop.
+
+    `read_own` gives all of a log; None: there is none, or it cannot be read.
+    """
+
+    def __init__(self, peers: PeerActors, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
+        self._peers, self._read_own = peers, read_own
+        self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
+        self._alone: OrderedDict[LogKey, None] = OrderedDict()  # sessions that wait for a peer to be there
+        self._is_some = asyncio.Event()
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Sessions whose copies wait."""
+        return len(self._waiting)
+
+    def note(self, key: LogKey, records: Sequence[bytes] = ()) -> None:
+        """Records that were written; without any, all of the log is sent, as it is once they are too many."""
+        is_new = key not in self._waiting
+        waiting = self._waiting.setdefault(key, [])
+        if is_new or waiting:
+            waiting += records
+        if not records or len(waiting) > _MAX_COPY_RECORDS:
+            waiting.clear()
+        if len(self._waiting) > MAX_COPIES:
+            self._waiting.popitem(last=False)
+            self.counters["copy_dropped"] += 1
+        self._is_some.set()
+
+    def note_alone(self) -> None:
+        """There may be a peer now."""
+        alone, self._alone = self._alone, OrderedDict()
+        for key in alone:
+            self.note(key)
+
+    def forget(self, keys: Iterable[LogKey]) -> None:
+        for key in keys:
+            self._waiting.pop(key, None)
+            self._alone.pop(key, None)
+
+    def forget_owned(self, owner: bytes) -> None:
+        self.forget([key for key in (*self._waiting, *self._alone) if key.owner == owner])
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._is_some.wait()
+            self._is_some.clear()
+            while self._waiting:
+                key, records = self._waiting.popitem(last=False)
+                try:
+                    await self._copy(key, records)
+                except Exception:  # it must outlive any copy
+                    logger.exception("a session's log could not be copied")
+
+    async def _copy(self, key: LogKey, records: Sequence[bytes]) -> None:
+        outcome = await self._outcome(key, records)
+        self.counters[outcome] += 1
+        if outcome == "copy_failed":
+            self.note(key)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _outcome(self, key: LogKey, records: Sequence[bytes]) -> str:
+        """How that ended, as a counter's name."""
+        peers = (await self._peers.in_order(key.name))[:_MAX_PEERS]
+        if not peers:
+            self._leave_alone(key)
+            return "copy_alone"
+        self.note_alone()
+        if records and await self._is_taken(peers[0], "append_here", key, records):
+            return "copied"
+        found = await self._read_own(key)
+        if found is None:
+            return "copy_gone"
+        for peer in peers:
+            if await self._is_taken(peer, "install_here", key, found):
+                return "copied_whole"
+        return "copy_failed"
+
+    def _leave_alone(self, key: LogKey) -> None:
+        self._alone[key] = None
+        self._alone.move_to_end(key)
+        if len(self._alone) > MAX_COPIES:
+            self._alone.popitem(last=False)
+
+    async def _is_taken(self, peer: Any, call: LogCall, *args: Any) -> bool:
+        """Whether the peer has this now, or what is newer."""
+        outcome = await self._peers.ask(peer, "logs", call, *args, timeout_s=_COPY_S)
+        return outcome in (Appended.WRITTEN, Appended.STALE)

@@ -11,33 +11,44 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
 
 from mneme.cachetier.admin import CacheAdmin
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.distributed.actor import Found
-from mneme.cachetier.distributed.chain_spans import Span, query_of
-from mneme.cachetier.distributed.known_keys import KnownKeys
-from mneme.cachetier.distributed.objects import HeldObjects
-from mneme.cachetier.distributed.peers import Peers
-from mneme.cachetier.distributed.puts import PutAnswer, PutsUnderWay
-from mneme.cachetier.distributed.sources import LoadNotices, ObjectLayers, PeerReads
+from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.directory import Span, query_of
+from mneme.cachetier.distributed.nodes import NodeCalls
+from mneme.cachetier.distributed.objects import (
+    HeldObjects,
+    LoadNotices,
+    ObjectLayers,
+    PeerReads,
+    Refs,
+    put_runs,
+    runs_of,
+)
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SourceAndHeader = tuple[ChunkSource, ChunkHeader]
 
 _PUT_WAIT_S = 5.0  # for the node, which may wait for its disk
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
+_MAX_KEYS = 1 << 16  # that are known: 20 MB
+_MAX_AGE_S = 20.0  # of a put that is not answered
+_POLL_S = 0.5
 
 
 class RayChunkStore:
@@ -54,16 +65,14 @@ class RayChunkStore:
     ) -> None:
         """`put_bytes` may be under way to the actor; `admin` is of all nodes; `ttl_s`: of a chunk without a use."""
         self.admin = admin
-        self._node_id, self._connect = node_id, connect
-        self._node = connect()
-        self._peers = Peers(self._lost)
+        self._node_id = node_id
         self._known = KnownKeys(max_age_s=ttl_s / 2)
+        self._nodes = NodeCalls(node_id, connect, self._known.clear)
         self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
-        self._load_notices = LoadNotices(lambda: self._node.loads.remote())
+        self._load_notices = LoadNotices(lambda: self._nodes.own.loads.remote())
         self._lock = threading.Lock()
         self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
-        self._reconnecting = threading.Lock()
         self._counters: Counter[str] = Counter()
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
@@ -107,7 +116,7 @@ class RayChunkStore:
         self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
         is_put = False
         try:
-            is_put = self._peers.is_up(self._node_id) and self._puts.put(self._node, chunk, lineage)
+            is_put = self._nodes.is_up() and self._puts.put(self._nodes.own, chunk, lineage)
         finally:
             if not is_put:
                 self._known.drop([header.key])
@@ -115,7 +124,7 @@ class RayChunkStore:
 
     def stats(self) -> dict[str, int]:
         """See `ChunkStore.stats`."""
-        return {**self._counters, **self._peers.counters, **self._puts.stats()}
+        return {**self._counters, **self._nodes.counters, **self._puts.stats()}
 
     def settle(self, timeout_s: float) -> bool:
         """See `ChunkStore.settle`."""
@@ -126,10 +135,10 @@ class RayChunkStore:
         self._puts.close(_CLOSE_TIMEOUT_S)
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
-        call = self._peers.call(self._node_id, "locate", self._node.locate, query, timeout_s)
+        call = self._nodes.call(self._node_id, "locate", self._nodes.own.locate, query, timeout_s)
         if call is not None:
-            self._remember(query.request_id, self._node)  # an answer that comes too late has it wait there as well
-        found: Found | None = self._peers.answers([call], deadline_s)[0]
+            self._remember(query.request_id, self._nodes.own)  # an answer that comes too late has it wait there as well
+        found: Found | None = self._nodes.answers([call], deadline_s)[0]
         return found
 
     def _ask_spans(self, query: ChainQuery, found: Found, deadline_s: float) -> list[_SourceAndHeader]:
@@ -142,12 +151,12 @@ class RayChunkStore:
         for span in found.spans:
             peer, is_last = found.peers[span.node], span is found.spans[-1]
             question = query_of(query, span, is_last=is_last)
-            call = peer and self._peers.call(span.node, "peer_locate", peer.locate_here, question, left_s)
+            call = peer and self._nodes.call(span.node, "peer_locate", peer.locate_here, question, left_s)
             calls.append(call)
             if call:
                 self._remember(query.request_id, peer)
         sources: list[_SourceAndHeader] = []
-        for span, chunks in zip(found.spans, self._peers.answers(calls, deadline_s), strict=True):
+        for span, chunks in zip(found.spans, self._nodes.answers(calls, deadline_s), strict=True):
             sound = _expected(query, span, chunks or [])
             sources += self._peer_sources(found.peers[span.node], span, sound)
             num_whole = sum(each.num_usable == query.chunk_tokens for each in sound)
@@ -163,7 +172,7 @@ class RayChunkStore:
 
         def on_miss(miss: Miss) -> None:
             self._missed(tier, header.key, miss)
-            self._node.missed.remote(header.key, tier, miss)
+            self._nodes.own.missed.remote(header.key, tier, miss)
 
         if located.path is not None:
             return DiskSource(header, located.num_usable, located.path, on_miss, loading=self._load_notices)
@@ -174,7 +183,7 @@ class RayChunkStore:
     def _peer_sources(self, peer: Any, span: Span, found: Sequence[Located]) -> list[_SourceAndHeader]:
         if not found:
             return []
-        reads = PeerReads(peer, [each.header for each in found], lambda: self._lost(span.node))
+        reads = PeerReads(peer, [each.header for each in found], lambda: self._nodes.lost(span.node))
         return [(self._peer_source(reads, index, each, peer), each.header) for index, each in enumerate(found)]
 
     def _peer_source(self, reads: PeerReads, index: int, located: Located, peer: Any) -> ChunkSource:
@@ -218,23 +227,6 @@ class RayChunkStore:
             while len(self._asked) > _MAX_WAITING:
                 del self._asked[next(iter(self._asked))]
 
-    def _lost(self, node: str) -> None:
-        """An actor is dead for good, its node perhaps too."""
-        self._counters["actors_lost"] += 1
-        if node != self._node_id:
-            self._node.not_reached.remote(node)
-        elif self._reconnecting.acquire(blocking=False):
-            threading.Thread(target=self._reconnect, name="mneme-reconnect", daemon=True).start()
-
-    def _reconnect(self) -> None:
-        try:
-            self._node = self._connect()
-            self._known.clear()
-        except Exception:  # the thread's edge; the next call that fails begins another
-            _logger.exception("cache tier: the node's actor could not be made again")
-        finally:
-            self._reconnecting.release()
-
 
 def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[Located]:
     """What another node found, as far as it is what was asked for."""
@@ -247,3 +239,176 @@ def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[L
         if num_usable < query.chunk_tokens:
             break
     return sound
+
+
+class _Seen(NamedTuple):
+    parent: bytes
+    time_s: float
+
+
+class KnownKeys:
+    """Remembers chunks that this process has seen in the tier, so that few are put twice; thread-safe.
+
+    Of too many the one that was seen longest ago goes first.
+    """
+
+    def __init__(
+        self,
+        max_keys: int = _MAX_KEYS,
+        *,
+        max_age_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """What was seen `max_age_s` ago is not known: to put it again is the use that keeps it there."""
+        self._max_keys, self._max_age_s, self._clock = max_keys, max_age_s, clock
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+
+    def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        since_s = self._clock() - self._max_age_s
+        with self._lock:
+            return frozenset(key for key in keys if key in self._seen and self._seen[key].time_s > since_s)
+
+    def note(self, parents: Mapping[bytes, bytes]) -> None:
+        """These keys, each with its parent's, are there."""
+        now_s = self._clock()
+        with self._lock:
+            for key, parent in parents.items():
+                self._seen[key] = _Seen(parent, now_s)
+                self._seen.move_to_end(key)
+            while len(self._seen) > self._max_keys:
+                self._seen.popitem(last=False)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """They are not."""
+        with self._lock:
+            for key in keys:
+                self._seen.pop(key, None)
+
+    def drop_chain(self, key: bytes) -> None:
+        """It is not, nor need be what it follows: all of that is asked for anew, up to what is not known anyway."""
+        with self._lock:
+            while (seen := self._seen.pop(key, None)) is not None:
+                key = seen.parent
+
+    def clear(self) -> None:
+        with self._lock:
+            self._seen.clear()
+
+
+class _Put(NamedTuple):
+    refs: Refs  # the objects live as long as these
+    header: ChunkHeader
+    num_bytes: int
+    since_s: float
+
+
+class PutsUnderWay:
+    """Sends chunks to this node's actor, bounded in bytes; nobody waits for the answers.
+
+    `done` hears of each put once, on this object's thread: its header, and the answer; None: there is none.
+    """
+
+    def __init__(self, max_bytes: int, wait_s: float, done: Callable[[ChunkHeader, PutAnswer | None], None]) -> None:
+        self._max_bytes, self._wait_s, self._done = max_bytes, wait_s, done
+        self._changed = threading.Condition()
+        self._puts: dict[Any, _Put] = {}  # by answer
+        self._num_bytes = 0
+        self._counters: Counter[str] = Counter()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="mneme-puts", daemon=True)
+        self._thread.start()
+
+    def stats(self) -> dict[str, int]:
+        with self._changed:
+            return {"put_bytes_under_way": self._num_bytes, **self._counters}
+
+    def put(self, node: Any, chunk: Chunk, lineage: Lineage) -> bool:
+        """False if too much is under way for longer than a put may wait, or the store is full."""
+        num_bytes = sum(layer.nbytes for layer in chunk.layers)
+        if not self._reserve(num_bytes):
+            return False
+        answer = None
+        try:
+            refs = put_runs(runs_of(chunk.layers))
+            answer = node.put.remote(chunk.header, refs, lineage)
+        except (MemoryError, RayError):
+            return False
+        finally:
+            if answer is None:
+                self._release(num_bytes, "put_failed")
+        with self._changed:
+            self._puts[answer] = _Put(refs, chunk.header, num_bytes, time.monotonic())
+            self._changed.notify_all()
+        return True
+
+    def settle(self, timeout_s: float) -> bool:
+        """Whether all that was under way when this was called was answered in time."""
+        with self._changed:
+            before = set(self._puts)
+            return self._changed.wait_for(lambda: before.isdisjoint(self._puts), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether all that is under way was answered in time; the rest is let go."""
+        with self._changed:
+            is_empty = self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(2 * _POLL_S)
+        return is_empty
+
+    def _reserve(self, num_bytes: int) -> bool:
+        """Room for one more: there always is when nothing is under way."""
+        with self._changed:
+            has_room = self._changed.wait_for(
+                lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes, self._wait_s
+            )
+            if self._is_closed or not has_room:
+                self._counters["put_dropped"] += 1
+                return False
+            self._num_bytes += num_bytes
+            return True
+
+    def _release(self, num_bytes: int, counter: str) -> None:
+        with self._changed:
+            self._num_bytes -= num_bytes
+            self._counters[counter] += 1
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._puts or self._is_closed)
+                answers = list(self._puts)
+                if self._is_closed:
+                    return
+            try:
+                self._look_at(answers)
+            except Exception:  # the thread's edge
+                logger.exception("puts under way could not be looked at")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, _POLL_S)
+
+    def _look_at(self, answers: list[Any]) -> None:
+        ready, waiting = ray.wait(answers, timeout=_POLL_S)
+        for answer in ready:
+            self._finish(answer, _said(answer))
+        oldest_s = time.monotonic() - _MAX_AGE_S
+        for answer in waiting:
+            if self._puts[answer].since_s < oldest_s:
+                self._finish(answer, None)
+
+    def _finish(self, answer: Any, said: PutAnswer | None) -> None:
+        put = self._puts.pop(answer)
+        try:
+            self._done(put.header, said)
+        finally:
+            self._release(put.num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")
+
+
+def _said(answer: Any) -> PutAnswer | None:
+    try:
+        said: PutAnswer = ray.get(answer, timeout=1.0)  # it is ready
+    except RayError:
+        return None
+    return said

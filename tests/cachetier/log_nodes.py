@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from mneme.cachetier.distributed import log_peers as ray_log_peers
-from mneme.cachetier.distributed.node_logs import NodeSessionLogs
+from mneme.cachetier.distributed import nodes as ray_nodes
+from mneme.cachetier.distributed.nodes import PeerActors
+from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
 from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
-
-_METHODS = {
-    "append_log": lambda logs, key, records, is_copy: logs.append(key, records, is_copy=is_copy),
-    "read_log_here": lambda logs, *args: logs.read_here(*args),
-    "install_log": lambda logs, *args: logs.install(*args),
-    "delete_log_here": lambda logs, *args: logs.delete_here(*args),
-}
 
 
 class Handle:
@@ -29,15 +24,17 @@ class Handle:
     def __init__(self, node: LogNode) -> None:
         self._node, self._logs = node, node.logs
 
-    def __getattr__(self, method: str) -> Any:
-        return type("Method", (), {"remote": lambda _self, *args: self._call(method, *args)})()
+    @property
+    def logs(self) -> Any:
+        """See `NodeActor.logs`."""
+        return SimpleNamespace(remote=self._call)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, call: LogCall, *args: Any) -> Any:
         if self._logs is not self._node.logs:
             raise ActorDiedError
         if self._node.hangs:
             await asyncio.Event().wait()
-        return None if method == "log_node_joined" else await _METHODS[method](self._logs, *args)
+        return await getattr(self._logs, call)(*args)
 
 
 class LogNode:
@@ -51,7 +48,7 @@ class LogNode:
 
     async def start(self) -> None:
         """Its actor, or another in its place."""
-        self.logs = NodeSessionLogs(lambda: self.open_logs(), self.name, "test")
+        self.logs = NodeSessionLogs(lambda: self.open_logs(), PeerActors(self.name, "test"))
         await self.logs.open()
         self.cluster.handles[self.name] = Handle(self)
 
@@ -65,14 +62,14 @@ class LogCluster:
         self.nodes = {name: LogNode(self, name, folder / name) for name in names}
         monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": name, "Alive": True} for name in self.nodes])
         monkeypatch.setattr(ray, "get_actor", lambda name, _namespace: self.handles[name.removeprefix("node-")])
-        monkeypatch.setattr(ray_log_peers, "list_named_actors", lambda **_: self._named())
+        monkeypatch.setattr(ray_nodes, "list_named_actors", lambda **_: self._named())
 
     async def start(self) -> None:
         for node in self.nodes.values():
             node.folder.mkdir()
             await node.start()
         for node in self.nodes.values():
-            node.logs.node_joined()
+            await node.logs.node_joined()
 
     async def add(self, name: str) -> LogNode:
         """A node that joins."""
@@ -80,7 +77,7 @@ class LogCluster:
         node.folder.mkdir()
         await node.start()
         for each in self.nodes.values():
-            each.logs.node_joined()
+            await each.logs.node_joined()
         return node
 
     async def close(self) -> None:

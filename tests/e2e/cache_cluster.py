@@ -27,7 +27,7 @@ from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
-from mneme.cachetier.distributed.node_identity import node_actor_name
+from mneme.cachetier.distributed.nodes import node_actor_name
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node
 from tests.cachetier.chunks import chunk_of

@@ -15,7 +15,7 @@ from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import owner_of, prefix_lineage
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.admin import RayCacheAdmin
-from mneme.cachetier.distributed.node_identity import node_actor_name
+from mneme.cachetier.distributed.nodes import node_actor_name
 from mneme.cachetier.sessions.record import SessionState, whole
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import ChainQuery
@@ -125,7 +125,7 @@ def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster
     engine = cluster.engine("a", CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk), "counted")
     assert all(call(engine.put, tokens(1, 1)))  # the directory hears of it
     record = whole(SessionState(version=1, ids=ids_of(1, 1)))
-    assert call(cluster.node_actor("a", "counted").append_log, key_number(1), [record]) is Appended.WRITTEN
+    assert call(cluster.node_actor("a", "counted").logs, "append", key_number(1), [record]) is Appended.WRITTEN
     admin = RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-counted")
     eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
     found = samples(cache_metrics(admin.stats(), []))

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.distributed import log_copies as ray_log_copies
-from mneme.cachetier.distributed import log_peers as ray_log_peers
-from mneme.cachetier.distributed import node_logs as ray_node_logs
-from mneme.cachetier.distributed.log_peers import rendezvous
-from mneme.cachetier.distributed.node_logs import LogRead
+from mneme.cachetier.distributed import nodes as ray_nodes
+from mneme.cachetier.distributed import session_logs as ray_session_logs
+from mneme.cachetier.distributed.nodes import rendezvous
+from mneme.cachetier.distributed.session_logs import LogRead
 from mneme.cachetier.sessions.record import replayed, whole
 from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
@@ -29,8 +28,8 @@ def play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, Callable[[LogCluster], Awaitable[None]]], None]:
     """Nodes of these names, and what happens to them."""
-    monkeypatch.setattr(ray_log_copies, "_COPY_S", 0.2)
-    monkeypatch.setattr(ray_log_peers, "_MEMBERS_S", 0.05)
+    monkeypatch.setattr(ray_session_logs, "_COPY_S", 0.2)
+    monkeypatch.setattr(ray_nodes, "_MEMBERS_S", 0.05)
 
     def play(names: str, scene: Callable[[LogCluster], Awaitable[None]]) -> None:
         async def run() -> None:
@@ -120,7 +119,7 @@ def test_nodes_whose_actor_is_gone_count_for_a_while(play, monkeypatch: pytest.M
         await eventually(lambda: _is_sure(one))
         assert time.monotonic() - since_s > 0.5
 
-    monkeypatch.setattr(ray_log_peers, "_BACK_S", 0.5)
+    monkeypatch.setattr(ray_nodes, "_BACK_S", 0.5)
     play("ab", scene)
 
 
@@ -149,11 +148,11 @@ def test_a_copy_that_nobody_can_take_is_made_later(play, monkeypatch: pytest.Mon
         writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
         peer.hangs = True
         await say(writer, KEY, 0, 2)
-        await eventually(lambda: _copies(writer, "copy_failed") >= 1)
+        await eventually(lambda: _copies(writer, "copy_failed"))
         peer.hangs = False
         await eventually(lambda: _is_at(peer, 2))
 
-    monkeypatch.setattr(ray_log_copies, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(ray_session_logs, "_AGAIN_S", 0.05)
     play("ab", scene)
 
 
@@ -164,7 +163,7 @@ def test_a_copy_for_which_there_is_no_peer_yet_is_made_once_there_is_one(play) -
         writer, gone = cluster.nodes["a"], key_number(2)
         for key in (KEY, gone):
             await say(writer, key, 0, 2)
-        await eventually(lambda: _copies(writer, "copy_alone") >= 2)
+        await eventually(lambda: _are_alone(writer, 2))
         assert await writer.logs.delete(gone, 0, READ_S)
         peer = await cluster.add("b")
         await eventually(lambda: _is_at(peer, 2))
@@ -173,8 +172,13 @@ def test_a_copy_for_which_there_is_no_peer_yet_is_made_once_there_is_one(play) -
     play("a", scene)
 
 
-def _copies(node: LogNode, outcome: str) -> int:
-    return node.logs._copies.counters[outcome]
+async def _are_alone(node: LogNode, num: int) -> bool:
+    return await _copies(node, "copy_alone") >= num
+
+
+async def _copies(node: LogNode, *outcomes: str) -> int:
+    copies = (await node.logs.stats())["copies"]
+    return sum(copies.get(outcome, 0) for outcome in outcomes)
 
 
 def test_copies_that_waited_when_an_actor_was_killed_are_made_by_the_next(play) -> None:
@@ -195,9 +199,9 @@ def test_copies_that_waited_when_an_actor_was_killed_are_made_by_the_next(play) 
 def test_a_peer_that_has_what_is_newer_keeps_it(play) -> None:
     async def scene(cluster: LogCluster) -> None:
         writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
-        assert await peer.logs.append(KEY, [whole(STEPS[-1][1])], is_copy=True) is Appended.WRITTEN
+        assert await peer.logs.append_here(KEY, [whole(STEPS[-1][1])]) is Appended.WRITTEN
         await say(writer, KEY, 0, 2)
-        await eventually(lambda: _copies(writer, "copied") + _copies(writer, "copied_whole") >= 1)
+        await eventually(lambda: _copies(writer, "copied", "copied_whole"))
         assert await turns_at(peer, KEY) == 6
 
     play("ab", scene)
@@ -218,5 +222,5 @@ def test_a_folder_that_cannot_be_used_is_tried_again(play, monkeypatch: pytest.M
         await eventually(lambda: _is_at(two, 1))
         await say(two, KEY, 1, 2)
 
-    monkeypatch.setattr(ray_node_logs, "_OPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(ray_session_logs, "_OPEN_AGAIN_S", 0.05)
     play("ab", scene)

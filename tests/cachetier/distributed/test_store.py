@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,12 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.distributed import peers as ray_peers
+from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import store as ray_store
-from mneme.cachetier.distributed.actor import Found
-from mneme.cachetier.distributed.chain_spans import Span
-from mneme.cachetier.distributed.puts import PutAnswer
-from mneme.cachetier.distributed.sources import LoadNotices
-from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.directory import Span
+from mneme.cachetier.distributed.objects import LoadNotices
+from mneme.cachetier.distributed.store import KnownKeys, PutsUnderWay, RayChunkStore
 from mneme.cachetier.node.promoting import LOADS_AGAIN_S
 from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located
@@ -95,7 +95,7 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def store(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> RayChunkStore:
-    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
+    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
     return make_store(node, monkeypatch, PromptPuts)
 
 
@@ -179,7 +179,7 @@ def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
     def late(answer: object, timeout: float) -> object:
         raise GetTimeoutError
 
-    monkeypatch.setattr(ray_peers, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
+    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
     assert store.locate(query, 1.0) == []
     store.forget(["r", "another"])
@@ -250,3 +250,140 @@ def locate(store: RayChunkStore, keys: list[bytes]) -> None:
     """Its last chunks, none of which the fake finds."""
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, first=len(KEYS) - len(keys))
     assert store.locate(query, 1.0) == []
+
+
+def test_the_key_that_was_seen_longest_ago_is_forgotten_first() -> None:
+    known = KnownKeys(2)
+    known.note({b"1": b"0", b"2": b"1"})
+    known.note({b"1": b"0"})
+    known.note({b"3": b"2"})
+    assert known.among([b"1", b"2", b"3"]) == {b"1", b"3"}
+
+
+def test_what_was_seen_long_ago_is_put_again() -> None:
+    """Who has a chunk on its device does not ask for it: to put it is what keeps it from expiring."""
+    clock = Clock()
+    known = KnownKeys(max_age_s=10, clock=clock)
+    known.note({b"1": b"0", b"2": b"1"})
+    clock.now_s += 9
+    assert known.among([b"1", b"2"]) == {b"1", b"2"}
+    known.note({b"1": b"0"})
+    clock.now_s += 9
+    assert known.among([b"1", b"2"]) == {b"1"}
+
+
+def test_what_is_gone_is_not_known() -> None:
+    known = KnownKeys()
+    known.note({b"1": b"0", b"2": b"1"})
+    known.drop([b"1", b"never seen"])
+    assert known.among([b"1", b"2"]) == {b"2"}
+    known.clear()
+    assert not known.among([b"2"])
+
+
+def test_a_chain_is_dropped_up_to_what_is_not_known_anyway() -> None:
+    known = KnownKeys()
+    known.note({b"1": b"0", b"3": b"2", b"4": b"3", b"5": b"4", b"x": b"3"})
+    known.drop_chain(b"4")
+    assert known.among([b"1", b"3", b"4", b"5", b"x"]) == {b"1", b"5", b"x"}
+
+
+CHUNK = chunk_of(list(range(8)))
+ANSWER = PutAnswer(HostPut.TAKEN, True, 1)
+WAIT_S = 30.0
+
+
+class FakeRay:
+    """Answers are those that a node gave; `wait` says that all are ready."""
+
+    def __init__(self) -> None:
+        self.wait: Callable[..., Any] = lambda answers, timeout: (answers, [])
+
+    def get(self, answer: object, timeout: float) -> PutAnswer:
+        return ANSWER
+
+
+class Node:
+    """`error` is raised instead of a put."""
+
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.put = SimpleNamespace(remote=self._put)
+
+    def _put(self, *args: object) -> object:
+        if self.error is not None:
+            raise self.error
+        return object()
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(ray_store, "ray", fake)
+    monkeypatch.setattr(ray_store, "put_runs", lambda runs: ())
+    return fake
+
+
+@pytest.fixture
+def heard() -> list[ChunkHeader]:
+    return []
+
+
+@pytest.fixture
+def puts(fake_ray: FakeRay, heard: list[ChunkHeader]) -> Iterator[PutsUnderWay]:
+    puts = PutsUnderWay(1, 0.0, lambda header, answer: heard.append(header))
+    yield puts
+    puts.close(WAIT_S)
+
+
+def test_a_put_that_raises_is_not_under_way(puts: PutsUnderWay) -> None:
+    node = Node()
+    node.error = TypeError("a bug")
+    with pytest.raises(TypeError):
+        puts.put(node, CHUNK, LINEAGE)
+    assert puts.stats() == {"put_bytes_under_way": 0, "put_failed": 1}
+    node.error = None
+    assert puts.put(node, CHUNK, LINEAGE)  # there is room
+    assert puts.settle(WAIT_S)
+
+
+def test_an_answer_that_cannot_be_taken_in_is_over(
+    puts: PutsUnderWay, heard: list[ChunkHeader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(header: ChunkHeader, answer: PutAnswer | None) -> None:
+        heard.append(header)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(puts, "_done", fails)
+    assert puts.put(Node(), CHUNK, LINEAGE)
+    assert puts.settle(WAIT_S)
+    assert puts.close(WAIT_S)
+    assert (puts.stats()["put_bytes_under_way"], heard) == (0, [CHUNK.header])
+
+
+def test_answers_that_cannot_be_waited_for_are_looked_at_now_and_then(
+    fake_ray: FakeRay, puts: PutsUnderWay, heard: list[ChunkHeader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sound, num_failures = fake_ray.wait, threading.Semaphore(3)
+
+    def wait(answers: list[object], timeout: float) -> object:
+        if num_failures.acquire(blocking=False):
+            raise RuntimeError("Ray is gone")
+        return sound(answers, timeout)
+
+    fake_ray.wait = wait
+    monkeypatch.setattr(ray_store, "_POLL_S", 0.001)
+    waits = puts._changed.wait_for
+
+    def wait_for(predicate: Callable[[], object], timeout: float | None = None) -> object:
+        if timeout == 0.001:
+            pauses.append(timeout)
+        return waits(predicate, timeout)
+
+    monkeypatch.setattr(puts._changed, "wait_for", wait_for)
+    assert puts.put(Node(), CHUNK, LINEAGE)
+    assert puts.settle(WAIT_S)
+    assert len(pauses) == 3
+    assert heard == [CHUNK.header]

@@ -8,9 +8,8 @@ import pytest
 
 from mneme.cachetier.chunk.header import U8Array
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.distributed import sources as ray_sources
-from mneme.cachetier.distributed.objects import Refs
-from mneme.cachetier.distributed.sources import ObjectLayers
+from mneme.cachetier.distributed import objects as ray_sources
+from mneme.cachetier.distributed.objects import ObjectLayers, Refs
 from tests.cachetier.chunks import CHUNK_TOKENS, chain_of
 
 CHUNK = chain_of(list(range(1, CHUNK_TOKENS + 1)))[0]

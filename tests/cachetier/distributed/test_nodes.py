@@ -1,0 +1,157 @@
+"""Asking other nodes: breakers, late answers, and looking actors up in bounded time; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from mneme.cachetier.distributed import nodes as ray_nodes
+from mneme.cachetier.distributed.nodes import Breaker, NodeCalls, PeerActors, node_actor_name
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def opened(clock: Clock) -> Breaker:
+    breaker = Breaker(clock)
+    for _ in range(3):
+        assert breaker.allows()
+        breaker.failed()
+    return breaker
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(Clock())
+    for _ in range(10):
+        breaker.failed()
+        breaker.failed()
+        breaker.succeeded()
+    assert breaker.allows()
+    assert not breaker.is_open
+
+
+def test_after_a_pause_one_try_is_allowed_and_a_success_closes_it() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    assert not breaker.allows()
+    clock.now_s += 1.0
+    assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    breaker.succeeded()
+    assert [breaker.allows() for _ in range(3)] == [True] * 3
+
+
+def test_pauses_grow_to_a_bound() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    waits = []
+    for _ in range(12):
+        start_s = clock.now_s
+        while not breaker.allows():
+            clock.now_s += 0.25
+        waits.append(clock.now_s - start_s)
+        breaker.failed()
+    assert waits == sorted(waits)
+    assert waits[0] <= 0.5
+    assert waits[-1] == 16.0
+
+
+def test_a_try_whose_end_is_never_told_does_not_close_it_for_ever() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now_s += 1.0
+    assert breaker.allows()
+    clock.now_s += 20.0
+    assert breaker.allows()
+
+
+WAIT_S = 30.0
+
+
+def test_late_answers_are_let_go_of_though_nobody_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name objects of chunks, which stay in memory as long as that."""
+    looked_at: list[object] = []
+    all_were = threading.Event()
+
+    def get(answer: object, timeout: float) -> object:
+        raise GetTimeoutError
+
+    def wait(answers: list[object], timeout: float) -> Any:
+        looked_at.extend(answers)
+        if len(looked_at) == 3:
+            all_were.set()
+        return answers, []
+
+    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=get, wait=wait, is_initialized=lambda: True))
+    monkeypatch.setattr(ray_nodes, "_LATE_S", 0.01)
+    calls_to = NodeCalls("n", lambda: None)
+    calls = [calls_to.call("n", "locate", SimpleNamespace(remote=lambda each=each: each)) for each in range(3)]
+    assert calls_to.answers(calls, 0.0) == [None] * 3
+    assert all_were.wait(WAIT_S)
+    assert looked_at == [0, 1, 2]
+    assert calls_to.is_up()
+
+
+WAIT_S = 30.0
+
+
+class Names:
+    """Answers in the place of Ray, once `is_open`: these nodes live, and "nobody" has no actor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *nodes: str) -> None:
+        self.is_open = threading.Event()
+        self.asked: list[str] = []
+        self.nodes = nodes
+        named = [{"name": node_actor_name(node), "namespace": "test"} for node in nodes]
+        fake = SimpleNamespace(nodes=self.alive, get_actor=self.find)
+        monkeypatch.setattr(ray_nodes, "ray", fake)
+        monkeypatch.setattr(ray_nodes, "list_named_actors", lambda **_: named)
+
+    def alive(self) -> list[dict[str, object]]:
+        assert self.is_open.wait(WAIT_S)
+        return [{"NodeID": node, "Alive": True} for node in self.nodes]
+
+    def find(self, name: str, namespace: str) -> str:
+        node = name.removeprefix(node_actor_name(""))
+        self.asked.append(node)
+        if node == "nobody":
+            raise ValueError(node)
+        return f"{node}{len(self.asked)}"
+
+
+def test_actors_are_looked_up_once_and_again_where_one_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, "a", "b", "nobody")
+    peers = PeerActors("own", "test")
+
+    async def run() -> None:
+        names.is_open.set()
+        assert await peers.of(("a", "b", "nobody"), WAIT_S) == {"a": "a1", "b": "b2", "nobody": None}
+        assert await peers.of(("b", "a"), WAIT_S) == {"a": "a1", "b": "b2"}
+        assert names.asked == ["a", "b", "nobody"]
+        peers.drop("a")
+        assert await peers.of(("a",), WAIT_S) == {"a": "a4"}
+
+    asyncio.run(run())
+
+
+def test_what_comes_too_late_is_there_for_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, "a")
+    peers = PeerActors("own", "test")
+
+    async def run() -> None:
+        for _ in range(3):
+            assert await peers.of(("a",), 0.0) == {"a": None}
+        names.is_open.set()
+        assert await peers.of(("a",), WAIT_S) == {"a": "a1"}
+        assert names.asked == ["a"]
+
+    asyncio.run(run())
