@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mneme.cachetier.policy.calibration import costs_in
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.config import parse
 from mneme.errors import ConfigError, shown
 
 GB = 1e9
@@ -87,15 +88,7 @@ def load_costs(path: Path | None, given: Mapping[str, float] | None = None) -> C
 
 def load_table(kind: type[Table], path: Path | None) -> Table:
     """From a JSON object with some of the fields; None gives the defaults. Raises `ConfigError`."""
-    if path is None:
-        return kind()
-    given = _read(path)
-    known = [field.name for field in fields(kind)]
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: must be one JSON object with some of {', '.join(known)}")
-    if unknown := set(given) - set(known):
-        raise ConfigError(f"{path}: unknown {shown(min(unknown))}; there are {', '.join(known)}")
-    return kind(**given)
+    return kind() if path is None else parse(kind, _read(path), str(path))
 
 
 def _read(path: Path) -> Any:
@@ -109,5 +102,5 @@ def _read(path: Path) -> Any:
 
 def _check_positive(table: Rates | Prices) -> None:
     for name, value in asdict(table).items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        if not 0 < value <= _LARGEST:
             raise ConfigError(f"{name}: must be a number over 0 and at most {_LARGEST:g} (got {shown(value)})")

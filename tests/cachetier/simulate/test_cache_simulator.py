@@ -9,8 +9,7 @@ import pytest
 from mneme.cachetier.policy.eviction import LONG_S, USED_ONCE_S, Candidate, Ghosts, ReturningPolicy, make_policy
 from mneme.cachetier.policy.load_controller import overlapped_s
 from mneme.cachetier.simulate.costs import Rates
-from mneme.cachetier.simulate.loads import SimulatedLoads
-from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, CacheSimulator
+from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, CacheSimulator, SimulatedLoads
 from mneme.cachetier.simulate.tiers import GHOSTS, SimulatedTiers
 from mneme.errors import ConfigError
 from tests.cachetier.trace_cases import lru_ratio, min_ratio, random_trace, request

@@ -158,9 +158,9 @@ def test_tables_are_read_and_checked(tmp_path: Path) -> None:
     assert load_table(Prices, path).hourly(2.0, 10.0, 0.0) == 2 * 20.0 + 5.0
     assert load_table(Rates, None) == Rates()
     for text, rule in {
-        "{": "no readable JSON", "[]": "must be one JSON object", '{"gpu": 1}': "unknown 'gpu'",
-        '{"disk_gb_per_hour": 0}': "must be a number over 0", '{"disk_gb_per_hour": "1"}': "must be a number over 0",
-        '{"disk_gb_per_hour": NaN}': "must be a number over 0", '{"disk_gb_per_hour": true}': "must be a number",
+        "{": "no readable JSON", "[]": "must be a mapping", '{"gpu": 1}': "gpu: unknown key",
+        '{"disk_gb_per_hour": 0}': "must be a number over 0", '{"disk_gb_per_hour": "1"}': "must be of type float",
+        '{"disk_gb_per_hour": NaN}': "must be a number over 0", '{"disk_gb_per_hour": true}': "must be of type float",
     }.items():  # fmt: skip
         path.write_text(text)
         with pytest.raises(ConfigError, match=rule):
