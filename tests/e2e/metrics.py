@@ -9,7 +9,7 @@ import httpx
 
 from tests.cluster.metric_samples import samples_of
 
-IDLE_LIMIT_S = 20.0
+IDLE_LIMIT_S = 60.0
 
 
 class Metrics(NamedTuple):

@@ -38,7 +38,7 @@ def run(
         client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig(), warm_up=warm_up)
         client.set_replicas(replicas)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await scenario(calls, client)
         finally:
             await client.close()
