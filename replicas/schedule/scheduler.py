@@ -24,10 +24,9 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Node, Pin
 from mneme.replicas.forest.pages import OutOfPages
 from mneme.replicas.schedule.grafting import Grafting
-from mneme.replicas.schedule.path_room import PathRoom
+from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
-from mneme.replicas.schedule.truncating import AttentionMass, PathOpener
 from mneme.replicas.sequence import Chunk, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
@@ -49,7 +48,6 @@ class Scheduler:
     ) -> None:
         self._forest = forest
         self._opener, self._grafting = PathOpener(forest, attention_mass), Grafting(forest)
-        self._room = PathRoom(forest, self._opener)
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self.waiting = WaitingQueue()
@@ -165,7 +163,7 @@ class Scheduler:
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
                 return
-            if not self._room.open(sequence, len(self.running), budget):
+            if not self._opener.admit(sequence, len(self.running), budget):
                 self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
             self.waiting.pop(self._start(sequence))
@@ -174,12 +172,12 @@ class Scheduler:
     def _admit_behind(self, head: Sequence, chunks: list[Chunk]) -> None:
         """While the head waits for its chunks, those of the next few that do not hold it up: their whole prompts are
         computed in this step, and they leave the head its pages and its place among the running."""
-        num_kept = self._room.num_pages(head)
+        num_kept = self._opener.num_pages(head)
         for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
             is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
             is_ready = self._grafting.comes_whole(sequence, self._budget, has_others=self._has_streams)
             can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
-            if can_run and self._room.open(sequence, len(self.running), self._budget, num_kept=num_kept):
+            if can_run and self._opener.admit(sequence, len(self.running), self._budget, num_kept=num_kept):
                 self.waiting.overtake(sequence, self._start(sequence))
                 self._begin(sequence, chunks, has_others=False)
 

@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from mneme.cachetier.chunk.keys import owner_of
 from mneme.cachetier.config import CacheConfig
@@ -20,18 +21,19 @@ from mneme.cachetier.sessions.record import SessionState, replayed, taken_over
 from mneme.cachetier.sessions.store import SessionLogStore, log_key
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.sessions.log_readers import LogReaders
 from mneme.replicas.sessions.log_writer import SessionLogWriter
 from mneme.replicas.sessions.sessions import SessionKey, Sessions, session_key
 from mneme.replicas.sessions.token_log import is_usable
+from mneme.replicas.workers import Workers
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 READ_S = 0.2  # how long a turn waits for its session's log, at most
 DELETE_S = 5.0
+_NUM_READERS = 4
 _BURST_S = 0.005  # of several turns at once: so much longer for each
 
-
+_T = TypeVar("_T")
 OpenSessionLogs = Callable[[CacheConfig, float], SessionLogStore | None]  # the second: sessions' time to live, seconds
 
 
@@ -77,7 +79,7 @@ class DurableSessions:
         self._store, self._model, self._vocab_size = store, model, vocab_size
         self._read_s, self._wall_clock = read_s, wall_clock
         self.writer = SessionLogWriter(store, model, wall_clock=wall_clock)
-        self._readers = LogReaders()
+        self._readers = _LogReaders()
         self._counters: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -85,7 +87,7 @@ class DurableSessions:
         """The sessions whose logs are newer than the versions that are known, and those whose logs cannot be read."""
         versions = {key: version_of(key) for key in keys}
         ends_s = time.monotonic() + self._read_s + _BURST_S * (len(versions) - 1)
-        reads = [(key, self._begin_read(key, version)) for key, version in versions.items()]
+        reads = [(key, self._readers.begin(partial(self._read, key, version))) for key, version in versions.items()]
         return [recalled for key, read in reads if (recalled := self._finish_read(key, read, ends_s))]
 
     def restore(self, sessions: Sessions, requests: Iterable[GenerationRequest]) -> None:
@@ -119,9 +121,6 @@ class DurableSessions:
         self._readers.close()
         self._store.close()
 
-    def _begin_read(self, key: SessionKey, version: int) -> Future[SessionState | None] | None:
-        return self._readers.begin(lambda: self._read(key, version))
-
     def _finish_read(self, key: SessionKey, read: Future[SessionState | None] | None, ends_s: float) -> Recalled | None:
         try:
             if read is None:
@@ -130,7 +129,7 @@ class DurableSessions:
         except (OSError, CancelledError):  # a timeout too
             return self._failed(key)
         except Exception:  # the store's edge: whatever it is, the turn goes on without
-            log.exception("a session's log could not be read")
+            logger.exception("a session's log could not be read")
             return self._failed(key)
         return None if state is None else Recalled(key, state, taken_over(state.version, self._wall_clock()))
 
@@ -148,3 +147,57 @@ class DurableSessions:
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1
         return state if is_sound else SessionState(version=state.version)  # as if it were deleted
+
+
+class _LogReaders:
+    """Reads a few logs at a time, none for longer than somebody waits for it. Thread-safe.
+
+    A read that hangs keeps its thread, not the process.
+    """
+
+    def __init__(self) -> None:
+        self._workers = Workers("session-log-reader", _NUM_READERS)
+        self._late: set[Future[Any]] = set()  # that run though nobody waits any more
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def begin(self, read: Callable[[], _T]) -> Future[_T] | None:
+        """None: it would not be read, as each thread hangs in another read, or all is closed."""
+        with self._lock:
+            if self._is_closed or len(self._late) >= _NUM_READERS:
+                return None
+        begun: Future[_T] = Future()
+        self._workers.run(lambda: self._run(begun, read))
+        return begun
+
+    def result(self, begun: Future[_T], until_s: float) -> _T:
+        """By that time of `time.monotonic`; raises what the read did, `TimeoutError` or `CancelledError`."""
+        try:
+            return begun.result(max(until_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            self._give_up(begun)
+            raise
+
+    def close(self) -> None:
+        """What is not begun is cancelled; what runs is not waited for."""
+        with self._lock:
+            self._is_closed = True
+        self._workers.close(0.0)
+
+    def _run(self, begun: Future[_T], read: Callable[[], _T]) -> None:
+        if self._is_closed:
+            begun.cancel()
+        if not begun.set_running_or_notify_cancel():
+            return
+        try:
+            begun.set_result(read())
+        except BaseException as error:  # whoever waits has it
+            begun.set_exception(error)
+        with self._lock:
+            self._late.discard(begun)
+
+    def _give_up(self, begun: Future[_T]) -> None:
+        """It is never begun; or it hangs."""
+        with self._lock:
+            if not begun.cancel() and not begun.done():
+                self._late.add(begun)

@@ -1,4 +1,4 @@
-"""Gives sequences their paths, and makes room where one outgrows its window (AttentionStore 3.4).
+"""Gives sequences their paths where there is room, and shortens one that outgrows its window (AttentionStore 3.4).
 
 `reuse_kv` keeps the KV of what stays: references are dropped, deltas lowered, nothing is computed or moved. What is
 computed from then on is approximate: it hangs under a root of the session's own. Where some of what was kept is gone
@@ -15,12 +15,13 @@ from collections.abc import Callable
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Path
 from mneme.replicas.forest.paths import Spans
+from mneme.replicas.schedule.step_budget import StepBudget
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation, plan_truncation
 
-# Of each of a path's tokens, which are the first of these ids; None if some of them are not computed yet.
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
+# Gives the mass of each of a path's tokens, which are the first of these ids; None if some are not computed yet.
 AttentionMass = Callable[[Path, list[int]], list[float] | None]
 
 
@@ -38,6 +39,48 @@ class PathOpener:
             path, sequence.root = self._forest.open_path(sequence.request.salt), None
         self._forest.extend(path, sequence.context, len(sequence.context))
         return self.shorten(sequence, path, sequence.num_history) if sequence.is_over else path
+
+    def admit(self, sequence: Sequence, num_running: int, budget: StepBudget, *, num_kept: int = 0) -> bool:
+        """Give the sequence a path with what is resident, if the rest of its tokens fits too, beside so many pages.
+
+        With nothing else running, it always gets one.
+        """
+        path = self.open(sequence)
+        if not self._fits(path, sequence, num_running, budget, num_kept):
+            self._forest.release(path)
+            if num_running:
+                return False
+            path = self._open_alone(sequence, budget)
+        sequence.path, sequence.was_admitted = path, True
+        return True
+
+    def _open_alone(self, sequence: Sequence, budget: StepBudget) -> Path:
+        """Too few pages with nothing else running: its cached tokens lie in half-used pages.
+
+        It is tried again without them, and finally with an empty cache.
+        """
+        if sequence.root is not None:
+            sequence.root = None  # what it sees is computed anew
+            path = self.open(sequence)
+            if self._fits(path, sequence, 0, budget):
+                return path
+            self._forest.release(path)
+        self._forest.clear()
+        return self.open(sequence)
+
+    def num_pages(self, sequence: Sequence) -> int:
+        """Pages that the sequence may need, whatever is resident."""
+        return -(-len(sequence.context) // self._forest.page_size) + 1
+
+    def _fits(self, path: Path, sequence: Sequence, num_running: int, budget: StepBudget, num_kept: int = 0) -> bool:
+        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.
+
+        Prompts that were cut in this step count as if they were whole.
+        """
+        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
+        kept = num_kept + (max(self._forest.num_reserved, num_running) if num_running else 0)
+        kept += budget.num_promised(path, sequence.context)
+        return needed + kept <= self._forest.num_available
 
     def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
         """The path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
@@ -75,7 +118,7 @@ class PathOpener:
         try:
             masses = self._attention_mass(path, context)
         except RuntimeError:  # it is an advice: no memory for it must not fail the batch
-            log.exception("attention mass failed tokens=%s", num_history)
+            logger.exception("attention mass failed tokens=%s", num_history)
             return None
         return None if masses is None else [*masses, 0.0][:num_history]
 
