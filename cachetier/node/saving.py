@@ -6,6 +6,7 @@ deleted or superseded meanwhile does not stay on the disk.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import islice
@@ -101,14 +102,19 @@ class Saver:
     def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
         """What went before it does not go for it."""
         is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
-        with self._lock:
-            if self._is_kept(header.key):
-                return HostPut.KEPT
-            if self._is_orphan(header):
-                self._host.counters["orphan"] += 1
-                return HostPut.REFUSED
-            is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
-            if not is_admitted and not (is_to_write and self._host.reserve_passage(header)):
+        until_s = time.monotonic() + self._room_wait_s
+        while True:
+            with self._lock:
+                if self._is_kept(header.key):
+                    return HostPut.KEPT
+                if self._is_orphan(header):
+                    self._host.counters["orphan"] += 1
+                    return HostPut.REFUSED
+                is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
+                if is_admitted or (is_to_write and self._host.reserve_passage(header)):
+                    break
+            wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
+            if self.writer is None or wait_s <= 0 or not self.writer.await_one(wait_s):
                 return HostPut.REFUSED
         self._tiers.settle()  # the bytes of what goes for it are free before its own come
         held = self._taken(header, payload, is_passing=not is_admitted)

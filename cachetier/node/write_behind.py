@@ -65,6 +65,7 @@ class WriteBehind:
         self._num_bytes = 0
         self._num_finishing = 0
         self._num_hurries = 0
+        self._num_ended = 0  # chunks that were written or cancelled
         self._num_yields = 0
         self._is_stalled = False  # somebody waited for room in vain, and nothing was written since
         self._counters: Counter[str] = Counter()
@@ -103,6 +104,16 @@ class WriteBehind:
             self._num_bytes += pending.num_bytes
         self._thread.wake()
         return True
+
+    def await_one(self, timeout_s: float) -> bool:
+        """Whether a chunk of the queue ended in this time: memory that it held can go for another."""
+        with self._changed:
+            if self._is_stalled or not self._num_bytes:
+                return False
+            before = self._num_ended
+            has_ended = self._in_a_hurry(lambda: self._num_ended > before, timeout_s)
+            self._is_stalled = not has_ended
+            return has_ended
 
     def cancel(self, keys: Iterable[bytes]) -> int:
         """These are not wanted any more; how many are not written. One that is being written is."""
@@ -146,6 +157,7 @@ class WriteBehind:
             (self._whole if pending.header.key in self._whole else self._tails).pop(pending.header.key)
         try:
             self._write(pending)
+            self._is_stalled = False
         finally:
             self._finish(pending)
         return 0.0
@@ -180,13 +192,13 @@ class WriteBehind:
         with self._changed:
             self._num_bytes -= pending.num_bytes
             self._num_finishing += 1
-            self._is_stalled = False
             self._changed.notify_all()
         try:
             self._done(pending)  # which may submit another
         finally:
             with self._changed:
                 self._num_finishing -= 1
+                self._num_ended += 1
                 self._changed.notify_all()
 
     def _count(self, name: str) -> None:

@@ -95,6 +95,19 @@ def check_empty(store: ProcessChunkStore, folder: Path | None) -> None:
         assert (stats["disk"]["bytes"], stats["writer"]["bytes"], folder_bytes(folder)) == (0, 0, 0)
 
 
+def test_conversations_that_are_many_times_what_memory_holds_are_all_on_the_disk(tmp_path: Path) -> None:
+    """Each chain to its tail, which waits: until it is written, nothing of the chain can go from memory."""
+    disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1000 * BLOCK)
+    store = ProcessChunkStore(CacheConfig(host_bytes=24 * BLOCK, disk=disk))
+    try:
+        chunks = [chunk for number in range(10) for chunk in chain_of([number, *range(40)])]
+        assert all(store.put(chunk, LINEAGE) for chunk in chunks)
+        assert store.node.flush(TIMEOUT_S)
+        assert store.node.stats()["disk"]["chunks"] == len(chunks)
+    finally:
+        store.close()
+
+
 def test_chunks_are_found_from_memory_then_from_disk(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert all(store.put(chunk, LINEAGE) for chunk in CHUNKS)

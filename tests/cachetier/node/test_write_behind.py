@@ -69,6 +69,10 @@ def test_for_a_disk_that_writes_nothing_only_the_first_waits() -> None:
     assert [queue.give(whole(number))[1] for number in range(2)] == [True, True]
     assert not queue.give(whole(2), 0.01)[1]
     assert not queue.give(whole(3), FOREVER_S)[1]
+    queue.cancel([chunk_of(whole(1)).header.key])
+    assert queue.give(whole(1))[1]
+    assert not queue.give(whole(3), FOREVER_S)[1]  # what is cancelled is not written
+    assert not queue.await_one(FOREVER_S)
     goes_on.set()
     assert queue.flush(TIMEOUT_S)
     assert queue.give(whole(4), FOREVER_S)[1]
