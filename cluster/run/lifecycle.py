@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mneme.cluster.config import ClusterConfig
+from mneme.cluster.config import SETTLE_S, ClusterConfig
 from mneme.cluster.run import environment, preflight
 from mneme.cluster.run.janitor import Janitor
 from mneme.cluster.run.signals import StopSignals
@@ -34,7 +34,7 @@ from mneme.errors import MnemeError
 logger = logging.getLogger(__name__)
 
 APPLICATION = "mneme"
-_CACHE_CLOSE_S = 4.0
+_CACHE_CLOSE_S = 3.0
 # An orderly stop takes 1 to 2 s; on a machine that is busy it is cut off, so that all has stopped within 10 s.
 GRACE_S = 8.5
 _INGRESS_S = 0.5  # for the call that ends answers
@@ -152,7 +152,7 @@ class LocalCluster:
 
     def _end_answers(self) -> None:
         """Streams that have not ended within `http.shutdown_grace_s` end with an error that says why."""
-        timeout_s = self.config.http.shutdown_grace_s + _INGRESS_S
+        timeout_s = self.config.http.shutdown_grace_s + SETTLE_S + _INGRESS_S
 
         async def stop() -> None:
             await self._ingress.broadcast("end_answers").results_async(timeout_s=timeout_s)

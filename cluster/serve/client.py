@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
+from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import ReplicaStats, newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session
+from mneme.replicas.engine.kv_commands import settle_saves
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation
@@ -209,13 +211,21 @@ class RayEngineClient:
         self._update_candidates()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests; those that have not ended after `grace_s` end with an error."""
+        """Take no more requests; those that have not ended after `grace_s` end with an error.
+
+        What replicas are saving is waited for, within `SETTLE_S`: the cache tier may be closed when this returns.
+        """
         self._is_stopping = True
         clock = asyncio.get_running_loop().time
         deadline = clock() + grace_s
         while clock() < deadline and any(link.is_busy for link in self._links.values()):
             await asyncio.sleep(_STOP_POLL_S)
+        with contextlib.suppress(MnemeError, TimeoutError):
+            await asyncio.wait_for(self._settle(), SETTLE_S)
         await self.close()
+
+    async def _settle(self) -> None:
+        await asyncio.gather(*(self._try_one(replica_id, settle_saves()) for replica_id in self._links))
 
     async def close(self) -> None:
         """Close all links."""

@@ -450,5 +450,6 @@ def test_a_client_that_stops_ends_what_runs_and_takes_no_more() -> None:
         assert ids
         assert (last.finish_reason, last.error) == ("error", "the server is stopping")
         assert not client.num_ready()
+        assert all(engine.queries[-1].name == "settle_saves" for engine in calls.engines.values())
 
     run(scenario)
