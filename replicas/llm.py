@@ -344,6 +344,18 @@ def _listed(prompts: object) -> list[object]:
     return list(prompts)
 
 
+def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Content may be given in parts, as OpenAI's clients do; templates expect one text."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return message
+    parts = content if isinstance(content, list) else [None]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        rule = 'must be text, or a list of parts {"type": "text", "text": ...}'
+        raise InvalidRequest(f"messages[{index}].content", content, rule)
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
 def _conversations(messages: object) -> tuple[list[Conversation], bool]:
     """The conversations, and whether it is one alone."""
     listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
@@ -361,6 +373,7 @@ def _conversations(messages: object) -> tuple[list[Conversation], bool]:
                 raise InvalidRequest(f"messages[{index}].content", None, "each message has the text that was said")
     if not conversations:
         raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
+    conversations = [[_with_text(message, index) for index, message in enumerate(each)] for each in conversations]
     return conversations, is_one
 
 

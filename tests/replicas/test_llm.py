@@ -57,6 +57,8 @@ def test_a_list_of_conversations_is_answered_by_a_list(llm: LLM) -> None:
 
 def test_the_example_of_the_docstring_says_something_sensible(llm: LLM) -> None:
     answer = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))
+    parts = [{"type": "text", "text": "Hello"}]
+    assert llm.chat([{"role": "user", "content": parts}], SamplingParams(temperature=0)).outputs == answer.outputs
     assert answer.outputs[0].text == "Hello! How can I help you?"
 
 
@@ -293,7 +295,10 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     for messages in ("a", ["a"], [], [[]], [[{"role": "user", "content": "a"}], "a"]):
         with pytest.raises(InvalidRequest, match="messages: a conversation is a list of messages"):
             llm.chat(messages)  # type: ignore[call-overload]
-    said = {"role": "user", "content": "a"}
+    said: dict[str, object] = {"role": "user", "content": "a"}
+    for content in (5, [5], [{"type": "image_url", "image_url": {"url": "a"}}]):
+        with pytest.raises(InvalidRequest, match=r"messages\[1\].content"):
+            llm.chat([said, {**said, "content": content}])
     for message, field in (({"content": "a"}, "role"), ({"role": "user"}, "content"), ({**said, "role": 5}, "role")):
         with pytest.raises(InvalidRequest, match=rf"messages\[1\]\.{field}: each message"):
             llm.chat([said, message])
