@@ -349,11 +349,12 @@ def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return message
-    parts = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+    parts = content if isinstance(content, list) else [content]
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
         rule = 'must be text, or a list of parts {"type": "text", "text": ...}'
         raise InvalidRequest(f"messages[{index}].content", content, rule)
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
+    return {**message, "content": "\n".join(texts)}
 
 
 def _conversations(messages: object) -> tuple[list[Conversation], bool]:

@@ -264,5 +264,5 @@ def interfere(engine: Engine, what: str, request_id: str, session: str) -> None:
     elif what == "delete":
         answer(engine, delete_session(("", session)))
     elif what == "fork":
-        with contextlib.suppress(InvalidRequest, SessionNotFound):
+        with contextlib.suppress(InvalidRequest, SessionNotFound, ReplicaUnavailable):
             answer(engine, fork_session(("", session), f"{session}'"))
