@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, SessionNotFound
+from mneme.errors import ContextLengthExceeded, InvalidRequest, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
