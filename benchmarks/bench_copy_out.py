@@ -98,7 +98,7 @@ class Arm:
             self._num_copied() - before,
         )
         expected = self._num_idle_each * IDLE_TOKENS // PAGE_SIZE if self.name != PLAIN else 0
-        if took.num_copied != expected or not self._engine._runner.can_copy:
+        if took.num_copied != expected or not self._engine.runner.can_copy:
             raise MnemeError(f"arm {self.name}: {took.num_copied} pages were copied, not {expected}, or not in time")
         return took
 

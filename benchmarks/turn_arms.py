@@ -108,7 +108,7 @@ class Arm:
         return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
 
     def _finish_copies(self) -> None:
-        while self._runner.num_host_pages and (self._engine.wants_copies or not self._runner.can_copy):
+        while self._runner.num_host_pages and (self._engine.forest.wants_copies or not self._runner.can_copy):
             if self._engine.has_work:
                 self._engine.step()
             else:

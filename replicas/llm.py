@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Self, TypedDict, TypeGuard, TypeVar, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
 from mneme.cachetier.config import CacheConfig
 from mneme.config import parse
@@ -17,10 +20,10 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.pins import PUBLIC, PinKey
-from mneme.replicas.llm_output import Job, RequestOutput, progress_of
 from mneme.replicas.model.directory import model_directory
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from mneme.replicas.text.prompts import conversation_prefix, num_system_tokens
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.prompts import ROLES, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 
@@ -46,6 +49,55 @@ Conversation = Sequence[Mapping[str, Any]]  # messages: {"role": ..., "content":
 _PROMPT_RULE = 'must be a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of such'
 _CONVERSATION_RULE = 'a conversation is a list of messages, such as {"role": "user", "content": "Hello"}'
 _T = TypeVar("_T")
+
+_NOT_A_LIST = (
+    "LLM.chat answers one conversation with one RequestOutput (its text: .outputs[0].text); "
+    "for a list, as vLLM gives, pass a list of conversations: llm.chat([messages])"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    finish_reason: str  # "stop" or "length"
+    logprobs: tuple[Logprobs, ...] | None = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Figures of one request; times begin when its prompt has been tokenized."""
+
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int  # of the first choice
+    truncated_tokens: int = 0  # dropped so that the others fit; not part of `prompt_tokens`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """All choices of one prompt."""
+
+    request_id: str
+    prompt: str | None  # the text, of a chat the rendered one; None for token ids
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
+    outputs: tuple[CompletionOutput, ...]
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended: `LLM` returns when they have."""
+        return all(choice.finish_reason for choice in self.outputs)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_NOT_A_LIST)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(_NOT_A_LIST)
 
 
 class LLM:
@@ -73,12 +125,12 @@ class LLM:
             cache = parse(CacheConfig, cache, "cache")
         chosen = parse(EngineConfig, {"device": device, "dtype": dtype or base.dtype})
         self.tokenizer = Tokenizer.load(model_directory(model))
-        self._engine = load_engine(
+        self.engine = load_engine(
             model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
         )
         self._tier_answered = threading.Event()
-        if self._engine.chunks is not None:
-            self._engine.chunks.tell(self._tier_answered.set)
+        if self.engine.chunks is not None:
+            self.engine.chunks.tell(self._tier_answered.set)
         self._default_truncation = base.truncation
         self._ids = itertools.count()
         self._random = random.Random()
@@ -87,7 +139,7 @@ class LLM:
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
-        return f"LLM({self._name!r}, max_context={self._engine.max_context}{state})"
+        return f"LLM({self._name!r}, max_context={self.engine.max_context}{state})"
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +150,7 @@ class LLM:
     @property
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `render_chat`."""
@@ -108,7 +160,7 @@ class LLM:
         """Give back the host tier's memory and end what renders templates; garbage collection does so too."""
         if not self._is_closed:
             self._is_closed = True
-            self._engine.close()
+            self.engine.close()
             self.tokenizer.close()
 
     @overload
@@ -218,19 +270,19 @@ class LLM:
         """
         self._check_open()
         key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
-        self._engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
-        while self._engine.has_work:
+        self.engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
+        while self.engine.has_work:
             self._step()
-        described = self._engine.pins.describe(key)
+        described = self.engine.pins.describe(key)
         error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
         if error is not None:
-            self._engine.pins.drop(key)
+            self.engine.pins.drop(key)
             raise error
         return key.pin_id
 
     def unpin(self, name: str) -> bool:
         """Let go of what `warm` keeps; returns whether it was kept."""
-        return self._engine.pins.drop(PinKey(PUBLIC.name, name))
+        return self.engine.pins.drop(PinKey(PUBLIC.name, name))
 
     def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -254,7 +306,7 @@ class LLM:
 
     def _chat_job(
         self, messages: Conversation, params: SamplingParams, session_id: str | None, truncation: Truncation | None
-    ) -> Job:
+    ) -> _Job:
         render, encode = self.tokenizer.render_chat, self.tokenizer.encode_rendered
         text = render(messages)
         ids, num_system = encode(text), 0
@@ -270,7 +322,7 @@ class LLM:
         session_id: str | None,
         truncation: Truncation | None,
         num_system: int = 0,
-    ) -> Job:
+    ) -> _Job:
         """One request per choice."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = f"llm-{next(self._ids)}"
@@ -287,26 +339,26 @@ class LLM:
             )
             for index in range(params.n)
         ]
-        return Job(self.tokenizer, requests)
+        return _Job(self.tokenizer, requests)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise MnemeError("this LLM is closed")
 
-    def _run(self, jobs: list[Job], show_progress: bool | None) -> list[RequestOutput]:
+    def _run(self, jobs: list[_Job], show_progress: bool | None) -> list[RequestOutput]:
         self._check_open()
-        self._engine.pins.expire()
+        self.engine.pins.expire()
         job_by_id = {request.request_id: job for job in jobs for request in job.requests}
         unsent = deque(request for job in jobs for request in job.requests)
-        durable = self._engine.durable
+        durable = self.engine.durable
         if durable is not None:
-            durable.restore(self._engine.sessions, unsent)
+            durable.restore(self.engine.sessions, unsent)
         try:
-            with progress_of(len(job_by_id), show_progress) as show:
-                while unsent or self._engine.has_work:
-                    while unsent and self._engine.has_room_for(unsent[0]):
-                        self._engine.submit(unsent.popleft())
-                    if self._engine.is_blocked:
+            with _progress_of(len(job_by_id), show_progress) as show:
+                while unsent or self.engine.has_work:
+                    while unsent and self.engine.limits.has_room(unsent[0]):
+                        self.engine.submit(unsent.popleft())
+                    if self.engine.is_blocked:
                         self._tier_answered.wait(BLOCKED_S)
                     self._tier_answered.clear()
                     for event in self._step():
@@ -315,17 +367,17 @@ class LLM:
                             show(event)
         finally:  # an error, or Ctrl-C: nothing of this call may run on
             for request_id in job_by_id:
-                self._engine.abort(request_id)
-            self._engine.take_events()
+                self.engine.abort(request_id)
+            self.engine.take_events()
             if durable is not None:
                 durable.writer.flush(_WRITE_S)
         return [job.output() for job in jobs]
 
     def _step(self) -> list[TokenEvent]:
         try:
-            return self._engine.step()
+            return self.engine.step()
         except BaseException:  # Ctrl-C too: what the step was to compute is not there
-            self._engine.fail_all("the step was not completed")
+            self.engine.fail_all("the step was not completed")
             raise
 
 
@@ -344,38 +396,38 @@ def _listed(prompts: object) -> list[object]:
     return list(prompts)
 
 
-def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+def _conversations(messages: object) -> tuple[list[Conversation], bool]:
+    """The conversations as templates expect them, and whether it is one alone."""
+    listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
+    if any(isinstance(each, Mapping) for each in listed):
+        return [_checked(listed, "messages")], True
+    if not listed:
+        raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
+    return [_checked(each, f"messages[{index}]") for index, each in enumerate(listed)], False
+
+
+def _checked(messages: object, where: str) -> Conversation:
+    """One conversation; raises `InvalidRequest`, which names the message by `where` and its index."""
+    if not (isinstance(messages, Sequence) and messages and all(isinstance(each, Mapping) for each in messages)):
+        raise InvalidRequest(where, messages, _CONVERSATION_RULE)
+    return [_checked_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Content may be given in parts, as OpenAI's clients do; templates expect one text."""
-    content = message.get("content")
-    if isinstance(content, str) or content is None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}.role", role, f"each message says who speaks: one of {', '.join(ROLES)}")
+    if content is None and not message.get("tool_calls"):
+        raise InvalidRequest(f"{where}.content", None, "each message has the text that was said")
+    if content is None or isinstance(content, str):
         return message
     parts = content if isinstance(content, list) else [content]
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts):
         rule = 'must be text, or a list of parts {"type": "text", "text": ...}'
-        raise InvalidRequest(f"messages[{index}].content", content, rule)
+        raise InvalidRequest(f"{where}.content", content, rule)
     return {**message, "content": "\n".join(texts)}
-
-
-def _conversations(messages: object) -> tuple[list[Conversation], bool]:
-    """The conversations, and whether it is one alone."""
-    listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
-    is_one = any(isinstance(each, Mapping) for each in listed)
-    conversations = [listed] if is_one else listed
-    for each in conversations:
-        is_sound = isinstance(each, Sequence) and all(isinstance(message, Mapping) for message in each)
-        if not is_sound or not each:
-            raise InvalidRequest("messages", each, _CONVERSATION_RULE)
-        for index, message in enumerate(each):
-            if not isinstance(message.get("role"), str):
-                rule = "each message says who speaks, such as user, assistant or system"
-                raise InvalidRequest(f"messages[{index}].role", message.get("role"), rule)
-            if message.get("content") is None and not message.get("tool_calls"):
-                raise InvalidRequest(f"messages[{index}].content", None, "each message has the text that was said")
-    if not conversations:
-        raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
-    conversations = [[_with_text(message, index) for index, message in enumerate(each)] for each in conversations]
-    return conversations, is_one
 
 
 def _one_per_prompt(name: str, value: object, kind: type[_T], num_prompts: int) -> list[_T | None]:
@@ -389,3 +441,97 @@ def _one_per_prompt(name: str, value: object, kind: type[_T], num_prompts: int) 
         if each is not None and not isinstance(each, kind):
             raise InvalidRequest(name, each, f"must be {kind.__name__}")
     return list(value)
+
+
+@contextmanager
+def _progress_of(num_choices: int, shown: bool | None) -> Iterator[Callable[[TokenEvent], None]]:
+    """Show on stderr how far choices are; the body tells it of their events.
+
+    shown  None: for several, where stderr is a terminal
+    """
+    if not (sys.stderr.isatty() and num_choices > 1 if shown is None else shown):
+        yield lambda event: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    rate = TextColumn("{task.fields[num_tokens]} tokens, {task.fields[tokens_per_s]:.0f}/s")
+    columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), rate)
+    num_tokens = 0
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("", total=num_choices, num_tokens=0, tokens_per_s=0.0)
+
+        def take(event: TokenEvent) -> None:
+            nonlocal num_tokens
+            num_tokens += len(event.token_ids)
+            per_s = num_tokens / max(bars.tasks[0].elapsed or 0.0, 1e-3)
+            is_end = event.finish_reason is not None
+            bars.update(task, advance=1 if is_end else 0, num_tokens=num_tokens, tokens_per_s=per_s)
+
+        yield take
+
+
+class _Job:
+    """Collects the events of one prompt's choices."""
+
+    def __init__(self, tokenizer: Tokenizer, requests: list[GenerationRequest]) -> None:
+        self.requests = requests
+        self._started_s = time.perf_counter()
+        self._choices = {request.request_id: _Choice(tokenizer, request) for request in requests}
+        self._first_s: float | None = None
+        self._last_s = self._started_s
+        self._usage = PromptUsage(0, 0)
+
+    def take(self, event: TokenEvent) -> None:
+        self._last_s = time.perf_counter()
+        if event.finish_reason == "error":
+            raise event.refusal or MnemeError(f"{event.request_id}: {event.error}")
+        if self._first_s is None and event.token_ids:
+            self._first_s = self._last_s
+        if event.usage is not None and event.request_id == self.requests[0].request_id:
+            self._usage = event.usage
+        self._choices[event.request_id].take(event)
+
+    def output(self) -> RequestOutput:
+        metrics = RequestMetrics(
+            ttft_s=(self._first_s or self._last_s) - self._started_s,
+            total_s=self._last_s - self._started_s,
+            prompt_tokens=self._usage.prompt_tokens,
+            cached_tokens=self._usage.cached_tokens,
+            truncated_tokens=self._usage.truncated_tokens,
+        )
+        first = self.requests[0]
+        return RequestOutput(
+            request_id=first.request_id.partition(".")[0],
+            prompt=first.prompt_text,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=tuple(choice.output() for choice in self._choices.values()),
+            metrics=metrics,
+        )
+
+
+class _Choice:
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
+        params = request.sampling
+        self._index = request.choice_index
+        self._stream = TextStream.of(tokenizer, params)
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._finish_reason = ""
+
+    def take(self, event: TokenEvent) -> None:
+        self._token_ids.extend(event.token_ids)
+        self._stream.push(event.token_ids)
+        if self._logprobs is not None and event.logprobs:
+            self._logprobs.extend(event.logprobs)
+        self._finish_reason = event.finish_reason or self._finish_reason
+
+    def output(self) -> CompletionOutput:
+        self._stream.finish()
+        return CompletionOutput(
+            index=self._index,
+            text=self._stream.text,
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._finish_reason,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+        )

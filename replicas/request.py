@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.truncation import Truncation
@@ -129,6 +129,10 @@ class GenerationRequest:
     def is_warm_up(self) -> bool:
         """Whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
         return self.salt == WARM_UP_SALT
+
+
+# Where KV of a prompt came from: "recomputed" by this request; "dropped": that too, but it had been there before.
+Source = Literal["device", "host", "disk", "peer", "recomputed", "dropped"]
 
 
 class PromptUsage(NamedTuple):

@@ -2,22 +2,108 @@
 
 from __future__ import annotations
 
+import collections.abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from mneme.replicas.forest.nodes import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
-from mneme.replicas.origins import Origins, Source
-from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage
+from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 
 if TYPE_CHECKING:
     from mneme.replicas.connector.fetch import Fetch
     from mneme.replicas.connector.save import ChunkChain
     from mneme.replicas.text.detokenizer import TextStream
-    from mneme.replicas.token_counts import TokenCounts
 
 
+_SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
+
+
+class Origin(NamedTuple):
+    """Where the KV of the positions [start, end) came from."""
+
+    start: int
+    end: int
+    source: Source
+
+
+class Origins:
+    """Notes where the KV of a prompt came from.
+
+    What nobody noted, up to the last row, was on the device or, under a window, no row sees it.
+    """
+
+    __slots__ = ("_noted",)
+
+    def __init__(self) -> None:
+        self._noted: list[Origin] = []  # in order, apart
+
+    def note(self, start: int, end: int, source: Source) -> None:
+        """The latest note counts: a suspended request may find less than it had."""
+        if start >= end:
+            return
+        before = [_cut(each, 0, start) for each in self._noted if each.start < start]
+        after = [_cut(each, end, each.end) for each in self._noted if each.end > end]
+        new = Origin(start, end, source)
+        if before and before[-1].end == start and before[-1].source == source:
+            new = new._replace(start=before.pop().start)
+        if after and after[0].start == end and after[0].source == source:
+            new = new._replace(end=after.pop(0).end)
+        self._noted = [*before, new, *after]
+
+    def ranges(self, num_prompt: int) -> list[Origin]:
+        """The whole prompt, in order; what was not begun counts as computed."""
+        ranges: list[Origin] = []
+        position = 0
+        for each in self._noted:
+            if each.start >= num_prompt:
+                break
+            if position < each.start:
+                ranges.append(Origin(position, each.start, "device"))
+            ranges.append(_cut(each, 0, num_prompt))
+            position = ranges[-1].end
+        if position < num_prompt:
+            ranges.append(Origin(position, num_prompt, "recomputed"))
+        return ranges
+
+    def num_tokens(self, num_prompt: int, source: Source) -> int:
+        return sum(each.end - each.start for each in self.ranges(num_prompt) if each.source == source)
+
+
+class TokenCounts:
+    """How often each token occurs in a growing list, as arrays that the sampler's penalties index with.
+
+    Adding a token costs the same however many there are; counting them anew would cost milliseconds a step.
+    """
+
+    def __init__(self, ids: collections.abc.Sequence[int]) -> None:
+        distinct, counts = np.unique(np.array(ids, np.int64), return_counts=True)
+        self._size = len(distinct)
+        self._ids, self._counts = _with_room(distinct), _with_room(counts)
+        self._index_by_id = dict(zip(distinct.tolist(), range(self._size), strict=True))
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The distinct tokens; a view that is good until the next `add`."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Parallel to `ids`."""
+        return self._counts[: self._size]
+
+    def add(self, token_id: int) -> None:
+        index = self._index_by_id.setdefault(token_id, self._size)
+        if index == self._size:
+            if index == len(self._ids):
+                self._ids, self._counts = _with_room(self._ids), _with_room(self._counts)
+            self._ids[index], self._counts[index] = token_id, 0
+            self._size += 1
+        self._counts[index] += 1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,6 +130,7 @@ class Sequence:
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
     num_reported: int = 0  # output tokens already sent in events
+    end_token_ids: tuple[int, ...] = ()  # end the output
     stop_text: TextStream | None = None  # follows the output where stop strings are given
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
@@ -86,6 +173,16 @@ class Sequence:
         for counts in (self.seen, self.drawn):
             if counts is not None:
                 counts.add(token_id)
+
+    def finish_reason(self, token_id: int) -> str | None:
+        """Why the sequence ends with this token, which it has appended; None if it does not."""
+        if self.stop_text is not None:
+            self.stop_text.push([token_id])
+            if self.stop_text.stopped:
+                return "stop"
+        if token_id in self.end_token_ids:
+            return "stop"
+        return "length" if self.num_output >= self.max_tokens else None
 
     def note_origin(self, start: int, end: int, source: Source) -> None:
         """Where the KV of [start, end) comes from, as long as that is the prompt's."""
@@ -159,3 +256,11 @@ class Chunk:
     def with_rows(self, rows: Rows) -> Chunk:
         """The same with more rows behind its last."""
         return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs)
+
+
+def _cut(origin: Origin, low: int, high: int) -> Origin:
+    return origin._replace(start=max(origin.start, low), end=min(origin.end, high))
+
+
+def _with_room(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate((array, np.empty(len(array) // 2 + _SPARE, np.int64)))

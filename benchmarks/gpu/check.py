@@ -180,7 +180,7 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
         with closing(make_engine(model, store, cache, num_pages)) as engine:
             first = _answers(engine, prompts, num_new)
             wait_for_saves(engine)
-            replays, graphs = num_replays(engine), engine._runner.graphs
+            replays, graphs = num_replays(engine), engine.runner.graphs
         with closing(make_engine(model, store, cache, num_pages)) as engine:
             again = _answers(engine, prompts, num_new)
         counts = store.stats()
@@ -194,7 +194,7 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
         raise SystemExit(f"{name}: nothing came back from the cache tier: {counts}")
     if is_exact:
         plain = make_engine(model, None, cache, num_pages)
-        plain._runner.graphs = None  # every step is launched
+        plain.runner.graphs = None  # every step is launched
         expected = _answers(plain, prompts, num_new)
         for what, tokens in (("with graphs and saves", first), ("from the tier", again)):
             wrong = [index for index, (got, want) in enumerate(zip(tokens, expected, strict=True)) if got != want]
@@ -204,7 +204,7 @@ def _served(run: Run, model: CachedModel, name: str, *, is_exact: bool) -> Itera
 
 def num_replays(engine: Engine) -> int:
     """Steps that were replayed by an engine's runner."""
-    graphs = engine._runner.graphs
+    graphs = engine.runner.graphs
     return 0 if graphs is None else graphs.num_replays
 
 

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic's condition before Python 3.
 
 from mneme import __version__
 from mneme.cluster.http.protocol import Body
-from mneme.replicas.origins import Source
+from mneme.replicas.request import Source
 
 _REF = "#/components/schemas/{model}"
 _PARAMETERS = {

@@ -23,7 +23,7 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.replicas.connector.load_clock import LoadClock
-from mneme.replicas.origins import Source
+from mneme.replicas.request import Source
 from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)

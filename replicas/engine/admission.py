@@ -1,4 +1,4 @@
-"""Decides whether an engine takes a request: checks of what it asks for, limits of what may wait. No tensors."""
+"""Decides whether an engine takes a request, and makes its sequence; limits what may wait. No tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
+from mneme.replicas.forest.nodes import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
+from mneme.replicas.sequence import Sequence, TokenCounts
 from mneme.replicas.sessions.queue import TurnQueue
+from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.truncation import MAX_WINDOWS
 
@@ -62,6 +65,39 @@ def _check_timeout(request: GenerationRequest) -> None:
         raise InvalidRequest("timeout_s", timeout_s, f"must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
+def make_sequence(
+    request: GenerationRequest,
+    prompt: TurnPrompt,
+    tokenizer: Tokenizer | None,
+    *,
+    owner: Owner | None,
+    capacity: int,
+    arrival: int,
+    eos_token_ids: tuple[int, ...],
+) -> Sequence:
+    """The sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
+    params, truncation = request.sampling, request.truncation
+    sequence = Sequence(
+        request=request,
+        owner=owner,
+        ids=prompt.ids,
+        num_prompt=len(prompt.ids),
+        max_tokens=max_output_tokens(request, len(prompt.context), capacity),
+        arrival=arrival,
+        context=prompt.context,
+        root=prompt.root if truncation is not None and truncation.strategy == "reuse_kv" else None,
+        window=None if truncation is None else capacity,
+        num_history=prompt.num_history,
+        end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
+        stop_text=_stop_stream(request, tokenizer),
+    )
+    if params.repetition_penalty != 1.0:
+        sequence.seen = TokenCounts(sequence.ids)
+    if params.presence_penalty or params.frequency_penalty:
+        sequence.drawn = TokenCounts(sequence.output_ids)
+    return sequence
+
+
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:
     """Output tokens the request may have; raises `ContextLengthExceeded` if what it asks for can never fit.
 
@@ -80,7 +116,7 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
     raise ContextLengthExceeded("max_tokens" if room >= 1 else "prompt", None, rule)
 
 
-def stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:
+def _stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:
     """What follows the output to find stop strings; it has read what was emitted before a resumption."""
     params, offset = request.sampling, request.output_offset
     if not params.stop:

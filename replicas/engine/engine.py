@@ -5,7 +5,7 @@
            Scheduler.schedule                          rows under a token budget; pages; the forest
            Runner.prepare                              page tables -> plan, tokens and slots -> tensors
            Runner.forward                              logits of the rows that sample
-           sampler.sample
+           sampler.sample                              a token of each
            Engine._commit                              append, look for an end, give pages back, events
 
 One thread calls an engine (`EngineLoop` gives it one); nothing here blocks or waits.
@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.engine.admission import QueueLimits, check_request
-from mneme.replicas.engine.decoding import Decoding
-from mneme.replicas.engine.output import Outbox
+from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
+from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.model.sampler import Sampled, sample
+from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
@@ -69,9 +68,9 @@ class Engine:
         durable: DurableSessions | None = None,
     ) -> None:
         """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
-        self._runner, self.chunks, self.durable = runner, chunks, durable
-        known_eos = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
-        self._decoding = decoding = Decoding(tokenizer, known_eos)
+        self.runner, self.chunks, self.durable = runner, chunks, durable
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
@@ -81,13 +80,13 @@ class Engine:
             attention_mass=getattr(runner, "attention_mass", None),
         )
         self.sessions = Sessions(
-            decoding.encode,
+            self._encode,
             clock,
             ttl_s=config.session_ttl_s,
             max_sessions=config.max_sessions,
             max_tokens=config.max_session_tokens,
-            end_token_ids=decoding.eos_token_ids,
-            decode=decoding.decode if decoding.has_tokenizer else None,
+            end_token_ids=self._eos_token_ids,
+            decode=None if tokenizer is None else tokenizer.decode,
             on_drop=partial(let_go, self.forest),
             on_delete=partial(delete_pages, self.forest),
             journal=None if durable is None else durable.writer,
@@ -112,18 +111,13 @@ class Engine:
         return min(self.max_context, self.forest.num_unpinned * self.forest.page_size)
 
     @property
-    def wants_copies(self) -> bool:
-        """Whether pages should be copied to the host ahead of need."""
-        return self.forest.wants_copies
-
-    @property
     def is_blocked(self) -> bool:
         """Whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
         return not self._outbox and self.scheduler.is_blocked
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._outbox) or (self.wants_copies and self._runner.can_copy)
+        return self.scheduler.has_work or bool(self._outbox) or (self.forest.wants_copies and self.runner.can_copy)
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -139,7 +133,7 @@ class Engine:
         self.limits.check(request)
         if request.request_id in self._sequence_by_id or request.request_id in self.sessions.queued:
             raise InvalidRequest("request_id", request.request_id, "is already running")
-        check_request(request, self._runner.vocab_size, self.max_context, is_windowed=self._runner.is_windowed)
+        check_request(request, self.runner.vocab_size, self.max_context, is_windowed=self.runner.is_windowed)
         # Sessions and forest keep the salt: once per tenant.
         request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
         try:
@@ -156,32 +150,32 @@ class Engine:
         if timeout_s is not None:
             self._deadlines.set(request.request_id, self.clock() + timeout_s)
 
-    def has_room_for(self, request: GenerationRequest) -> bool:
-        """Whether it may wait; else `submit` answers `Overloaded`."""
-        return self.limits.has_room(request)
-
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
         self._end(request_id, "abort")
 
     def step(self) -> list[TokenEvent]:
         """Run one batch; returns what happened to each request, in order."""
-        chunks = self._schedule()
         try:
-            logits = self._runner.forward(self._runner.prepare(chunks, self._moves(chunks)))
+            return self._step()
         except TransferFailed:
             return self._compute_again()
-        sampled = sample(logits, self._decoding.sample_rows(chunks))
+
+    def _step(self) -> list[TokenEvent]:
+        chunks = self._schedule()
+        inputs = self.runner.prepare(chunks, self._moves(chunks))
+        logits = self.runner.forward(inputs)
+        sampled = sample(logits, [_sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, for metrics and routing."""
-        return engine_stats(self, self._runner, self.limits)
+        return engine_stats(self)
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
         """What the first choice of the session's running turn has, if it runs."""
         first = self._first_choice(key)
-        return None if first is None else (self._decoding.turn(first), first.request)
+        return None if first is None else (finished_turn(first, self._tokenizer), first.request)
 
     def fork(self, key: SessionKey, new_key: SessionKey) -> None:
         """A new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
@@ -209,8 +203,15 @@ class Engine:
         return self.take_events()
 
     def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
-        owner, arrival = self.sessions.owner_of(request), next(self._arrivals)
-        sequence = self._decoding.begin(request, prompt, owner, capacity=self.capacity, arrival=arrival)
+        sequence = make_sequence(
+            request,
+            prompt,
+            self._tokenizer,
+            owner=self.sessions.owner_of(request),
+            capacity=self.capacity,
+            arrival=next(self._arrivals),
+            eos_token_ids=self._eos_token_ids,
+        )
         if self.chunks is not None:
             self.chunks.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
@@ -225,7 +226,7 @@ class Engine:
 
     def _moves(self, chunks: list[Chunk]) -> Moves:
         """What the step does with pages."""
-        moves = self.forest.drain_moves(can_copy=self._runner.can_copy)
+        moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
         return moves if self.chunks is None else self.chunks.begin_step(moves, chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
@@ -259,7 +260,7 @@ class Engine:
             return
         sequence.append(outcome.token_id)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
-        reason = self._decoding.finish_reason(sequence, outcome.token_id)
+        reason = sequence.finish_reason(outcome.token_id)
         if reason is None:
             self._outbox.report(sequence)
         else:
@@ -282,7 +283,7 @@ class Engine:
         """`error`: a message where the engine failed; an error of our own where the request itself is sound so far."""
         request = sequence.request
         is_sound = reason != "error" or isinstance(error, MnemeError)
-        kept = self._decoding.turn(sequence) if request.session_id is not None and is_sound else None
+        kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
         if self.chunks is not None:
             self.chunks.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
@@ -314,13 +315,32 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        for part in (self._runner, self.chunks, self.durable):
+        for part in (self.runner, self.chunks, self.durable):
             if part is not None:
                 part.close()
 
     def take_events(self) -> list[TokenEvent]:
         """Events since they were last taken; `step` returns them too."""
         return self._outbox.take()
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a text that goes on where another ended."""
+        assert self._tokenizer is not None, "only requests with text match by text"
+        return self._tokenizer.encode_continuation(text)
+
+
+def _sample_row(sequence: Sequence) -> SampleRow:
+    """How the next token of a sequence is drawn."""
+    request = sequence.request
+    return SampleRow(
+        params=request.sampling,
+        seed=request.sampling.seed or 0,
+        choice_index=request.choice_index,
+        position=request.output_offset + sequence.num_output,
+        barred_ids=sequence.end_token_ids if sequence.num_output < request.sampling.min_tokens else (),
+        seen=sequence.seen,
+        drawn=sequence.drawn,
+    )
 
 
 def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:

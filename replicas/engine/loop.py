@@ -191,7 +191,7 @@ class EngineLoop:
     def _pause_s(self) -> float:
         if self.engine.is_blocked:
             return BLOCKED_S
-        return _COPYING_S if self.engine.wants_copies or self._withheld else _IDLE_S
+        return _COPYING_S if self.engine.forest.wants_copies or self._withheld else _IDLE_S
 
     def _run_inbox(self) -> bool:
         """Wait for something to do, run the commands; False when the loop is to end."""

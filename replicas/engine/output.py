@@ -6,14 +6,18 @@ import logging
 import re
 import threading
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mneme.errors import MnemeError
-from mneme.replicas.request import PromptUsage, StepMessage, TokenEvent
+from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
 from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
+from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,35 @@ class Outbox:
         self._on_end(request_id)
         error = str(refusal or "the engine could not take the request") if reason == "error" else None
         self._events.append(TokenEvent(request_id, (), reason, None, None, error, refusal))
+
+
+def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTurn:
+    """What the sequence leaves to its session if it ends now."""
+    said = None
+    if tokenizer is not None and sequence.request.prompt_text is not None:
+        said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
+    seen = None if sequence.context is sequence.ids else Seen(array("i", sequence.context), sequence.root)
+    return FinishedTurn(
+        sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen
+    )
+
+
+def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
+    """The text of an answer of these ids as its client got it, and how many of the ids stand for it.
+
+    A last token that is not shown is not counted: it closes the answer, the next prompt's template writes it again, and
+    its KV was never computed. Where a stop string cut the text, the ids are counted whose text lies wholly before it.
+
+    stream  was pushed the same ids; None if there are no stop strings
+    """
+
+    def text(num_ids: int) -> str:
+        return tokenizer.decode(ids[:num_ids], skip_special_tokens=params.skip_special_tokens)
+
+    if stream is not None and stream.stopped:
+        return Said(text(stream.num_whole_tokens), stream.num_whole_tokens)
+    is_closed = params.skip_special_tokens and bool(ids) and ids[-1] in tokenizer.special_token_ids
+    return Said(text(len(ids)), len(ids) - is_closed)
 
 
 class Explanations:

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mneme.replicas.engine.admission import QueueLimits
     from mneme.replicas.engine.engine import Engine
     from mneme.replicas.forest.forest import PrefixForest
     from mneme.replicas.forest.tier import Tier
-    from mneme.replicas.model.runner import Runner
 
 
-def engine_stats(engine: Engine, runner: Runner, limits: QueueLimits) -> dict[str, Any]:
+def engine_stats(engine: Engine) -> dict[str, Any]:
     """Plain values."""
-    scheduler = engine.scheduler
+    scheduler, runner, limits = engine.scheduler, engine.runner, engine.limits
     stats = {
         "pages": _page_counts(engine.forest),
         "host_pages": _by_state(engine.forest.host),

@@ -23,7 +23,7 @@ from mneme.kernels.ops import best_tokens, draw_whole
 from mneme.kernels.sampling import draw_tokens
 from mneme.kernels.torch.ops import invert
 from mneme.replicas.request import Logprobs, SamplingParams
-from mneme.replicas.token_counts import TokenCounts
+from mneme.replicas.sequence import TokenCounts
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 _MASK_64 = (1 << 64) - 1

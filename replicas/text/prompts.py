@@ -15,6 +15,7 @@ _BEFORE = ({"role": "user", "content": "a question"}, {"role": "assistant", "con
 # First user messages that begin as differently as they can: what is the same before these is the same before any.
 _STAND_INS = ("a question", "\n\n- 1", " 42", "\u4e16\u754c", "<b>")
 _SYSTEM_ROLES = ("system", "developer")
+ROLES = (*_SYSTEM_ROLES, "user", "assistant", "tool")  # of messages
 
 
 class Appended(NamedTuple):

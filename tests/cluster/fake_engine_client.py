@@ -13,9 +13,8 @@ from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
 from mneme.replicas.engine.commands import Query
-from mneme.replicas.engine.decoding import said_to_client
 from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier
-from mneme.replicas.engine.output import Explanations
+from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent

@@ -36,10 +36,10 @@ LEVELS = {
     ),
     "cachetier": ("chunk pages", "store", "admin policy", "config simulate", "node", "sessions", "distributed"),
     "replicas": (
-        "forest origins token_counts truncation workers",
+        "forest truncation workers",
         "config request",
         "sequence text",
-        "connector llm_output",
+        "connector",
         "model sessions",
         "schedule",
         "engine",

@@ -35,7 +35,7 @@ def converse(llm: LLM, history: str, turns: list[str]) -> tuple[str, list[tuple[
 
 
 def session_ids(llm: LLM) -> list[int]:
-    log = llm._engine.sessions.get(("", "s"))
+    log = llm.engine.sessions.get(("", "s"))
     assert log is not None
     return log.ids.tolist()
 
@@ -90,7 +90,7 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     """Predicted against actual, for each chunk that was put."""
     llm = load(tmp_path)
     converse(llm, "", TURNS[:2])
-    connector = llm._engine.chunks
+    connector = llm.engine.chunks
     assert connector is not None
     assert connector.saver.settle(30.0)
     learned, counts = connector.stats()["accuracy"]["save"], connector.saver.counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,26 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         assert stopped.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_that_ends_inside_a_token_cuts_the_text_and_keeps_the_token(llm: LLM, includes: bool) -> None:
+    """As in vLLM: text ends at the stop string, `token_ids` with the token that completed it."""
+    free = llm.generate(["The server"], GREEDY)[0].outputs[0]
+    texts = [llm.tokenizer.token_text(token_id) for token_id in free.token_ids]
+    starts = [len("".join(texts[:index])) for index in range(len(texts))]
+    # A token's text but for its last character, of the first for which that is new.
+    stop = next(t[:-1] for t, start in zip(texts, starts, strict=True) if start and free.text.find(t[:-1]) == start)
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=includes
+    )
+    stopped = llm.generate(["The server"], params)[0].outputs[0]
+    end = free.text.index(stop) + len(stop) * includes
+    assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    whole = llm.tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
+    assert whole.startswith(free.text[: free.text.index(stop)] + stop)
+    assert len(whole) > end
+
+
 def test_stop_ids_and_min_tokens(llm: LLM) -> None:
     free = llm.generate(["The server"], GREEDY)[0].outputs[0].token_ids
     stop_id = free[3]
@@ -237,10 +258,10 @@ def test_a_stop_string_is_seen_across_the_place_where_a_request_was_resumed(llm:
         sampling=SamplingParams(max_tokens=14, stop=(stop,), **drawn),
         output_offset=10,
     )
-    llm._engine.submit(resumed)
+    llm.engine.submit(resumed)
     events = []
-    while llm._engine.has_work:
-        events += llm._engine.step()
+    while llm.engine.has_work:
+        events += llm.engine.step()
     got = [token for event in events for token in event.token_ids]
     assert events[-1].finish_reason == "stop"
     assert 0 < len(got) < 14
@@ -292,16 +313,21 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     for params in ({"max_tokens": 3}, [{"max_tokens": 3}], [GREEDY, GREEDY]):
         with pytest.raises(InvalidRequest, match="sampling_params: must be SamplingParams"):
             llm.generate("a", params)  # type: ignore[arg-type]
-    for messages in ("a", ["a"], [], [[]], [[{"role": "user", "content": "a"}], "a"]):
-        with pytest.raises(InvalidRequest, match="messages: a conversation is a list of messages"):
-            llm.chat(messages)  # type: ignore[call-overload]
     said: dict[str, object] = {"role": "user", "content": "a"}
-    for content in (5, [5], [{"type": "image_url", "image_url": {"url": "a"}}]):
-        with pytest.raises(InvalidRequest, match=r"messages\[1\].content"):
-            llm.chat([said, {**said, "content": content}])
-    for message, field in (({"content": "a"}, "role"), ({"role": "user"}, "content"), ({**said, "role": 5}, "role")):
-        with pytest.raises(InvalidRequest, match=rf"messages\[1\]\.{field}: each message"):
+    for messages, field in (("a", ""), (["a"], "[0]"), ([], ""), ([[]], "[0]"), ([[said], "a"], "[1]")):
+        with pytest.raises(InvalidRequest, match=re.escape(f"messages{field}: a conversation is a list of messages")):
+            llm.chat(messages)  # type: ignore[call-overload]
+    bad: list[tuple[dict[str, object], str]] = [
+        *(({**said, "content": content}, "content") for content in (5, [5], [{"type": "image_url"}])),
+        *(({**said, "role": role}, "role") for role in (5, None, "narrator", ["user"])),
+        ({"content": "a"}, "role"),
+        ({"role": "user"}, "content"),
+    ]
+    for message, field in bad:
+        with pytest.raises(InvalidRequest, match=rf"^messages\[1\]\.{field}: "):
             llm.chat([said, message])
+        with pytest.raises(InvalidRequest, match=rf"^messages\[2\]\[1\]\.{field}: "):
+            llm.chat([[said], [said], [said, message]])
     with pytest.raises(InvalidRequest, match="session_id: must be a list"):
         llm.chat([[{"role": "user", "content": "a"}]], session_id="s")
     with pytest.raises(InvalidRequest, match=r"must fit 2048 tokens together; this asks for .* and 24 more$"):

@@ -62,7 +62,7 @@ def make_engine(decoder: Decoder, num_pages: int = 64, num_host_pages: int = 64,
 
 
 def runner_of(engine: Engine) -> TieredRunner:
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, TieredRunner)
     return runner
 

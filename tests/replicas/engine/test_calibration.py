@@ -33,7 +33,7 @@ SMALL = EngineConfig(
 
 
 def runner_of(engine: Engine) -> Runner:
-    return engine._runner
+    return engine.runner
 
 
 def small_engine(**changes: Any) -> Engine:

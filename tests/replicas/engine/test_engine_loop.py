@@ -86,7 +86,7 @@ def test_a_gone_subscriber_leaves_nothing_running(loop: EngineLoop) -> None:
 
 def test_a_failed_step_is_answered_and_the_engine_goes_on(loop: EngineLoop, caplog: pytest.LogCaptureFixture) -> None:
     messages = subscribe(loop, "")
-    loop.engine._runner.fail_next = True  # type: ignore[attr-defined]
+    loop.engine.runner.fail_next = True  # type: ignore[attr-defined]
     loop.submit_many([make_request("unlucky", [1])])
     assert until_finished(messages, "unlucky") == ([], "error")
     assert "step failed" in caplog.text
@@ -115,7 +115,7 @@ def test_stop_aborts_what_runs_and_refuses_what_comes() -> None:
     assert until_finished(messages, "long")[1] == "abort"
     assert isinstance(loop.submit_many([make_request("late", [1])])[0], ReplicaUnavailable)
     assert not any(thread.name == "engine" for thread in threading.enumerate())
-    assert not engine._runner.can_copy  # closed
+    assert not engine.runner.can_copy  # closed
 
 
 def test_a_request_without_a_token_stream_is_refused(loop: EngineLoop) -> None:

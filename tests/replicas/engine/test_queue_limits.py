@@ -49,7 +49,7 @@ def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> No
     engine.submit(make_request("b", [3]))
     assert engine.stats()["waiting_tokens"] == 100
     refused = make_request("c", [3])
-    assert not engine.has_room_for(refused)
+    assert not engine.limits.has_room(refused)
     with pytest.raises(Overloaded):
         engine.submit(refused)
     assert engine.stats()["refused"] == {"requests": 0, "tokens": 2, "session": 0}
@@ -305,7 +305,7 @@ def test_prompts_in_a_step_have_halves_of_what_is_left_and_no_row_is_wasted() ->
     engine = make_engine(num_pages=400, page_size=4, max_batch_tokens=64)
     for index in range(4):
         engine.submit(make_request(f"r{index}", [index, *[i % 5 for i in range(200)]]))
-    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    runner: FakeRunner = engine.runner  # type: ignore[assignment]
     engine.step()
     rows = [sequence.path.num_tokens for sequence in engine.scheduler.running if sequence.path]
     assert rows == [32, 16, 8, 8]

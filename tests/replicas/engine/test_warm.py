@@ -66,7 +66,7 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
 
 def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
     engine = make_engine(num_pages=32, page_size=4, max_batch_tokens=64)
-    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    runner: FakeRunner = engine.runner  # type: ignore[assignment]
     for index in range(3):
         engine.pins.warm(PinKey("t", str(index)), "", (*[1] * 16, index, 2))
     run(engine)
@@ -182,7 +182,7 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
     engine = make_engine(num_pages=16, page_size=4)
     warm(engine, "p", [1] * 10)
     engine.submit(make_request("r", [2] * 4))
-    engine._runner.fail_next = True  # type: ignore[attr-defined]
+    engine.runner.fail_next = True  # type: ignore[attr-defined]
     loop = EngineLoop(engine)
     failed = loop._step()
     assert [(event.request_id, event.finish_reason) for event in failed] == [("r", "error")]
@@ -199,7 +199,7 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_a_prompt_in_a_failed_step_is_reported_as_failed(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
     engine.pins.warm(PinKey("t", "p"), "", (1, 2, 3))
-    engine._runner.fail_next = True  # type: ignore[attr-defined]
+    engine.runner.fail_next = True  # type: ignore[attr-defined]
     EngineLoop(engine)._step()
     described = engine.pins.describe(PinKey("t", "p"))
     assert described is not None

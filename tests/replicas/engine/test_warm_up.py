@@ -45,8 +45,8 @@ def test_a_new_engine_has_no_trace_of_what_warmed_it(tmp_path: Path) -> None:
         assert (engine.forest.num_in_use, engine.forest.num_cached) == (0, 0)
         assert stats["cache"]["plans"] == {}
         assert "lookups" not in stats["cache"]
-        assert bool((engine._runner.pool.slot_position == FREE_SLOT_POSITION).all())  # what nobody is told
-        assert engine._runner.num_shared_segments == 0
+        assert bool((engine.runner.pool.slot_position == FREE_SLOT_POSITION).all())  # what nobody is told
+        assert engine.runner.num_shared_segments == 0
         sampling = SamplingParams(temperature=0, max_tokens=1)
         ids = tuple(range(64))  # as it was warmed with
         engine.submit(GenerationRequest(request_id="first", prompt_token_ids=ids, sampling=sampling))
@@ -152,7 +152,7 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thr
 
     monkeypatch.setattr("mneme.replicas.engine.load.decode_graphs_for", graphs_for)
     loop = load_engine_loop("mneme-tiny", replace(CONFIG, num_pages=64, dtype="float32"))
-    graphs, messages = loop.engine._runner.graphs, subscribe(loop, "")  # what nobody is told
+    graphs, messages = loop.engine.runner.graphs, subscribe(loop, "")  # what nobody is told
     assert graphs is not None
     num_graphs, ids = graphs.num_graphs, tuple(range(20))
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thr
     tokens, _ = until_finished(messages, "a")
     loop.stop()
     assert (graphs.num_replays, graphs.num_graphs) == (5, num_graphs)  # from its first decode step on
-    elsewhere = Engine(loop.engine._runner, None, CONFIG)
+    elsewhere = Engine(loop.engine.runner, None, CONFIG)
     elsewhere.submit(GenerationRequest(request_id="b", prompt_token_ids=ids, sampling=sampling))
     assert [token for event in run(elsewhere) for token in event.token_ids] == tokens
     assert graphs.num_graphs > num_graphs  # of the same rows, in this thread's buffers
@@ -203,7 +203,7 @@ def test_a_gpu_has_its_kernels_and_graphs_before_the_first_request() -> None:
     config = EngineConfig(num_pages=256, max_running=8, device="cuda")
     engine = load_engine("mneme-tiny", config, on_progress=lambda what, _share: reported.append(what))
     assert {"kernels", "CUDA graphs"} <= set(reported)
-    graphs = engine._runner.graphs  # what nobody is told
+    graphs = engine.runner.graphs  # what nobody is told
     assert graphs is not None
     assert graphs.num_graphs >= 4
     assert graphs.num_failed == 0

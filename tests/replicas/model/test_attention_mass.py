@@ -38,7 +38,7 @@ def masses_of(engine: Engine) -> list[float] | None:
     """Of the running sequence."""
     [sequence] = engine.scheduler.running
     assert sequence.path is not None
-    return engine._runner.attention_mass(sequence.path, sequence.context)
+    return engine.runner.attention_mass(sequence.path, sequence.context)
 
 
 def output_of(sequence: Sequence) -> list[int]:
@@ -102,8 +102,8 @@ def test_what_is_not_computed_yet_has_no_mass(checkpoints: dict[str, tuple[Path,
     [sequence] = engine.scheduler.running
     assert sequence.path is not None
     assert not engine.forest.is_settled(sequence.path)
-    inputs = engine._runner.prepare(chunks, engine.forest.drain_moves())
-    engine._runner.forward(inputs)
+    inputs = engine.runner.prepare(chunks, engine.forest.drain_moves())
+    engine.runner.forward(inputs)
     assert engine.forest.is_settled(sequence.path)
     assert masses_of(engine) is not None
     sequence.append(7)

@@ -87,7 +87,7 @@ def generate(engine: Engine, ids_by_request: dict[str, list[int]]) -> dict[str, 
 
 
 def recorded(engine: Engine, name: str) -> torch.Tensor:
-    return torch.stack(engine._runner.logits_by_request[name])  # type: ignore[attr-defined]
+    return torch.stack(engine.runner.logits_by_request[name])  # type: ignore[attr-defined]
 
 
 def teacher_forced(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:

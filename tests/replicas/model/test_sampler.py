@@ -12,7 +12,7 @@ from mneme.errors import InvalidRequest
 from mneme.replicas.model import sampler
 from mneme.replicas.model.sampler import SampleRow, sample, uniform
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.token_counts import TokenCounts
+from mneme.replicas.sequence import TokenCounts
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 

@@ -77,7 +77,7 @@ def test_a_prompt_that_is_being_prefilled_is_computed_once() -> None:
     events = run(engine)
     answer = continuation(prompt, 4, 5)
     assert all(tokens_of(events, f"r{index}") == answer for index in range(4))
-    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    runner: FakeRunner = engine.runner  # type: ignore[assignment]
     # The prompt once, one row for the logits of each follower, one row for each later token of each.
     assert runner.num_rows == 90 + 3 + 4 * 3
     assert usage_of(events, "r0") == (90, 0)
@@ -179,7 +179,7 @@ def test_a_full_queue_is_overloaded() -> None:
 def test_a_failed_step_answers_everyone_and_trusts_nothing() -> None:
     engine = make_engine()
     engine.submit(make_request("a", [1, 2, 3, 4, 0]))
-    engine._runner.fail_next = True  # type: ignore[attr-defined]
+    engine.runner.fail_next = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         engine.step()
     events = engine.fail_all("failed")
@@ -307,7 +307,7 @@ def test_a_resumed_draw_is_the_draw_it_would_have_been() -> None:
     def output(prompt: list[int], offset: int = 0) -> list[int]:
         engine = make_engine()
         params = SamplingParams(temperature=2.0, max_tokens=8 - offset, seed=3, logit_bias=dict.fromkeys(range(5), 0.0))
-        engine._runner.flat = True  # type: ignore[attr-defined]
+        engine.runner.flat = True  # type: ignore[attr-defined]
         engine.submit(make_request("a", prompt, params, output_offset=offset))
         return tokens_of(run(engine), "a")
 
@@ -321,7 +321,7 @@ def test_the_batch_keeps_its_bounds_and_the_order_of_arrival() -> None:
     for index in range(8):
         ids = [index % 5, index // 5] + [i % 3 for i in range(30)]
         engine.submit(make_request(f"r{index}", ids, SamplingParams(temperature=0, max_tokens=6)))
-    runner: FakeRunner = engine._runner  # type: ignore[assignment]
+    runner: FakeRunner = engine.runner  # type: ignore[assignment]
     finished: list[str] = []
     while engine.has_work:
         before = runner.num_rows

@@ -57,7 +57,7 @@ def test_an_answer_goes_on_past_the_window(truncation: Truncation) -> None:
     engine = engine_of()
     ids = [1, 2, 3, 4, 0, 1, 2]
     assert tokens_of(say(engine, "a", ids, 100, truncation), "a") == played(ids, 100)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     assert runner.num_rows == 7 + 99 if truncation is REUSE else runner.num_rows > 7 + 99 + 4 * 15
 
 
@@ -73,7 +73,7 @@ def test_the_next_turn_goes_on_from_what_was_kept() -> None:
     engine = engine_of()
     ids = [1, 2, 3, 4, 0, 1, 2]
     said = tokens_of(say(engine, "a", ids, 36), "a")
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     before = runner.num_rows
     events = say(engine, "b", [3, 3], 3, append=True)
     seen = [*ids, *said][16:]
@@ -165,7 +165,7 @@ def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
 def test_choices_that_keep_the_same_compute_what_is_new_once() -> None:
     engine = engine_of()
     say(engine, "a", [1, 2, 3], 24)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     before = runner.num_rows
     params = SamplingParams(temperature=0, max_tokens=2)
     for choice in range(3):

@@ -73,7 +73,7 @@ def run(engine: Engine) -> tuple[dict[str, list[int]], dict[str, PromptUsage]]:
 
 
 def logits_of(engine: Engine, name: str) -> torch.Tensor:
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     return torch.stack(runner.logits_by_request[name])
 
 
