@@ -38,8 +38,8 @@ from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES, Announcer
 from mneme.cachetier.distributed.directory import Announcement, Directory, Reply
+from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.folder import OWN_FOLDER, ChunkName, folder_of, folders
-from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.node.tiers import Change
 
 NUM_CHUNKS, QUICK_CHUNKS = 1_000_000, 100_000

@@ -22,7 +22,7 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
 from mneme.errors import MnemeError

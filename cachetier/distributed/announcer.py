@@ -14,8 +14,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mneme.cachetier.background import Background
 from mneme.cachetier.distributed.directory import Announcement, Clock, Reply, shard_of
-from mneme.cachetier.node.background import Background
 from mneme.cachetier.node.tiers import Change
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`

@@ -34,9 +34,9 @@ from mneme.cachetier.distributed.objects import (
     put_runs,
     runs_of,
 )
-from mneme.cachetier.node.saving import HostPut
 from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
+from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 
 logger = logging.getLogger(__name__)

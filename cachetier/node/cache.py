@@ -14,19 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mneme.cachetier.background import Background
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.background import Background
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.memory import ChunkMemory
-from mneme.cachetier.node.promoting import Promoter
-from mneme.cachetier.node.saving import HostPut, Saver
+from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import Change, NodeTiers, OnChange
-from mneme.cachetier.node.write_behind import ROOM_WAIT_S, TAIL_DELAY_S
+from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, HostPut, Saver
 from mneme.cachetier.store import ChainQuery, TierName
 
 _EXPIRE_EVERY_S = 1.0

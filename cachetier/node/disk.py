@@ -21,7 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
@@ -29,10 +29,10 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, Wanted, is
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.config import DiskTierConfig
-from mneme.cachetier.node.folder import ChunkName, DiskFolder, name_of, parse_name
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name
 from mneme.cachetier.node.index import BLOCK_BYTES, ChunkIndex, Entry, blocks_of
-from mneme.cachetier.policy.eviction import EvictionPolicy
+from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -578,6 +578,21 @@ class DiskTier:
             self._headers.pop(entry.key, None)
         if self.on_change is not None:
             self.on_change(entry, is_added)
+
+
+def make_disk_tier(
+    config: CacheConfig,
+    *,
+    files: FileOperations | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> DiskTier | None:
+    """A node's disk tier, if there is to be one; its folder is made. Raises `ConfigError` if that cannot be used."""
+    if config.disk is None:
+        return None
+    make_root(config.disk.folder)
+    disk = config.disk if config.disk.ttl_s is not None else replace(config.disk, ttl_s=config.ttl_s)
+    policy = make_policy(config.eviction, clock, disk.capacity_bytes // BLOCK_BYTES)
+    return DiskTier(disk, policy, files=files, clock=clock, tenant_bytes=config.tenant_bytes)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.disk import DiskTier
-from mneme.cachetier.node.host_tier import HostEntry, HostTier
-from mneme.cachetier.node.memory import Held
+from mneme.cachetier.node.memory import Held, HostEntry, HostTier
 from mneme.cachetier.store import ChainQuery, TierName
 
 _MAX_CHILDREN = 64  # in each tier, that are compared

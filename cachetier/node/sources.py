@@ -1,4 +1,4 @@
-"""Sources of chunks: bytes that are in memory, or come there by one call, and files of the node's disk.
+"""Sources of chunks, from a node's memory and its disk, and the store that gives them within one process.
 
 The checksum is computed of the bytes that `read` gives, each time. A fault is told to whoever keeps the chunk.
 """
@@ -6,16 +6,26 @@ The checksum is computed of the bytes that `read` gives, each time. A fault is t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from mneme.cachetier.chunk.file import ChunkReader, open_chunk
-from mneme.cachetier.chunk.header import ChunkHeader, U8Array, checksum, differs
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum, differs
+from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
-from mneme.cachetier.store import Edge
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.disk import make_disk_tier
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.search import Located
+from mneme.cachetier.node.writer import HostPut
+from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 
 OnMiss = Callable[[Miss], None]
 
@@ -134,3 +144,80 @@ def _sound(layer: U8Array, header: ChunkHeader, number: int) -> U8Array | Miss:
     view = layer.view()
     view.flags.writeable = False
     return view if checksum(view.data) == header.checksums[number] else Miss.BAD_CHECKSUM
+
+
+DEFAULT_HOST_BYTES = 1 << 30  # where `cache.host_bytes` is not given
+
+
+class ProcessChunkStore:
+    """A `ChunkStore` over a node cache of its own. Raises `ConfigError` if the disk's folder cannot be used."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        memory: ProcessMemory | None = None,
+        files: FileOperations | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory or ProcessMemory()
+        self._files = files or FileOperations()
+        host_bytes = DEFAULT_HOST_BYTES if config.host_bytes is None else config.host_bytes
+        disk = make_disk_tier(config, files=self._files, clock=clock)
+        self.node = NodeCache(config, self._memory, host_bytes, disk, clock=clock)
+        self.admin = NodeAdmin(self.node, "local", clock)
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
+        """See `ChunkStore.locate`."""
+        sources = [self._source(each) for each in self.node.locate(query, timeout_s)]
+        self._count("located", len(sources))
+        return sources
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        self.node.forget(request_ids)
+
+    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """No guess here: the node is in this process."""
+        return frozenset(key for key in keys if key in self.node)
+
+    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
+        """See `ChunkStore.put`; never waits for the disk."""
+        outcome = self.node.put(chunk.header, chunk.layers, lineage)
+        self._count(f"put_{outcome.value}")
+        return outcome is not HostPut.REFUSED
+
+    def stats(self) -> dict[str, int]:
+        """See `ChunkStore.stats`; what the node counts is in `node.stats()`."""
+        with self._lock:
+            return dict(self._counters)
+
+    def settle(self, timeout_s: float) -> bool:
+        """See `ChunkStore.settle`."""
+        return True
+
+    def close(self) -> None:
+        self.node.close()
+
+    def _source(self, located: Located) -> ChunkSource:
+        header, tier = located.header, located.tier
+
+        def on_miss(miss: Miss) -> None:
+            self._count(f"{tier}_miss_{miss.value}")
+            self.node.missed(header.key, tier, miss)
+
+        if located.path is not None:
+            return DiskSource(
+                header, located.num_usable, located.path, on_miss, files=self._files, loading=self.node.loading
+            )
+
+        def layer(number: int) -> U8Array | Miss:
+            layers = self._memory.layers(located.held)
+            return layers if isinstance(layers, Miss) else layers[number]
+
+        return HostSource(header, located.num_usable, layer, on_miss)
+
+    def _count(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += count

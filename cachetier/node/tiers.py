@@ -1,21 +1,22 @@
-"""What the parts of a node's cache share: its tiers under one lock, pins, and what came and went for a directory."""
+"""What the parts of a node's cache share: its tiers under one lock, pins, the requests that wait, and
+what came and went for a directory."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.disk import DiskEntry, DiskTier
-from mneme.cachetier.node.host_tier import HostEntry, HostTier
 from mneme.cachetier.node.index import BLOCK_BYTES
-from mneme.cachetier.node.memory import ChunkMemory, Held
-from mneme.cachetier.node.waiting_requests import WaitingRequests
+from mneme.cachetier.node.memory import ChunkMemory, Held, HostEntry, HostTier, chunk_bytes
+from mneme.cachetier.node.search import Located
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.cachetier.store import TierName
 
@@ -202,3 +203,123 @@ class NodeTiers:
 
     def _disk_changed(self, entry: DiskEntry, is_added: bool) -> None:
         self.changes.note(Change(entry.key, "disk", entry.num_bytes, is_added))
+
+
+_MAX_REQUESTS = 1024
+_MAX_AGE_S = 600.0
+_LATE_S = 30.0  # by which a request may come after it was forgotten
+
+
+class _Request:
+    """`*_leaves`: the chunks at which a tier's part of the chain ends; eviction begins there."""
+
+    __slots__ = ("brought", "disk_leaves", "host_leaves", "num_bytes", "since_s", "wanted")
+
+    def __init__(self, chain: Sequence[Located], since_s: float) -> None:
+        self.since_s = since_s
+        self.num_bytes = sum(chunk_bytes(each.header) for each in chain)
+        pairs = zip(chain, [*chain[1:], None], strict=True)
+        ends = [each for each, following in pairs if following is None or following.tier != each.tier]
+        self.host_leaves = tuple(each.header.key for each in ends if each.tier == "host")
+        self.disk_leaves = tuple(each.header.key for each in ends if each.tier == "disk" or each is chain[-1])
+        self.wanted = deque(each.header.key for each in chain if each.tier == "disk")
+        self.brought: bytes | None = None  # the last that came up from the disk
+
+
+class WaitingRequests:
+    """Has a lock of its own, under which nothing else is called: policies ask from under those of the tiers."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests: dict[str, _Request] = {}  # in the order of arrival
+        self._forgotten: dict[str, float] = {}  # since when: those that did not wait, or not yet
+        self._host_queue: tuple[bytes, ...] = ()
+        self._disk_queue: tuple[bytes, ...] = ()
+        self._exempt: frozenset[bytes] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def host_queue(self) -> tuple[bytes, ...]:
+        """Where the host's parts of the chains end, first come, first served; for a policy."""
+        return self._host_queue
+
+    def disk_queue(self) -> tuple[bytes, ...]:
+        return self._disk_queue
+
+    def exempt(self) -> frozenset[bytes]:
+        """All of `host_queue`."""
+        return self._exempt
+
+    def put(self, request_id: str, chain: Sequence[Located]) -> None:
+        """A request waits for these, unless it was forgotten meanwhile; if it did before, it keeps its place."""
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._forgotten.pop(request_id, float("-inf")) <= _LATE_S:
+                return
+            earlier = self._requests.get(request_id)
+            self._requests[request_id] = _Request(chain, now_s if earlier is None else earlier.since_s)
+            self._drop_old(now_s)
+            self._renew()
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        now_s = self._clock()
+        with self._lock:
+            found = [each for each in request_ids if self._requests.pop(each, None) is not None]
+            self._forgotten.update(dict.fromkeys(set(request_ids).difference(found), now_s))
+            while len(self._forgotten) > _MAX_REQUESTS:
+                del self._forgotten[next(iter(self._forgotten))]
+            if found:
+                self._renew()
+
+    def next_wanted(self, capacity_bytes: int) -> tuple[str, bytes] | None:
+        """The next chunk to bring up, and who wants it: `brought` or `give_up` follows, or it is the next again.
+
+        Of the requests within the window: as many as fit the host tier, L_pw = C_mem / S_kv (AttentionStore 3.3.1).
+        """
+        with self._lock:
+            if self._drop_old(self._clock()):
+                self._renew()
+            num_bytes = sum(request.num_bytes for request in self._requests.values())
+            window = capacity_bytes * len(self._requests) // max(1, num_bytes)
+            for request_id, request in islice(self._requests.items(), window):
+                if request.wanted:
+                    return request_id, request.wanted[0]
+        return None
+
+    def brought(self, request_id: str, key: bytes) -> None:
+        """It is in the host tier now."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.brought = key
+                if request.wanted and request.wanted[0] == key:
+                    request.wanted.popleft()
+                self._renew()
+
+    def give_up(self, request_id: str) -> None:
+        """The chunk cannot be had, so what is behind it is of no use."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.wanted.clear()
+
+    def _drop_old(self, now_s: float) -> bool:
+        num_before = len(self._requests)
+        while self._requests:
+            request_id, first = next(iter(self._requests.items()))
+            if len(self._requests) <= _MAX_REQUESTS and now_s - first.since_s <= _MAX_AGE_S:
+                break
+            del self._requests[request_id]
+        return len(self._requests) < num_before
+
+    def _renew(self) -> None:
+        host: dict[bytes, None] = {}
+        disk: dict[bytes, None] = {}
+        for request in self._requests.values():
+            host.update(dict.fromkeys(request.host_leaves))
+            if request.brought is not None:
+                host[request.brought] = None
+            disk.update(dict.fromkeys(request.disk_leaves))
+        self._host_queue, self._disk_queue, self._exempt = tuple(host), tuple(disk), frozenset(host)

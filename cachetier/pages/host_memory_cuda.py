@@ -17,10 +17,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from mneme.cachetier.pages.event_spans import EventSpans
-from mneme.cachetier.pages.host_memory import DevicePool, host_shape, zeros
-from mneme.cachetier.pages.streams import Event, Stream, Streams
-from mneme.cachetier.pages.tier import JoinedLoad, Load, SpanRecorder, checked_pages
+from mneme.cachetier.pages.host_memory import DevicePool, HostMemory, host_shape, zeros
+from mneme.cachetier.pages.streams import CudaStreams, Event, EventSpans, Stream, Streams
+from mneme.cachetier.pages.tier import JoinedLoad, KvTier, Load, NoTier, SpanRecorder, checked_pages
 from mneme.cachetier.pages.transfers import QueuedLoad, Transfers
 from mneme.kernels.page_table import IntArray
 
@@ -182,3 +181,13 @@ def _release(transfers: Transfers, unpin: Callable[[], None], memory: Tensor) ->
     """`memory` is kept until here: the device may copy from and to it."""
     transfers.close()
     unpin()
+
+
+def make_tier(pool: DevicePool, num_pages: int, spans: SpanRecorder | None = None) -> KvTier:
+    """A tier of `num_pages` host pages; 0: none. Raises `ConfigError` if there is no such memory."""
+    if num_pages == 0:
+        return NoTier()
+    device = pool.k_pages.device
+    if device.type == "cuda":
+        return PinnedHostMemory(pool, num_pages, CudaStreams(device, is_timed=spans is not None), spans=spans)
+    return HostMemory(pool, num_pages, spans=spans)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from prometheus_client import Metric
 
 from mneme.cachetier.chunk.misses import Miss
-from mneme.cachetier.node.saving import HostPut
+from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.policy.cost_model import COST_EDGES
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import EDGES

@@ -17,7 +17,7 @@ import torch
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.weights_digest import weights_digest
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.calibration import CostFile
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.sessions.log import open_session_logs

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from mneme.cachetier.pages.event_spans import EventSpans
-from mneme.cachetier.pages.streams import CudaStreams, Streams
+from mneme.cachetier.pages.streams import CudaStreams, EventSpans, Streams
 from mneme.cachetier.pages.tier import Load
 from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mneme.cachetier.pages.host_memory_cuda import make_tier
 from mneme.cachetier.pages.tier import Load, joined
-from mneme.cachetier.pages.tiers import make_tier
 from mneme.kernels.attention import (
     PageTable,
     Plan,

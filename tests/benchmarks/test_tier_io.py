@@ -13,7 +13,7 @@ from tier_io.reads import ChainReads
 from tier_io.rounds import Arm, Samples, share_of, table, take_turns
 
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import MnemeError
 
 

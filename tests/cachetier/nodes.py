@@ -14,8 +14,8 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.store import ChainQuery

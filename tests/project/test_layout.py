@@ -34,7 +34,15 @@ LEVELS = {
         "kv_write linear ops sampling",
         "attention",
     ),
-    "cachetier": ("chunk pages", "store", "admin policy", "config simulate", "node", "sessions", "distributed"),
+    "cachetier": (
+        "background chunk pages",
+        "store",
+        "admin policy",
+        "config simulate",
+        "node",
+        "sessions",
+        "distributed",
+    ),
     "replicas": (
         "forest truncation workers",
         "config request",

@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.offline import FolderView, Verifier
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.model.decoder import Decoder

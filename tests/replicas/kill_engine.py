@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.weights import load_weights

@@ -23,9 +23,9 @@ from mneme.cachetier.distributed.actor import Found, PutAnswer
 from mneme.cachetier.distributed.directory import Span
 from mneme.cachetier.distributed.objects import LoadNotices
 from mneme.cachetier.distributed.store import KnownKeys, PutsUnderWay, RayChunkStore
-from mneme.cachetier.node.promoting import LOADS_AGAIN_S
-from mneme.cachetier.node.saving import HostPut
+from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
 from mneme.cachetier.node.search import Located
+from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of
 from tests.cachetier.nodes import Clock

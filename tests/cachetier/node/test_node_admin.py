@@ -25,8 +25,8 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node import admin
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.process_store import make_disk_tier
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint

@@ -13,9 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.pages.host_memory_cuda import PinnedHostMemory, runs
+from mneme.cachetier.pages.host_memory_cuda import PinnedHostMemory, make_tier, runs
 from mneme.cachetier.pages.streams import CudaStreams
-from mneme.cachetier.pages.tiers import make_tier
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
 from tests.cachetier.model_tier import Operation, operations, run_operations

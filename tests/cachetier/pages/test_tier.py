@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mneme.cachetier.pages.host_memory import HostMemory
+from mneme.cachetier.pages.host_memory_cuda import make_tier
 from mneme.cachetier.pages.tier import JoinedLoad, KvTier, NoTier, checked_pages, joined
-from mneme.cachetier.pages.tiers import make_tier
 from mneme.errors import ConfigError
 from tests.cachetier.pools import make_pool
 

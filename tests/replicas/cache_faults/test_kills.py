@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import chunk_files, folder_bytes

@@ -20,7 +20,7 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.node.process_store import ProcessChunkStore
+from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.store import ChunkSource
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (

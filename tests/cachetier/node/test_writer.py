@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.node.background import Background
+from mneme.cachetier.background import Background
 from mneme.cachetier.node.tiers import Change, ChangeLog, NodePins, TierPins
-from mneme.cachetier.node.write_behind import Pending, WriteBehind
+from mneme.cachetier.node.writer import Pending, WriteBehind
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
 from tests.cachetier.nodes import BLOCK, Clock
 
