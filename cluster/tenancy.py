@@ -46,10 +46,8 @@ def kv_salt(tenant: str, cache_salt: str | None) -> str:
     return f"{own}:{_digest('salt', tenant, cache_salt)}"
 
 
-def session_key(tenant: str, session_id: str | None, field: str = "session_id") -> str | None:
+def session_key(tenant: str, session_id: str, field: str = "session_id") -> str:
     """A session's name within its tenant; opaque, never part of a path."""
-    if session_id is None:
-        return None
     if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS or not session_id.isprintable():
         rule = f"must have from 1 to {MAX_SESSION_ID_CHARS} printable characters"
         raise InvalidRequest(field, session_id, rule)

@@ -1,8 +1,8 @@
 """The HTTP API: OpenAI's completions, models, tokenizing, probes and metrics, over any `EngineClient`.
 
-A request passes `Guard` (id, API key, whole body), `body` and `protocol` (types, ranges), `api_state`
-(template and tokenizer, off the event loop), and becomes a `RunResponse`, which runs it on the engine
-client and sends its text.
+A request passes `Guard` (id, API key, whole body), `body` and `protocol` (types, ranges), and its route's handler.
+A completion passes `api_state` there (template and tokenizer, off the event loop), and becomes a `RunResponse`, which
+runs it on the engine client and sends its text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from mneme import __version__
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
-from mneme.cluster.http import completions, kv, pins, sessions
+from mneme.cluster.http import completions, kv, sessions
 from mneme.cluster.http.api_docs import Route
-from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.http.api_state import ApiState, ServedModel
 from mneme.cluster.http.error_response import http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.protocol import (
@@ -65,7 +65,6 @@ def build_api(
         models={model.id: model for model in models},
         tokenizer=tokenizer,
         config=config,
-        latencies=metrics.latencies,
         metrics=metrics,
         default_timeout_s=default_timeout_s,
         clock=clock,
@@ -103,14 +102,14 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
             query=salt,
         ),
         Route("GET", "/v1/kv/explain/{request_id:path}", sessions.explain, docs.Explanation, query=salt),
-        Route("POST", "/v1/kv/warm", pins.warm, docs.Pin, kv.WarmRequest),
+        Route("POST", "/v1/kv/warm", kv.warm, docs.Pin, kv.WarmRequest),
         Route("POST", "/v1/kv/lookup", kv.lookup, docs.Lookup, kv.LookupRequest),
         Route("POST", "/v1/kv/pin", kv.pin, docs.TierPin, kv.PinRequest),
         Route("POST", "/v1/kv/unpin", kv.unpin, docs.Deleted, kv.UnpinRequest),
         Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
         Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats),
-        Route("GET", "/v1/kv/pins", pins.list_pins, docs.PinList),
-        Route("DELETE", "/v1/kv/pins/{pin_id:path}", pins.delete_pin, docs.Deleted),
+        Route("GET", "/v1/kv/pins", kv.list_pins, docs.PinList),
+        Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, docs.Deleted),
         Route("GET", "/health", _health, docs.Status),
         Route("GET", "/ready", _ready, docs.Ready),
         Route("GET", "/metrics", _metrics, None, others={"text/plain": str}),
@@ -120,24 +119,31 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("GET", "/openapi.json", _openapi, docs.OpenApi),
     ]
     for route in routes:
-        app.router.add_route(route.path, partial(route.handler, api), methods=[route.method])
+        app.router.add_route(route.path, partial(_answer, api, route), methods=[route.method])
     api.metrics.known_paths = frozenset(route.path for route in routes if "{" not in route.path)
     app.state.openapi = docs.openapi(routes)
 
 
-async def _list_models(api: ApiState, request: Request) -> Response:
+async def _answer(api: ApiState, route: Route, request: Request) -> Any:
+    """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON."""
+    given = () if route.body is None else (validate(route.body, await api.parsed(request)),)
+    answer = await route.handler(api, request, *given)
+    return JSONResponse(answer) if isinstance(answer, dict) else answer
+
+
+async def _list_models(api: ApiState, request: Request) -> dict[str, Any]:
     """The names that `model` may have."""
-    return JSONResponse({"object": "list", "data": [_model_object(model) for model in api.models.values()]})
+    return {"object": "list", "data": [_model_object(model) for model in api.models.values()]}
 
 
-async def _get_model(api: ApiState, request: Request) -> Response:
+async def _get_model(api: ApiState, request: Request) -> dict[str, Any]:
     """The model of this name."""
-    return JSONResponse(_model_object(api.model(request.path_params["model_id"])))
+    return _model_object(api.model(request.path_params["model_id"]))
 
 
-async def _health(api: ApiState, request: Request) -> Response:
+async def _health(api: ApiState, request: Request) -> dict[str, Any]:
     """This process answers."""
-    return JSONResponse({"status": "ok"})
+    return {"status": "ok"}
 
 
 async def _ready(api: ApiState, request: Request) -> Response:
@@ -152,9 +158,9 @@ async def _metrics(api: ApiState, request: Request) -> Response:
     return Response(await api.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-async def _version(api: ApiState, request: Request) -> Response:
+async def _version(api: ApiState, request: Request) -> dict[str, Any]:
     """The server's version."""
-    return JSONResponse({"version": __version__})
+    return {"version": __version__}
 
 
 async def _docs(api: ApiState, request: Request) -> Response:
@@ -162,15 +168,16 @@ async def _docs(api: ApiState, request: Request) -> Response:
     return HTMLResponse(docs.docs_page(request.app.state.openapi))
 
 
-async def _openapi(api: ApiState, request: Request) -> Response:
+async def _openapi(api: ApiState, request: Request) -> dict[str, Any]:
     """This description in OpenAPI's form."""
-    return JSONResponse(request.app.state.openapi)
+    document: dict[str, Any] = request.app.state.openapi
+    return document
 
 
 async def _root(api: ApiState, request: Request) -> Response:
     """What runs here and how busy it is: a page for a browser, JSON for others."""
     model = api.model(None)
-    replicas = [each.metrics for each in await api.client.stats()]
+    replicas = (await api.client.stats()).values()
 
     def total(*path: str) -> int:
         return round(sum(number_at(each, path) for each in replicas))
@@ -217,41 +224,28 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
     }
 
 
-async def tokenize(api: ApiState, request: Request) -> JSONResponse:
+async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """Ids of a text, or of a conversation as the chat endpoint would render it."""
-    body = validate(TokenizeRequest, await api.parsed(request))
-    model = api.model(body.model)
-    prompt = await _prompt(api, body, model)
-    answer: dict[str, Any] = {
-        "count": len(prompt.token_ids),
-        "max_model_len": model.max_context,
-        "tokens": list(prompt.token_ids),
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [api.tokenizer.token_text(token_id) for token_id in prompt.token_ids]
-    return JSONResponse(answer)
+    model, text = api.model(body.model), body.prompt
+    if (text is None) == (body.messages is None):
+        raise InvalidRequest("prompt", None, "give either a prompt or messages")
+    if body.messages is not None:
+        prompt = await api.render(body.messages, model, add_generation_prompt=body.add_generation_prompt)
+    else:
+        assert text is not None
+        special = body.add_special_tokens
+        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", text, model, add_special_tokens=special))
+    ids = list(prompt.token_ids)
+    strings = {"token_strs": list(map(api.tokenizer.token_text, ids))} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": model.max_context, "tokens": ids, **strings}
 
 
-async def detokenize(api: ApiState, request: Request) -> JSONResponse:
+async def detokenize(api: ApiState, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of ids."""
-    body = validate(DetokenizeRequest, await api.parsed(request))
     api.model(body.model)
 
     def decode() -> str:
         api.check_ids("tokens", body.tokens)
         return api.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
-    return JSONResponse({"prompt": await api.off_loop(len(body.tokens), decode)})
-
-
-async def _prompt(api: ApiState, body: TokenizeRequest, model: ServedModel) -> Prompt:
-    text, messages = body.prompt, body.messages
-    if (text is None) == (messages is None):
-        raise InvalidRequest("prompt", None, "give either a prompt or messages")
-    if messages is not None:
-        return await api.render(messages, model, add_generation_prompt=body.add_generation_prompt)
-    if not text:
-        raise InvalidRequest("prompt", text, "must not be empty")
-    return await api.off_loop(
-        len(text), lambda: api.encode("prompt", text, model, add_special_tokens=body.add_special_tokens)
-    )
+    return {"prompt": await api.off_loop(len(body.tokens), decode)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
 from mneme.cluster.http.protocol import Message, conversation
-from mneme.cluster.metrics.latency import Clock, Latencies, RequestLatency
+from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -53,7 +54,6 @@ class ApiState:
     models: Mapping[str, ServedModel]
     tokenizer: Tokenizer
     config: HttpConfig
-    latencies: Latencies
     metrics: MetricsPage
     truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
     default_timeout_s: float | None = None  # of requests that name none
@@ -74,9 +74,6 @@ class ApiState:
             raise ModelNotFound(f"model: no model is called {name[:80]!r}; GET /v1/models lists them")
         return model
 
-    def start_clock(self) -> RequestLatency:
-        return RequestLatency(self.latencies, self.clock)
-
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The request's body, a JSON object; it can be taken once."""
         check_json_type(request.headers)
@@ -94,25 +91,20 @@ class ApiState:
         truncation: Truncation | None = None,
     ) -> Prompt:
         """The prompt of a conversation, or what it grows by; the template runs off the event loop."""
-
-        def render(
-            messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = add_generation_prompt
-        ) -> str:
-            return self.tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
-            )
+        render = partial(
+            self.tokenizer.render_chat,
+            add_generation_prompt=add_generation_prompt,
+            template_variables=template_variables,
+        )
 
         def work() -> Prompt:
             said = conversation(messages)
-            if not appends:
-                prompt = self.encode("messages", render(said), model, add_special_tokens=False, truncation=truncation)
-                if truncation is None or truncation.keep != "system":
-                    return prompt
-                encode = self.tokenizer.encode_rendered
-                return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
-            text, num_closing_chars = render_appended(render, said)
+            text, num_closing_chars = render_appended(render, said) if appends else (render(said), 0)
             prompt = self.encode("messages", text, model, add_special_tokens=False, truncation=truncation)
-            return prompt._replace(num_closing_chars=num_closing_chars)
+            if appends or truncation is None or truncation.keep != "system":
+                return prompt._replace(num_closing_chars=num_closing_chars)
+            encode = self.tokenizer.encode_rendered
+            return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 
@@ -120,11 +112,7 @@ class ApiState:
         self, messages: list[Message], template_variables: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
         """Ids that every conversation begins with that begins with these messages."""
-
-        def render(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-            return self.tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
-            )
+        render = partial(self.tokenizer.render_chat, template_variables=template_variables)
 
         def work() -> tuple[int, ...]:
             return tuple(conversation_prefix(render, self.tokenizer.encode_rendered, conversation(messages)))

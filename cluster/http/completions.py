@@ -15,7 +15,6 @@ from mneme.cluster.http.protocol import (
     SamplingBody,
     StreamOptions,
     template_variables,
-    validate,
 )
 from mneme.cluster.http.stream import RunResponse
 from mneme.cluster.metrics.latency import RequestLatency
@@ -25,14 +24,11 @@ from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.truncation import Truncation, resolved
 
 
-async def chat_completions(api: ApiState, request: Request) -> RunResponse:
+async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -> RunResponse:
     """Render the conversation, then run n choices of it."""
-    latency = api.start_clock()
-    body = validate(ChatRequest, await api.parsed(request))
     model = api.model(body.model)
     params = _sampling(api, body)
-    body.check_stream_options()
-    turn = _turn(api, request, body, model)
+    turn = _turn(api, request, body, model, num_prompts=1)
     prompt = await api.render(
         body.messages,
         model,
@@ -50,20 +46,25 @@ async def chat_completions(api: ApiState, request: Request) -> RunResponse:
         num_top=params.logprobs or 0,
     )
     fields = [FieldNames("messages", body.max_tokens_field)]
-    return _run(api, request, body, turn, params, [prompt], fields, answer, latency)
+    return _run(api, request, body, turn, params, [prompt], fields, answer)
 
 
-async def completions(api: ApiState, request: Request) -> RunResponse:
+async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
-    latency = api.start_clock()
-    body = validate(CompletionRequest, await api.parsed(request))
     model = api.model(body.model)
     params = _sampling(api, body)
-    body.check_stream_options()
-    turn = _turn(api, request, body, model)
     given = body.prompts()
-    size = sum(map(len, given))
-    prompts = await api.off_loop(size, lambda: _take_prompts(api, body, given, model, turn))
+    turn = _turn(api, request, body, model, num_prompts=len(given))
+    names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
+
+    def take(index: int) -> Prompt:
+        name, prompt, truncation = names[index], given[index], turn.truncation_of(index)
+        if isinstance(prompt, str):
+            special = body.add_special_tokens and not body.appends
+            return api.encode(name, prompt, model, add_special_tokens=special, truncation=truncation)
+        return api.take_ids(name, prompt, model, truncation)
+
+    prompts = await api.off_loop(sum(map(len, given)), lambda: list(map(take, range(len(given)))))
     answer = CompletionAnswer(
         f"cmpl-{request.state.request_id}",
         "text_completion",
@@ -73,8 +74,8 @@ async def completions(api: ApiState, request: Request) -> RunResponse:
         num_top=params.logprobs or 0,
         echoes=_echoes(api, prompts, params.n) if body.echo else (),
     )
-    fields = [FieldNames(name, body.max_tokens_field or name) for name in _prompt_fields(len(prompts))]
-    return _run(api, request, body, turn, params, prompts, fields, answer, latency)
+    fields = [FieldNames(name, body.max_tokens_field or name) for name in names]
+    return _run(api, request, body, turn, params, prompts, fields, answer)
 
 
 class _Turn(NamedTuple):
@@ -82,45 +83,44 @@ class _Turn(NamedTuple):
 
     session: str | None
     truncation: Truncation | None  # None: what is too long is refused
-    affinity: str | None  # a hint where it should run, of all prompts
 
     def truncation_of(self, prompt_index: int) -> Truncation | None:
         is_first, truncation = prompt_index == 0, self.truncation
         return truncation if is_first or truncation is None or truncation.strategy != "reuse_kv" else None
 
 
-def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedModel) -> _Turn:
+def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedModel, *, num_prompts: int) -> _Turn:
     session = _session(request, body)
+    if body.session is not None and session is None and (body.appends or body.session.ttl_s is not None):
+        raise InvalidRequest("session.id", None, "must name the session")
+    if body.appends and num_prompts > 1:
+        raise InvalidRequest("prompt", num_prompts, "only one prompt can be appended to a session")
     given = body.truncation.given() if body.truncation is not None else None
     truncation = resolved(given, api.truncation, has_session=session is not None)
     if truncation is not None:
         truncation.check_window(model.max_context)
-    return _Turn(session, truncation, _affinity(api, request, body))
+    return _Turn(session, truncation)
+
+
+def _session(request: Request, body: SamplingBody) -> str | None:
+    """Take it from the header, else the body's `session.id` or `session_id`, in this order."""
+    header = request.headers.get("x-session-id")
+    given = {
+        "X-Session-ID": None if header is None else header.encode("latin-1").decode(),  # `Guard` has seen that it can
+        "session.id": body.session.id if body.session is not None else None,
+        "session_id": body.session_id,
+    }
+    tenant: str = request.state.tenant
+    sessions = [session_key(tenant, name, field) for field, name in given.items() if name is not None]
+    return sessions[0] if sessions else None
 
 
 def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
     params = body.sampling_params(api.draw_seed())
     api.check_ids("logit_bias", list(params.logit_bias))
     api.check_ids("stop_token_ids", list(params.stop_token_ids))
+    body.check_stream_options()
     return params
-
-
-def _prompt_fields(num_prompts: int) -> list[str]:
-    return ["prompt"] if num_prompts == 1 else [f"prompt[{i}]" for i in range(num_prompts)]
-
-
-def _take_prompts(
-    api: ApiState, body: CompletionRequest, given: Sequence[str | list[int]], model: ServedModel, turn: _Turn
-) -> list[Prompt]:
-    prompts = []
-    for index, (field, prompt) in enumerate(zip(_prompt_fields(len(given)), given, strict=True)):
-        truncation = turn.truncation_of(index)
-        if isinstance(prompt, str):
-            special = body.add_special_tokens and not body.appends
-            prompts.append(api.encode(field, prompt, model, add_special_tokens=special, truncation=truncation))
-        else:
-            prompts.append(api.take_ids(field, prompt, model, truncation))
-    return prompts
 
 
 def _echoes(api: ApiState, prompts: Sequence[Prompt], n: int) -> list[str]:
@@ -140,56 +140,40 @@ def _run(
     prompts: Sequence[Prompt],
     fields: Sequence[FieldNames],
     answer: Answer,
-    latency: RequestLatency,
 ) -> RunResponse:
-    requests = _requests(request, body, turn, params, prompts, _time_left_s(api, request, body))
-    choices = [
-        Choice.start(i, i // params.n, engine_request, api.tokenizer, fields[i // params.n])
-        for i, engine_request in enumerate(requests)
-    ]
+    """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
+    request_id: str = request.state.request_id
+    turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
+    salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(api, request, body)
+    timeout_s = _time_left_s(api, request, body)
+    choices: list[Choice] = []
+    for i, prompt in enumerate(prompts):
+        for j in range(params.n):
+            engine_request = GenerationRequest(
+                request_id=f"{turns[i]}.{j}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=params,
+                choice_index=j,
+                salt=salt,
+                session_id=turn.session if i == 0 else None,
+                affinity=affinity,
+                prompt_text=prompt.text,
+                append=body.appends,
+                num_closing_chars=prompt.num_closing_chars,
+                session_ttl_s=body.session.ttl_s if body.session is not None else None,
+                truncation=turn.truncation_of(i),
+                num_system=prompt.num_system,
+                timeout_s=timeout_s,
+            )
+            choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i]))
     return RunResponse(
         client=api.client,
         choices=choices,
         answer=answer,
         stream=(body.stream_options or StreamOptions()) if body.stream else None,
-        latency=latency,
+        latency=RequestLatency(api.metrics.latencies, api.clock, request.state.received_s),
         stall_timeout_s=api.config.client_stall_timeout_s,
     )
-
-
-def _requests(
-    request: Request,
-    body: SamplingBody,
-    turn: _Turn,
-    params: SamplingParams,
-    prompts: Sequence[Prompt],
-    timeout_s: float | None,
-) -> list[GenerationRequest]:
-    """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
-    request_id: str = request.state.request_id
-    turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-    salt = kv_salt(request.state.tenant, body.cache_salt)
-    _check_session(body, turn.session, len(prompts))
-    return [
-        GenerationRequest(
-            request_id=f"{turns[i]}.{j}",
-            prompt_token_ids=prompt.token_ids,
-            sampling=params,
-            choice_index=j,
-            salt=salt,
-            session_id=turn.session if i == 0 else None,
-            affinity=turn.affinity,
-            prompt_text=prompt.text,
-            append=body.appends,
-            num_closing_chars=prompt.num_closing_chars,
-            session_ttl_s=body.session.ttl_s if body.session is not None else None,
-            truncation=turn.truncation_of(i),
-            num_system=prompt.num_system,
-            timeout_s=timeout_s,
-        )
-        for i, prompt in enumerate(prompts)
-        for j in range(params.n)
-    ]
 
 
 def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float | None:
@@ -204,31 +188,8 @@ def _time_left_s(api: ApiState, request: Request, body: SamplingBody) -> float |
     return left_s
 
 
-def _session(request: Request, body: SamplingBody) -> str | None:
-    """Take it from the header, else the body's `session.id` or `session_id`, in this order."""
-    tenant: str = request.state.tenant
-    in_object = body.session.id if body.session is not None else None
-    header = request.headers.get("x-session-id")
-    in_header = None if header is None else header.encode("latin-1").decode()  # `Guard` has seen that it can be
-    given = [
-        session_key(tenant, in_header, "X-Session-ID"),
-        session_key(tenant, in_object, "session.id"),
-        session_key(tenant, body.session_id, "session_id"),
-    ]
-    return next((session for session in given if session is not None), None)
-
-
 def _affinity(api: ApiState, request: Request, body: SamplingBody) -> str | None:
     """The key that requests which belong together share: `prompt_cache_key`, else the first configured header."""
     hints = [body.prompt_cache_key, *map(request.headers.get, api.config.affinity_headers)]
     hint = next(filter(None, hints), None)
     return None if hint is None else affinity_key(request.state.tenant, hint)
-
-
-def _check_session(body: SamplingBody, session: str | None, num_prompts: int) -> None:
-    if body.session is None:
-        return
-    if session is None and (body.session.append or body.session.ttl_s is not None):
-        raise InvalidRequest("session.id", None, "must name the session")
-    if body.session.append and num_prompts > 1:
-        raise InvalidRequest("prompt", num_prompts, "only one prompt can be appended to a session")

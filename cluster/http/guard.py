@@ -39,7 +39,12 @@ _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
 class Guard:
-    """Wraps the application; adds `request_id`, `tenant`, `arrived_s` and `body` (a `HeldBody`) to `scope["state"]`."""
+    """Wraps the application; adds what it knows of a request to `scope["state"]`.
+
+    request_id, tenant     texts
+    arrived_s, received_s  by the clock: when its headers were there, and when its body was
+    body                   a `HeldBody`
+    """
 
     def __init__(self, app: App, config: HttpConfig, on_response: Callable[[str, int], None], *, clock: Clock) -> None:
         self._app = app
@@ -77,8 +82,8 @@ class Guard:
         tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
         if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
             await self._bodies.read(body, headers, receive)
-        state = {"request_id": response.request_id, "tenant": tenant, "arrived_s": arrived_s, "body": body}
-        scope.setdefault("state", {}).update(state)
+        times = {"arrived_s": arrived_s, "received_s": self._clock()}
+        scope.setdefault("state", {}).update(request_id=response.request_id, tenant=tenant, body=body, **times)
         await self._app(scope, receive, response.send)
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:

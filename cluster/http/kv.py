@@ -1,51 +1,59 @@
-"""POST /v1/kv/lookup, pin, unpin; DELETE /v1/kv; GET /v1/kv/stats: KV that is kept, on replicas and in the cache tier.
+"""/v1/kv: KV that is kept, on replicas and in the cache tier, is looked up, warmed, pinned, dropped and counted.
 
 A caller reaches what is kept under its own API key, and sums of the rest. The tier is asked through one replica, which
-makes the keys of its chunks; every replica is asked for its own pages. `pins.py` has warming and pins on devices.
+makes the keys of its chunks; every replica is asked for its own pages.
+
+A prompt is warmed on all replicas or on some, and is pinned on each of them or on none. Engines answer between two
+steps, so an ingress asks again and again how far they are. Pins belong to the API key, whatever salt they were made
+with. A replica that is replaced has those of the configuration only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
-import re
+import math
+import secrets
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
-from mneme.cluster.http.api_state import ApiState, ServedModel
-from mneme.cluster.http.protocol import Body, Messages, Ttl, check_prompt, template_variables, validate
+from mneme.cluster.http.answers import FieldNames
+from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
+from mneme.cluster.http.protocol import Body, Messages, Text, TokenIds, Ttl, template_variables
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
-from mneme.errors import ContextLengthExceeded, InvalidRequest, PinNotFound, SessionNotFound
-from mneme.replicas.engine import kv_commands
-from mneme.replicas.engine.commands import Query, drop_pin, session_tokens
+from mneme.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    MnemeError,
+    PinNotFound,
+    ReplicaUnavailable,
+    SessionNotFound,
+)
+from mneme.replicas.engine import commands, kv_commands
 from mneme.replicas.engine.pins import PinKey
 from mneme.replicas.sessions.sessions import SessionKey
 
 _MAX_LISTED_CHUNKS = 10_000
-_PIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
+_WARM_TIMEOUT_S = 600.0
 _PROMPTS = ("prompt", "prompt_token_ids", "token_ids", "messages")
 
-
-def _checked_pin_id(pin_id: str) -> str:
-    if not _PIN_ID.fullmatch(pin_id):
-        raise ValueError("must have from 1 to 64 letters, digits or any of . _ : -")
-    return pin_id
-
-
-PinId = Annotated[str, AfterValidator(_checked_pin_id)]
+PinId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
 
 
 class PromptSelector(Body):
     """One of `prompt`, `prompt_token_ids` (also called `token_ids`) and `messages` says which tokens."""
 
     model: str | None = None
-    prompt: str | None = None
-    prompt_token_ids: Any = None  # list[int]: see `check_prompt`
-    token_ids: Any = None
+    prompt: Text | None = None
+    prompt_token_ids: TokenIds | None = None
+    token_ids: TokenIds | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -81,100 +89,187 @@ class UnpinRequest(SequenceSelector):
 
 
 class DropRequest(SequenceSelector):
-    document: Any = None  # text or token ids of a document, as it was given with requests
+    document: Text | TokenIds | None = None  # as it was given with requests
     tenant: Literal[True] | None = None  # all of the API key's
 
 
-async def lookup(api: ApiState, request: Request) -> JSONResponse:
+async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[str, Any]:
     """How much of a prompt is kept, and where; changes nothing."""
-    body = validate(LookupRequest, await api.parsed(request))
-    chosen = await select_sequence(api, request, body, seen=True)
+    chosen = await _select(api, request, body, visible=True)
     engines = await api.client.query(kv_commands.look_up_pages(chosen.salt, chosen.token_ids))
     tier = await ask_tier(api.client, kv_commands.look_up_kv(chosen.salt, chosen.token_ids))
-    replicas = [{"replica": replica_id, **found} for replica_id, found in sorted(engines.items())]
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
-    found = {"object": "kv.lookup", "num_tokens": len(chosen.token_ids), "replicas": replicas, "tier": tier}
-    return JSONResponse(found)
+    replicas = _by_replica(engines)
+    return {"object": "kv.lookup", "num_tokens": len(chosen.token_ids), "replicas": replicas, "tier": tier}
 
 
-async def pin(api: ApiState, request: Request) -> JSONResponse:
+async def pin(api: ApiState, request: Request, body: PinRequest) -> dict[str, Any]:
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
-    body = validate(PinRequest, await api.parsed(request))
-    chosen = await select_sequence(api, request, body, seen=True)
+    chosen = await _select(api, request, body, visible=True)
     pin_id = body.pin_id or _pin_id(chosen)
-    pinned = await ask_tier(api.client, kv_commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s))
-    return JSONResponse(_tier_pin_object(pinned))
+    return _tier_pin(await ask_tier(api.client, kv_commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s)))
 
 
-async def unpin(api: ApiState, request: Request) -> JSONResponse:
-    """Let go of a pin, in the tier and on devices."""
-    body = validate(UnpinRequest, await api.parsed(request))
-    if body.pin_id is not None and one_given(body, "session_id", "pin_id"):
-        pin_id = body.pin_id
-    else:
-        pin_id = _pin_id(await select_sequence(api, request, body, seen=True, others=("pin_id",)))
-    return JSONResponse(await release_pin(api, request.state.tenant, pin_id))
+async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str, Any]:
+    """Release a pin, in the tier and on devices."""
+    if body.pin_id is None:
+        chosen = await _select(api, request, body, visible=True, others=("pin_id",))
+        return await _release(api, request.state.tenant, _pin_id(chosen))
+    _one_given(body, "session_id", "pin_id")
+    return await _release(api, request.state.tenant, body.pin_id)
 
 
-async def release_pin(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
+async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
+    """Let go of a prompt on every replica and in the cache tier; what runs goes on."""
+    return await _release(api, request.state.tenant, request.path_params["pin_id"])
+
+
+async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Release the pin of that name wherever there is one; raises `PinNotFound`."""
-    answers = await api.client.query(drop_pin(PinKey(tenant, pin_id)))
+    answers = await api.client.query(commands.drop_pin(PinKey(tenant, pin_id)))
     was_in_tier = await ask_tier(api.client, kv_commands.unpin_kv(kv_salt(tenant, None), pin_id))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
 
 
-async def tier_pins(api: ApiState, tenant: str) -> list[dict[str, Any]]:
-    """List what the API key has pinned in the tier."""
-    pins = await ask_tier(api.client, kv_commands.list_kv_pins(kv_salt(tenant, None)))
-    return [_tier_pin_object(pin) for pin in pins or ()]
+async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
+    """What the API key has pinned, and where."""
+    tenant: str = request.state.tenant
+    described_by_id: dict[str, dict[str, Any]] = {}
+    replicas_by_id: dict[str, list[str]] = {}
+    for replica_id, pins in (await api.client.query(commands.list_pins(tenant))).items():
+        for each in pins:
+            known = described_by_id.setdefault(each["id"], each)
+            known["pinned"] = known["pinned"] and each["pinned"]
+            replicas_by_id.setdefault(each["id"], []).append(replica_id)
+    on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
+    in_tier = await ask_tier(api.client, kv_commands.list_kv_pins(kv_salt(tenant, None))) or ()
+    return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
 
 
-def _tier_pin_object(pin: dict[str, Any]) -> dict[str, Any]:
-    return {"id": pin["id"], "object": "kv.pin", "where": "tier", "pinned": True, **pin}
+def _tier_pin(described: dict[str, Any]) -> dict[str, Any]:
+    return {"id": described["id"], "object": "kv.pin", "where": "tier", "pinned": True, **described}
 
 
-async def drop(api: ApiState, request: Request) -> JSONResponse:
+def _device_pin(described: dict[str, Any], replicas: Sequence[str]) -> dict[str, Any]:
+    shown = {name: value for name, value in described.items() if name not in ("warming", "error")}
+    return {"id": shown.pop("id"), "object": "kv.pin", "where": "device", **shown, "replicas": sorted(replicas)}
+
+
+async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, Any]:
     """Forget KV; what runs or is pinned on a device stays there until it is let go."""
-    body = validate(DropRequest, await api.parsed(request))
-    field = one_given(body, "session_id", "document", "tenant")
+    field = _one_given(body, "session_id", "document", "tenant")
+    salt = kv_salt(request.state.tenant, None if field == "tenant" else body.cache_salt)
     if field == "tenant":
-        salt = kv_salt(request.state.tenant, None)
         of_engines, of_tier = kv_commands.drop_tenant_pages(salt), kv_commands.drop_tenant_kv(salt)
-    elif field == "document":
-        of_engines, of_tier = kv_commands.settle_saves(), await _drop_document(api, request, body)
+    elif body.document is not None:  # it is encoded on its own, behind the model's BOS alone
+        ids = await _token_ids(api, field, body.document, api.model(body.model), special=False)
+        bos = api.tokenizer.bos_token_id
+        of_engines = kv_commands.settle_saves()
+        of_tier = kv_commands.drop_kv(salt, ids, sink_ids=() if bos is None else (bos,))
     else:
-        others = ("document", "tenant")
-        chosen = await select_sequence(api, request, body, seen=False, others=others)
-        is_session = chosen.session is not None
-        of_engines = kv_commands.drop_pages(chosen.salt, chosen.token_ids, chosen.session)
-        of_tier = kv_commands.drop_kv(chosen.salt, chosen.token_ids, spares_longer=is_session)
+        chosen = await _select(api, request, body, visible=False, others=("document", "tenant"))
+        of_engines = kv_commands.drop_pages(salt, chosen.token_ids, chosen.session)
+        of_tier = kv_commands.drop_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
     engines = await api.client.query(of_engines)
     tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
-    replicas = [{"replica": replica_id, **gone} for replica_id, gone in sorted(engines.items()) if gone is not None]
-    return JSONResponse({"object": "kv.deleted", "by": field, "replicas": replicas, "tier": tier})
+    return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
 
 
-async def stats(api: ApiState, request: Request) -> JSONResponse:
+async def stats(api: ApiState, request: Request) -> dict[str, Any]:
     """Sums of all that is kept, and the caller's own share."""
     tier = await ask_tier(api.client, kv_commands.kv_stats(kv_salt(request.state.tenant, None)))
     replicas = [
-        {"replica": each.replica_id, "pages": each.metrics.get("pages"), "host_pages": each.metrics.get("host_pages")}
-        for each in await api.client.stats()
+        {"replica": replica_id, "pages": figures.get("pages"), "host_pages": figures.get("host_pages")}
+        for replica_id, figures in (await api.client.stats()).items()
     ]
     own = None if tier is None else tier.pop("tenant")
-    return JSONResponse({"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own})
+    return {"object": "kv.stats", "replicas": replicas, "tier": tier, "tenant": own}
 
 
-async def _drop_document(api: ApiState, request: Request, body: DropRequest) -> Query:
-    """Drop a document, which is encoded on its own, behind the model's BOS alone."""
-    ids = await _encoded_text(api, "document", body.document, api.model(body.model), special=False)
-    bos = api.tokenizer.bos_token_id
-    sink_ids = () if bos is None else (bos,)
-    return kv_commands.drop_kv(kv_salt(request.state.tenant, body.cache_salt), ids, sink_ids=sink_ids)
+def _by_replica(answers: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"replica": replica_id, **found} for replica_id, found in sorted(answers.items()) if found is not None]
+
+
+async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, Any]:
+    """Compute a prompt on replicas, and keep it there."""
+    field, salt, ids, _ = await _select_prompt(api, request, body, _one_given(body))
+    key = PinKey(request.state.tenant, secrets.token_hex(16))
+    chosen = await _replicas(api, body.replicas)
+    prompt = commands.warm_prompt(key, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
+    try:
+        async with asyncio.timeout(_WARM_TIMEOUT_S):
+            described = await _computed(api, key, prompt, chosen)
+    except BaseException as error:  # what one refuses is released on the others
+        await _drop_pin(api, key, chosen)
+        if isinstance(error, TimeoutError):
+            raise ReplicaUnavailable(f"the prompt was not computed within {_WARM_TIMEOUT_S:g} s") from None
+        if isinstance(error, ContextLengthExceeded):
+            raise FieldNames(field, field).worded(error) from None
+        raise
+    for replica_id in chosen:
+        api.client.note_prefix(ids, replica_id, salt=salt)
+    if not body.pin:
+        await _drop_pin(api, key, chosen)  # only its outcome was kept
+    return _device_pin(described, chosen)
+
+
+async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
+    """All, or those with the fewest pages in use."""
+    known = api.client.replica_ids()
+    if not known:
+        raise ReplicaUnavailable("no replica is ready")
+    if isinstance(wanted, str):
+        return sorted(known)
+    if not 1 <= wanted <= len(known):
+        raise InvalidRequest("replicas", wanted, f'must be "all" or from 1 to {len(known)}')
+    in_use = {replica_id: figures["pages"]["in_use"] for replica_id, figures in (await api.client.stats()).items()}
+    return sorted(known, key=lambda replica_id: (in_use.get(replica_id, math.inf), replica_id))[:wanted]
+
+
+async def _computed(api: ApiState, key: PinKey, prompt: commands.Query, chosen: Sequence[str]) -> dict[str, Any]:
+    """Wait until the prompt is computed on all of them; one of their answers."""
+    described = await _ask(api, prompt, chosen)
+    pause_s = _FIRST_PAUSE_S
+    while any(one["warming"] for one in described):
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        described = await _ask(api, commands.get_pin(key), chosen)
+    return described[0]
+
+
+async def _ask(api: ApiState, query: commands.Query, chosen: Sequence[str]) -> list[dict[str, Any]]:
+    """Ask the chosen replicas how far they are; raises what went wrong on one of them, once all have answered."""
+    asked = (api.client.query(query, replica_id=each) for each in chosen)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    described = []
+    for replica_id, answer in zip(chosen, answers, strict=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer[replica_id] is None:
+            raise ReplicaUnavailable("a replica was started anew, or the prompt was let go, before it was computed")
+        if answer[replica_id]["error"] is not None:
+            raise answer[replica_id]["error"]
+        described.append(answer[replica_id])
+    return described
+
+
+async def _drop_pin(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
+    async def drop(replica_id: str) -> None:
+        with contextlib.suppress(MnemeError):
+            await api.client.query(commands.drop_pin(key), replica_id=replica_id)
+
+    await asyncio.gather(*map(drop, chosen))
+
+
+class Selection(NamedTuple):
+    field: str  # what the client calls it
+    salt: str
+    token_ids: tuple[int, ...]
+    session: SessionKey | None = None
 
 
 def _pin_id(chosen: Selection) -> str:
@@ -187,64 +282,55 @@ def _pin_id(chosen: Selection) -> str:
     return hasher.hexdigest()
 
 
-class Selection(NamedTuple):
-    field: str  # what the client calls it
-    salt: str
-    token_ids: tuple[int, ...]
-    session: SessionKey | None = None
-
-
-def one_given(body: PromptSelector, *others: str) -> str:
+def _one_given(body: PromptSelector, *others: str) -> str:
     """The one selector that is given; raises `InvalidRequest` for none and for two."""
     names = [*_PROMPTS, *others]
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
-        rule = f"give exactly one of {', '.join(names)}"
-        raise InvalidRequest("prompt", " and ".join(given), rule)
+        raise InvalidRequest("prompt", " and ".join(given), f"give exactly one of {', '.join(names)}")
     return given[0]
 
 
-async def select_sequence(
-    api: ApiState, request: Request, body: SequenceSelector, *, seen: bool, others: tuple[str, ...] = ()
+async def _select(
+    api: ApiState, request: Request, body: SequenceSelector, *, visible: bool, others: tuple[str, ...] = ()
 ) -> Selection:
-    """Select as `select_prompt`, or a session's: `seen` what its next turn would look for, else all that was said."""
-    field = one_given(body, "session_id", *others)
-    if field != "session_id":
-        return await select_prompt(api, request, body, field)
-    salt = kv_salt(request.state.tenant, body.cache_salt)
-    name = session_key(request.state.tenant, body.session_id)
-    assert name is not None
-    key = (salt, name)
+    """A prompt's tokens, or a session's: the `visible` ones its next turn would look for, else all that was said."""
+    field = _one_given(body, "session_id", *others)
+    if body.session_id is None:
+        return await _select_prompt(api, request, body, field)
+    tenant: str = request.state.tenant
+    key = (kv_salt(tenant, body.cache_salt), session_key(tenant, body.session_id))
     found = await look_up_session(api.client, key)
-    query = session_tokens(key, visible=seen)
+    query = commands.session_tokens(key, visible=visible)
     ids = None if found is None else (await api.client.query(query, replica_id=found[0]))[found[0]]
     if not ids:
         raise SessionNotFound("session_id", body.session_id)
-    return Selection(field, salt, tuple(ids), key)
+    return Selection(field, key[0], tuple(ids), key)
 
 
-async def _encoded_text(api: ApiState, field: str, given: Any, model: ServedModel, *, special: bool) -> tuple[int, ...]:
-    """A text or token ids as ids."""
-    check_prompt(field, given)
-    if isinstance(given, str):
-        prompt = await api.off_loop(len(given), lambda: api.encode(field, given, model, add_special_tokens=special))
-    else:
-        prompt = await api.off_loop(len(given), lambda: api.take_ids(field, given, model))
-    return _bounded(field, prompt.token_ids, model)
-
-
-async def select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:
-    """Select the tokens of a prompt, given ids, or what all conversations begin with that begin with these messages."""
+async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:
+    """The tokens of a prompt, given ids, or what all conversations begin with that begin with these messages."""
     model, salt = api.model(body.model), kv_salt(request.state.tenant, body.cache_salt)
-    given = getattr(body, field)
-    if body.messages is not None:
-        ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
-        if not ids:
-            raise InvalidRequest(field, None, "the chat template writes nothing for them alone")
-        return Selection(field, salt, _bounded(field, ids, model))
-    if field != "prompt" and not isinstance(given, list):
-        raise InvalidRequest(field, given, "must be a list of token ids")
-    return Selection(field, salt, await _encoded_text(api, field, given, model, special=body.add_special_tokens))
+    if body.messages is None:
+        ids = await _token_ids(api, field, getattr(body, field), model, special=body.add_special_tokens)
+        return Selection(field, salt, ids)
+    ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
+    if not ids:
+        raise InvalidRequest(field, None, "the chat template writes nothing for them alone")
+    return Selection(field, salt, _bounded(field, ids, model))
+
+
+async def _token_ids(
+    api: ApiState, field: str, given: str | list[int], model: ServedModel, *, special: bool
+) -> tuple[int, ...]:
+    """Ids of a text, or ids that were given."""
+
+    def take() -> Prompt:
+        if isinstance(given, str):
+            return api.encode(field, given, model, add_special_tokens=special)
+        return api.take_ids(field, given, model)
+
+    return _bounded(field, (await api.off_loop(len(given), take)).token_ids, model)
 
 
 def _bounded(field: str, ids: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:

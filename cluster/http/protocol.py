@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
@@ -41,13 +41,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-def _checked_ttl(ttl_s: float) -> float:
-    if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-        raise ValueError(f"must be from {MIN_TTL_S:g} to {MAX_TTL_S:g} seconds")
-    return ttl_s
-
-
-Ttl = Annotated[float, AfterValidator(_checked_ttl)]
+Ttl = Annotated[float, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]  # seconds
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -105,14 +101,8 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     truncation: TruncationOptions | None = None
-    timeout_s: float | None = None  # from the arrival of the request at this server to the end of its answer
-
-    @field_validator("timeout_s")
-    @classmethod
-    def _is_a_day_at_most(cls, timeout_s: float | None) -> float | None:
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
-        return timeout_s
+    # From the arrival of the request at this server to the end of its answer.
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, seed: int) -> SamplingParams:
         """Raises `InvalidRequest` for values out of range; `seed` is taken where none is given."""
@@ -225,7 +215,7 @@ class CompletionRequest(SamplingBody):
 
 class TokenizeRequest(Body):
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -258,20 +248,20 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
     Done by hand because a union of four list types would collect an error for each of a million elements.
     """
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_int(prompt[0])):
-        check_prompt("prompt", prompt)
+        _check_prompt("prompt", prompt)
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest(
             "prompt", _brief(prompt), "must be a non-empty string, list of token ids, or list of these"
         )
     for i, item in enumerate(prompt):
-        check_prompt(f"prompt[{i}]", item)
+        _check_prompt(f"prompt[{i}]", item)
         if type(item) is not type(prompt[0]):
             raise InvalidRequest(f"prompt[{i}]", _brief(item), "prompts are all strings or all token ids")
     return prompt
 
 
-def check_prompt(path: str, prompt: Any) -> None:
+def _check_prompt(path: str, prompt: Any) -> None:
     """Raise `InvalidRequest` for what is neither text nor token ids, or empty."""
     if not isinstance(prompt, str | list):
         raise InvalidRequest(path, _brief(prompt), "must be a string or a list of token ids")

@@ -11,10 +11,9 @@ import secrets
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from mneme.cluster.http.api_state import ApiState
-from mneme.cluster.http.protocol import ForkRequest, validate
+from mneme.cluster.http.protocol import ForkRequest
 from mneme.cluster.serve.engine_client import look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
@@ -25,39 +24,36 @@ _MAX_REQUEST_ID_CHARS = 128
 _MAX_MOVES = 8  # of a session to another replica while it is being forked
 
 
-async def get_session(api: ApiState, request: Request) -> JSONResponse:
+async def get_session(api: ApiState, request: Request) -> dict[str, Any]:
     """What is kept of a conversation, and where."""
     key = _key(request)
-    return JSONResponse(_session_object(_name(key), *await _find(api, key)))
+    return _session_object(_name(key), *await _find(api, key))
 
 
-async def delete_session(api: ApiState, request: Request) -> JSONResponse:
+async def delete_session(api: ApiState, request: Request) -> dict[str, Any]:
     """Forget a conversation; a turn that is answering goes on, and is not kept."""
     key = _key(request)
     answers = await api.client.query(commands.delete_session(key))
     if not any(answers.values()):
         raise SessionNotFound("session_id", _name(key))
-    return JSONResponse({"id": _name(key), "object": "session.deleted", "deleted": True})
+    return {"id": _name(key), "object": "session.deleted", "deleted": True}
 
 
-async def fork_session(api: ApiState, request: Request) -> JSONResponse:
+async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> dict[str, Any]:
     """A new session with the same past, on the same replica."""
-    body = validate(ForkRequest, await api.parsed(request))
     key = _key(request)
-    new_id = session_key(request.state.tenant, body.session_id or secrets.token_hex(16))
-    if body.session_id == "" or new_id is None:
-        raise InvalidRequest("session_id", body.session_id, "must not be empty")
-    new_key = (key[0], new_id)
+    given = secrets.token_hex(16) if body.session_id is None else body.session_id
+    new_key = (key[0], session_key(request.state.tenant, given))
     if await look_up_session(api.client, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
-    replica_id, forked = await _fork_where_it_is(api, key, new_id)
+    replica_id, forked = await _fork_where_it_is(api, key, new_key[1])
     if forked is None:  # made, and dropped at once
         raise Overloaded("there is no room for another session")
     api.client.place_fork(new_key, replica_id)
-    return JSONResponse(_session_object(_name(new_key), replica_id, forked))
+    return _session_object(_name(new_key), replica_id, forked)
 
 
-async def explain(api: ApiState, request: Request) -> JSONResponse:
+async def explain(api: ApiState, request: Request) -> dict[str, Any]:
     """Where each range of a recent request's prompts came from; `request_id` may be the id of its completion."""
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
@@ -68,7 +64,7 @@ async def explain(api: ApiState, request: Request) -> JSONResponse:
     if not choices:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
-    return JSONResponse({"id": given, "object": "kv.explanation", "choices": choices})
+    return {"id": given, "object": "kv.explanation", "choices": choices}
 
 
 async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
@@ -76,9 +72,8 @@ async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tupl
     for _ in range(_MAX_MOVES):
         replica_id, _known = await _find(api, key)
         with contextlib.suppress(SessionNotFound):
-            return replica_id, (await api.client.query(commands.fork_session(key, new_id), replica_id=replica_id))[
-                replica_id
-            ]
+            forked = await api.client.query(commands.fork_session(key, new_id), replica_id=replica_id)
+            return replica_id, forked[replica_id]
     raise ReplicaUnavailable("the session moves from replica to replica")
 
 
@@ -95,9 +90,7 @@ def _session_object(name: str, replica_id: str, known: dict[str, Any]) -> dict[s
 
 
 def _key(request: Request) -> SessionKey:
-    session = session_key(request.state.tenant, request.path_params["session_id"])
-    assert session is not None
-    return _salt(request), session
+    return _salt(request), session_key(request.state.tenant, request.path_params["session_id"])
 
 
 def _salt(request: Request) -> str:

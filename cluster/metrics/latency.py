@@ -70,12 +70,12 @@ class Latencies:
 
 
 class RequestLatency:
-    """One request's clock, started when its body is there."""
+    """Measures one request from when its body was there, `started_s` of the same clock."""
 
-    def __init__(self, latencies: Latencies, clock: Clock) -> None:
+    def __init__(self, latencies: Latencies, clock: Clock, started_s: float) -> None:
         self._latencies = latencies
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = started_s
 
     def event(self, choice: Choice, num_tokens: int) -> None:
         """The choice has taken an event with so many tokens."""

@@ -25,7 +25,7 @@ from mneme.cluster.metrics.families import (
     summed,
 )
 from mneme.cluster.metrics.latency import Latencies
-from mneme.cluster.serve.engine_client import EngineClient, ReplicaStats, ask_tier
+from mneme.cluster.serve.engine_client import EngineClient, ask_tier
 from mneme.errors import MnemeError
 from mneme.replicas.engine.kv_commands import kv_stats
 
@@ -53,7 +53,7 @@ class MetricsPage:
     async def render(self) -> bytes:
         """Write the page in Prometheus' text format, `CONTENT_TYPE_PLAIN_0_0_4`."""
         stats = await self._client.stats()
-        engines = [each.metrics["cache"] for each in stats if isinstance(each.metrics.get("cache"), dict)]
+        engines = [each["cache"] for each in stats.values() if isinstance(each.get("cache"), dict)]
         nodes = await self._cache_nodes() if engines else []
         return generate_latest(_Found([*self._metrics(stats), *cache_metrics(nodes, engines)]))
 
@@ -67,12 +67,12 @@ class MetricsPage:
             return []
         return [] if figures is None else list(figures["nodes"])
 
-    def _metrics(self, stats: Sequence[ReplicaStats]) -> Iterator[Metric]:
-        engines = [each.metrics for each in stats]
+    def _metrics(self, stats: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+        engines = list(stats.values())
         yield metric("mneme_ready", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
         yield metric("mneme_replicas", "Replicas that answered.", {(): len(stats)})
         yield from summed(ENGINES, engines)
-        rss: dict[Labels, float] = {(("replica", s.replica_id),): number_at(s.metrics, ("rss_bytes",)) for s in stats}
+        rss: dict[Labels, float] = {(("replica", name),): number_at(s, ("rss_bytes",)) for name, s in stats.items()}
         yield metric("mneme_resident_memory_bytes", "Resident memory per replica.", rss)
         yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
         yield from summed(VLLM, engines, self._model)

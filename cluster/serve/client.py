@@ -21,7 +21,7 @@ from typing import Any
 
 from mneme.cluster.config import SETTLE_S
 from mneme.cluster.serve.calls import ReplicaCalls
-from mneme.cluster.serve.engine_client import ReplicaStats, newest
+from mneme.cluster.serve.engine_client import newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session
@@ -166,7 +166,6 @@ class RayEngineClient:
         self,
         calls: ReplicaCalls,
         *,
-        model: str,
         name: str,
         router: RouterConfig,
         has_session_logs: bool = False,
@@ -177,7 +176,6 @@ class RayEngineClient:
         `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
         """
         self._calls = calls
-        self._model = model
         self._name = name  # unique among ingresses: the subscriber's name at the replicas
         self.chooser = ReplicaChooser(router)
         self._warm_up = warm_up
@@ -188,7 +186,7 @@ class RayEngineClient:
         self._homes = SessionHomes()
         self.has_session_logs = has_session_logs
         self._epochs: dict[str, str] = {}
-        self._stats: tuple[float, list[ReplicaStats]] | None = None
+        self._stats: tuple[float, dict[str, dict[str, Any]]] | None = None
         self._stats_lock = asyncio.Lock()
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
@@ -267,14 +265,14 @@ class RayEngineClient:
                     yield event
                 return
 
-    async def stats(self) -> list[ReplicaStats]:
+    async def stats(self) -> dict[str, dict[str, Any]]:
         """See `EngineClient.stats`."""
         clock = asyncio.get_running_loop().time
         async with self._stats_lock:
             if self._stats is None or clock() - self._stats[0] > STATS_MAX_AGE_S:
-                started_at = clock()
-                answers = await asyncio.gather(*(self._ask(r) for r, link in self._links.items() if link.is_open))
-                self._stats = started_at, [answer for answer in answers if answer is not None]
+                started_at, asked = clock(), [r for r, link in self._links.items() if link.is_open]
+                answers = zip(asked, await asyncio.gather(*map(self._ask, asked)), strict=True)
+                self._stats = started_at, {replica_id: each for replica_id, each in answers if each is not None}
             return self._stats[1]
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
@@ -455,15 +453,12 @@ class RayEngineClient:
         else:
             self._opened.clear()
 
-    async def _ask(self, replica_id: str) -> ReplicaStats | None:
-        metrics: dict[str, Any]
+    async def _ask(self, replica_id: str) -> dict[str, Any] | None:
         try:
-            async with asyncio.timeout(STATS_TIMEOUT_S):
-                metrics = await self._calls.stats(replica_id)
+            return await asyncio.wait_for(self._calls.stats(replica_id), STATS_TIMEOUT_S)
         except Exception as error:  # a replica that does not answer is left out
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None
-        return ReplicaStats(replica_id=replica_id, model=self._model, metrics=metrics)
 
 
 def _sooner(overloaded: Overloaded, other: MnemeError) -> Overloaded:

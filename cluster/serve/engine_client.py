@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStats:
-    """One replica's answer to `stats`, as the ingress merges it."""
-
-    replica_id: str
-    model: str
-    metrics: dict[str, Any]  # EngineLoop.stats()
 
 
 class EngineClient(Protocol):
@@ -33,8 +23,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def stats(self) -> list[ReplicaStats]:
-        """Ask every replica, at most 1 s old; replicas that do not answer in time are left out."""
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """`EngineLoop.stats()` by replica id, at most 1 s old; replicas that do not answer in time are left out."""
         ...
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:

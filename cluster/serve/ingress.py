@@ -43,7 +43,6 @@ class Ingress:
         self._loop = asyncio.get_running_loop()
         self._client = RayEngineClient(
             HandleCalls(engines),
-            model=self._config.model_name,
             name=own_replica_id(),
             router=self._config.router,
             warm_up=_WARM_UP,

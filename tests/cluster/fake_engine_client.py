@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mneme.cluster.serve.engine_client import ReplicaStats
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
@@ -149,7 +148,7 @@ class FakeEngineClient:
         self._seen.append((salt, ids))
         return min(max(shared, default=0), len(ids) - 1)
 
-    async def stats(self) -> list[ReplicaStats]:
+    async def stats(self) -> dict[str, dict[str, Any]]:
         in_use = len(self.running)
         metrics: dict[str, Any] = {
             "pages": {"free": TOTAL_PAGES - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": TOTAL_PAGES},
@@ -169,7 +168,7 @@ class FakeEngineClient:
             "dtype": "float32",
             "of_a_later_version": {"x": [1]},
         }
-        return [ReplicaStats(replica_id=name, model="tiny", metrics=metrics) for name in ("a", "b")]
+        return {"a": metrics, "b": metrics}
 
     def num_ready(self) -> int:
         return 2 * self.ready

@@ -23,10 +23,6 @@ def build_fake_api(client: EngineClient, config: object) -> FastAPI:
         num_ready = client.num_ready()
         return JSONResponse({"replicas": num_ready}, 200 if num_ready else 503)
 
-    @api.get("/stats")
-    async def stats() -> JSONResponse:
-        return JSONResponse([{"replica_id": s.replica_id, "metrics": s.metrics} for s in await client.stats()])
-
     @api.post("/generate")
     async def generate(request: Request) -> StreamingResponse:
         body = await request.json()

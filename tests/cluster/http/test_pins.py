@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http import pins as pin_routes
+from mneme.cluster.http import kv
 from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import ServedModel
-from mneme.cluster.serve.engine_client import ReplicaStats
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import Query
@@ -52,8 +51,8 @@ class TwoEngines(FakeEngineClient):
                 raise answer
         return answers
 
-    async def stats(self) -> list[ReplicaStats]:
-        return [ReplicaStats(replica_id=name, model="tiny", metrics=loop.stats()) for name, loop in self.loops.items()]
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        return {name: loop.stats() for name, loop in self.loops.items()}
 
     def cached(self, name: str, ids: Sequence[int], salt: str = "") -> int:
         """Tokens of a prompt that this replica need not compute."""
@@ -182,7 +181,7 @@ def test_a_replica_that_does_not_answer_is_a_503_and_leaves_no_pin() -> None:
 
 
 def test_a_prompt_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin_routes, "_WARM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kv, "_WARM_TIMEOUT_S", 0.05)
 
     async def scenario(client: httpx.AsyncClient, engines: TwoEngines) -> None:
         blocked = asyncio.Event()

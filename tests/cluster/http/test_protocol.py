@@ -147,7 +147,6 @@ def test_tenants_sessions_and_salts() -> None:
     assert len({kv_salt(t, s) for t in (PUBLIC.name, tenant) for s in (None, "a", "b")}) == 6
     assert kv_salt(PUBLIC.name, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
     assert session_key(tenant, "s") == f"{tenant}:s"
-    assert session_key(tenant, None) is None
 
 
 def test_those_whom_configured_prompts_are_warmed_for_are_those_who_call() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from mneme.cluster.metrics import page as metrics_page
 from mneme.cluster.metrics.page import cache_metrics
-from mneme.cluster.serve.engine_client import ReplicaStats
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query
 from tests.cluster.api_fixtures import TOKENIZER, get
@@ -41,9 +40,8 @@ def with_cache(engines: TieredEngines) -> None:
     """As engines say that have a cache tier."""
     plain = engines.stats
 
-    async def stats() -> list[ReplicaStats]:
-        found = await plain()
-        return [ReplicaStats(replica_id=s.replica_id, model="", metrics={**s.metrics, "cache": ENGINE}) for s in found]
+    async def stats() -> dict[str, dict[str, Any]]:
+        return {name: {**figures, "cache": ENGINE} for name, figures in (await plain()).items()}
 
     engines.stats = stats  # type: ignore[method-assign]
 
@@ -163,8 +161,8 @@ def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() 
         write = {"appended": 4, "append_failed": 1, "raised": 2, "lost": 1, "waiting": 2, "later": 5}
         logs = {"write": write, "read": {"restored": 3, "failed": 1}}
 
-        async def stats() -> list[ReplicaStats]:
-            return [ReplicaStats(replica_id=name, model="", metrics={"session_logs": logs}) for name in "ab"]
+        async def stats() -> dict[str, dict[str, Any]]:
+            return {name: {"session_logs": logs} for name in "ab"}
 
         engines.stats = stats  # type: ignore[method-assign]
         found = await page(client)

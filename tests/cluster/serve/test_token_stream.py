@@ -35,7 +35,7 @@ def run(
         calls = DirectCalls()
         for replica_id in replicas:
             calls.add(replica_id, step_s=step_s)
-        client = RayEngineClient(calls, model="m", name="ingress", router=RouterConfig(), warm_up=warm_up)
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig(), warm_up=warm_up)
         client.set_replicas(replicas)
         try:
             async with asyncio.timeout(60):
@@ -299,10 +299,10 @@ def test_overload_spills_to_the_other_replica_then_is_raised() -> None:
 def test_stats_leave_out_who_does_not_answer() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         await all_open(client)
-        assert {s.replica_id for s in await client.stats()} == {"a", "b"}
+        assert (await client.stats()).keys() == {"a", "b"}
         calls.kill("a")
         await asyncio.sleep(ray_engine_client.STATS_MAX_AGE_S)
-        assert {s.replica_id for s in await client.stats()} == {"b"}
+        assert (await client.stats()).keys() == {"b"}
 
     run(scenario)
 
