@@ -14,9 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.cachetier.background import Background
 from mneme.cachetier.distributed.directory import Announcement, Clock, Reply, shard_of
 from mneme.cachetier.node.tiers import Change
+from mneme.primitives import Worker
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
 SEND_TIMEOUT_S = 2.0  # of one announcement; with the time between signs of life less than `directory.SILENT_S`
@@ -62,7 +62,7 @@ class Announcer:
         self._lock = threading.Lock()
         self.counters: Counter[str] = Counter()
         self._is_stopped = False
-        self._thread = Background("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
+        self._thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
 
     def start(self) -> None:
         self._thread.start()

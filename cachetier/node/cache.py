@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mneme.cachetier.background import Background
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
@@ -27,6 +26,7 @@ from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import Change, NodeTiers, OnChange
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, HostPut, Saver
 from mneme.cachetier.store import ChainQuery, TierName
+from mneme.primitives import Worker
 
 _EXPIRE_EVERY_S = 1.0
 # A request that begins at once reads what it needs by itself: to bring that up too would take half of the disk from it.
@@ -57,7 +57,7 @@ class NodeCache:
         self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
-        self._thread = Background(
+        self._thread = Worker(
             "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
         )
         self._saver = Saver(

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name
 from mneme.cachetier.node.index import BLOCK_BYTES, ChunkIndex, Entry, blocks_of
 from mneme.cachetier.policy.eviction import EvictionPolicy, make_policy
+from mneme.primitives import Bounded
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +293,7 @@ class DiskTier:
         )
         self.index = self._room.index
         self._counters: Counter[str] = Counter()
-        self._headers: OrderedDict[bytes, ChunkHeader] = OrderedDict()  # last read or written, oldest use first
+        self._headers = Bounded[bytes, ChunkHeader](_MAX_HEADERS)  # last read or written, oldest use first
         self._used: dict[bytes, DiskEntry] = {}  # in memory: their files are to be touched
         self._num_failures, self._paused_until_s = 0, -math.inf  # of writes in a row
         with _no_collections():
@@ -449,9 +450,6 @@ class DiskTier:
         """Under the lock."""
         if header.key in self.index:
             self._headers[header.key] = header
-            self._headers.move_to_end(header.key)
-            if len(self._headers) > _MAX_HEADERS:
-                self._headers.popitem(last=False)
 
     def _use(self, entry: DiskEntry) -> bool:
         """Under the lock: notes a use; whether the file is to be touched."""

@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy, Ghosts
+from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
+from mneme.primitives import Bounded
 
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system
 _MAX_PAST_KEYS = 1 << 17  # some 20 MB
@@ -88,7 +89,7 @@ class ChunkIndex(Generic[E]):
         self.num_blocks = 0
         self.blocks_by_owner: Counter[bytes] = Counter()
         self._policy, self._on_change = policy, on_change
-        self._past = Ghosts(_MAX_PAST_KEYS)
+        self._past = Bounded[bytes, bool](_MAX_PAST_KEYS)
         self._entries: dict[bytes, E] = {}  # oldest use first
         self._keys_by_owner: dict[bytes, dict[bytes, None]] | None = {} if has_quotas else None  # likewise
         self._children: dict[bytes, bytes | set[bytes]] = {}  # most have one: a set for each would cost 200 bytes
@@ -141,12 +142,12 @@ class ChunkIndex(Generic[E]):
 
     def note_refused(self, key: bytes) -> None:
         """A chunk that did not come: if it comes again it is a return."""
-        self._past.note(key)
+        self._past[key] = True
 
     def add(self, entry: E) -> None:
         """A chunk whose key is not there, used last of all."""
         self._insert(entry)
-        entry.has_returned = self._past.take(entry.key)
+        entry.has_returned = self._past.pop(entry.key, False)
         self._policy.withdraw(entry.parent)
         self._offer(entry)
         self._on_change(entry, True)
@@ -172,7 +173,7 @@ class ChunkIndex(Generic[E]):
     def remove(self, entry: E) -> None:
         key, parent_key, owner = entry.key, entry.parent, entry.owner
         del self._entries[key]
-        self._past.note(key)
+        self._past[key] = True
         self.num_blocks -= entry.num_blocks
         self.blocks_by_owner[owner] -= entry.num_blocks
         if not self.blocks_by_owner[owner]:

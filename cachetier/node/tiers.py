@@ -19,6 +19,7 @@ from mneme.cachetier.node.memory import ChunkMemory, Held, HostEntry, HostTier, 
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.cachetier.store import TierName
+from mneme.primitives import Bounded
 
 
 class Change(NamedTuple):
@@ -233,7 +234,7 @@ class WaitingRequests:
         self._clock = clock
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}  # in the order of arrival
-        self._forgotten: dict[str, float] = {}  # since when: those that did not wait, or not yet
+        self._forgotten = Bounded[str, float](_MAX_REQUESTS)  # since when: those that did not wait, or not yet
         self._host_queue: tuple[bytes, ...] = ()
         self._disk_queue: tuple[bytes, ...] = ()
         self._exempt: frozenset[bytes] = frozenset()
@@ -268,8 +269,6 @@ class WaitingRequests:
         with self._lock:
             found = [each for each in request_ids if self._requests.pop(each, None) is not None]
             self._forgotten.update(dict.fromkeys(set(request_ids).difference(found), now_s))
-            while len(self._forgotten) > _MAX_REQUESTS:
-                del self._forgotten[next(iter(self._forgotten))]
             if found:
                 self._renew()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import islice
 
-from mneme.cachetier.background import Background
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
@@ -22,6 +21,7 @@ from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes
 from mneme.cachetier.node.tiers import NodeTiers
+from mneme.primitives import Worker
 
 _WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
 _MAX_RETRIED = 64  # chunks at a time
@@ -325,7 +325,7 @@ class WriteBehind:
         self._num_yields = 0
         self._is_stalled = False  # somebody waited for room in vain, and nothing was written since
         self._counters: Counter[str] = Counter()
-        self._thread = Background("mneme-write-behind", self.step, lambda: self._count("error"))
+        self._thread = Worker("mneme-write-behind", self.step, lambda: self._count("error"))
 
     def start(self) -> None:
         self._thread.start()

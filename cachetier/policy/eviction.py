@@ -11,20 +11,18 @@ a line in `make_policy`.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Literal, NamedTuple, get_args
 
 from mneme.errors import ConfigError, shown
+from mneme.primitives import Bounded, LazyHeap
 
 Queue = Callable[[], Iterable[Hashable | None]]  # keys that waiting requests will use, in their order; None: no key
 PolicyName = Literal["lru", "pensieve", "lookahead", "returning", "fifo"]
 
-_SLACK = 64  # entries of a heap that may be stale before they are swept
 _PER_PAGE, _MIN_KNOWN = 4, 1024  # keys whose arrival `fifo` knows, those that are in use among them
 _MAX_WINDOW = 256  # requests that `lookahead` looks at for a choice, however long the queue is
 
@@ -48,94 +46,6 @@ class Victim(NamedTuple):
 
     candidate: Candidate
     num_pages: int
-
-
-class Ghosts:
-    """Remembers keys of pages that are gone, `max_keys` at most, so that a return is known as one.
-
-    Without it every session that returns after its pages went would look like a new one. A few times as many keys as a
-    tier holds pages cost a thousandth of the pages themselves. The key that was noted longest ago goes first.
-    """
-
-    def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._keys: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._keys
-
-    def note(self, key: Hashable) -> None:
-        """The page of this key is gone."""
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._max_keys:
-            self._keys.popitem(last=False)
-
-    def take(self, key: Hashable) -> bool:
-        """Whether a page of this key was here; it is forgotten now."""
-        known = key in self._keys
-        self._keys.pop(key, None)
-        return known
-
-
-class EvictionHeap:
-    """Keys by rank, smallest first; equal ranks in the order they came. A key stands in it once.
-
-    A key may be taken back: stale entries are skipped, and swept when they are half of all.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Hashable]] = []
-        self._serial_by_key: dict[Hashable, int] = {}
-        self._serials = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._serial_by_key)
-
-    @property
-    def num_entries(self) -> int:
-        """Stale ones too."""
-        return len(self._entries)
-
-    def push(self, key: Hashable, rank: float) -> None:
-        serial = next(self._serials)
-        self._serial_by_key[key] = serial
-        heapq.heappush(self._entries, (rank, serial, key))
-
-    def discard(self, key: Hashable) -> None:
-        self._serial_by_key.pop(key, None)
-        if len(self._entries) > 2 * len(self) + _SLACK:
-            self._entries = [entry for entry in self._entries if self._is_true(entry)]
-            heapq.heapify(self._entries)
-
-    def first(self) -> tuple[float, Hashable]:
-        """Rank and key; raises `IndexError` if it is empty."""
-        while not self._is_true(self._entries[0]):
-            heapq.heappop(self._entries)
-        rank, _, key = self._entries[0]
-        return rank, key
-
-    def first_but(self, exempt: Collection[Hashable]) -> Hashable | None:
-        """The first key that is not exempt, None if there is none; the heap is left as it was."""
-        passed: list[tuple[Hashable, float]] = []
-        found = None
-        while found is None and len(self):
-            rank, key = self.first()
-            if key in exempt:
-                self.discard(key)
-                passed.append((key, rank))
-            else:
-                found = key
-        for key, rank in passed:
-            self.push(key, rank)
-        return found
-
-    def _is_true(self, entry: tuple[float, int, Hashable]) -> bool:
-        _, serial, key = entry
-        return self._serial_by_key.get(key) == serial
 
 
 class EvictionPolicy(ABC):
@@ -189,7 +99,7 @@ class LruPolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap = EvictionHeap()
+        self._heap = LazyHeap[Hashable]()
 
     def _rank(self, candidate: Candidate) -> None:
         self._heap.push(candidate.key, candidate.last_used_s)
@@ -211,15 +121,12 @@ class FifoPolicy(LruPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._arrivals = itertools.count()
-        self._arrived: dict[Hashable, int] = {}  # oldest first
-        self._max_known = max(_PER_PAGE * capacity, _MIN_KNOWN)
+        self._arrived = Bounded[Hashable, int](max(_PER_PAGE * capacity, _MIN_KNOWN))
 
     def _rank(self, candidate: Candidate) -> None:
         arrived = self._arrived.get(candidate.key)
         if arrived is None:
             arrived = self._arrived[candidate.key] = next(self._arrivals)
-            if len(self._arrived) > self._max_known:  # what went another way was never a victim
-                del self._arrived[next(iter(self._arrived))]
         self._heap.push(candidate.key, arrived)
 
     def _choose(self) -> tuple[Hashable, int]:
@@ -259,10 +166,10 @@ class PensievePolicy(EvictionPolicy):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self._heap_by_size: dict[int, EvictionHeap] = {}
+        self._heap_by_size: dict[int, LazyHeap[Hashable]] = {}
 
     def _rank(self, candidate: Candidate) -> None:
-        heap = self._heap_by_size.setdefault(candidate.num_pages, EvictionHeap())
+        heap = self._heap_by_size.setdefault(candidate.num_pages, LazyHeap[Hashable]())
         heap.push(candidate.key, candidate.last_used_s)
 
     def _unrank(self, candidate: Candidate) -> None:
@@ -333,7 +240,7 @@ class ReturningPolicy(LookaheadPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._returned = EvictionHeap()  # the other heap has what was used once
+        self._returned = LazyHeap[Hashable]()  # the other heap has what was used once
         self._newest_s = -math.inf
 
     def admits(self, candidate: Candidate) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy, Ghosts
+from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
+from mneme.primitives import Bounded
 
 GHOSTS = 4  # keys of blocks that are gone that are remembered for each block that all tiers hold
 
@@ -126,7 +127,7 @@ class SimulatedTiers:
     def __init__(self, capacities: Sequence[int | None], make_policy: Callable[[int | None], EvictionPolicy]) -> None:
         self.tiers = [Tier(index, capacity, make_policy(capacity)) for index, capacity in enumerate(capacities)]
         self.blocks: dict[int, Block] = {}
-        self._past = Ghosts(GHOSTS * sum(capacity or 0 for capacity in capacities))
+        self._past = Bounded[Hashable, bool](GHOSTS * sum(capacity or 0 for capacity in capacities))
         self._release = 0
 
     def use(self, keys: Sequence[int], now_s: float) -> int:
@@ -190,7 +191,7 @@ class SimulatedTiers:
 
     def _create(self, key: int, parent: Block | None) -> Block:
         block = self.blocks[key] = Block(key, parent)
-        block.has_returned = self._past.take(key)
+        block.has_returned = self._past.pop(key, False)
         if parent is not None:
             parent.children[key] = block
             parent.num_below += 1
@@ -257,7 +258,7 @@ class SimulatedTiers:
         del self.blocks[block.key]
         if block.parent is not None:
             del block.parent.children[block.key]
-        self._past.note(block.key)
+        self._past[block.key] = True
 
     def _leaf_of(self, keys: Sequence[int], tier: int) -> Block | None:
         used = (self.blocks[key] for key in reversed(keys[: self.num_present(keys)]))

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -24,6 +23,7 @@ from mneme.cluster.serve.calls import ReplicaCalls
 from mneme.cluster.serve.engine_client import newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
+from mneme.primitives import Bounded
 from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session
 from mneme.replicas.engine.kv_commands import settle_saves
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
@@ -136,27 +136,21 @@ class SessionHomes:
     """Remembers where this ingress last sent each session; bounded, the least recently used is forgotten first."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[SessionKey, tuple[str, bool]] = OrderedDict()  # replica id, whether it is a new fork
+        self._homes = Bounded[SessionKey, tuple[str, bool]](MAX_HOMES)  # replica id, whether it is a new fork
 
     def move(self, key: SessionKey, replica_id: str) -> str | None:
         """The session has a turn on this replica; returns the one it leaves, if it leaves one."""
         left, _ = self._homes.get(key, (None, False))
-        self._put(key, replica_id, is_fork=False)
+        self._homes[key] = replica_id, False
         return None if left == replica_id else left
 
     def note_fork(self, key: SessionKey, replica_id: str) -> None:
-        self._put(key, replica_id, is_fork=True)
+        self._homes[key] = replica_id, True
 
     def fork_home(self, key: SessionKey) -> str | None:
         """The replica where a session was made that has had no turn yet."""
         home, is_fork = self._homes.get(key, (None, False))
         return home if is_fork else None
-
-    def _put(self, key: SessionKey, replica_id: str, *, is_fork: bool) -> None:
-        self._homes[key] = replica_id, is_fork
-        self._homes.move_to_end(key)
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
 
 
 class RayEngineClient:

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.pages.streams import Event
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
+from mneme.primitives import Bounded
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.nodes import DEVICE, Path
 from mneme.replicas.sequence import Chunk
@@ -83,14 +83,11 @@ class SavePolicy:
         self._page_size = page_size
         self._store = store
         self._chunk_tokens = fingerprint.layout.chunk_tokens
-        self._lineages: OrderedDict[str, Lineage] = OrderedDict()
+        self._lineages = Bounded[str, Lineage](_MAX_LINEAGES)
 
     def lineage(self, salt: str) -> Lineage:
         """Return the lineage of a tenant's exact KV."""
-        lineage = self._lineages.pop(salt, None) or prefix_lineage(self.fingerprint, salt)
-        self._lineages[salt] = lineage
-        if len(self._lineages) > _MAX_LINEAGES:
-            self._lineages.popitem(last=False)
+        lineage = self._lineages[salt] = self._lineages.get(salt) or prefix_lineage(self.fingerprint, salt)
         return lineage
 
     def of_step(self, chunks: Iterable[Chunk]) -> list[SaveJob]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
+from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
@@ -36,7 +37,6 @@ from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
-from mneme.replicas.sessions.deadlines import Deadlines
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, let_go, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
@@ -97,7 +97,7 @@ class Engine:
         self._arrivals = itertools.count()
         self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
         self._timeout_s = config.request_timeout_s
-        self._deadlines = Deadlines[str]()  # of requests
+        self._deadlines = LazyHeap[str]()  # of requests
         self._outbox = Outbox(on_end=self._deadlines.discard, clock=clock)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
@@ -148,7 +148,7 @@ class Engine:
                 raise
         timeout_s = self._timeout_s if request.timeout_s is None else request.timeout_s
         if timeout_s is not None:
-            self._deadlines.set(request.request_id, self.clock() + timeout_s)
+            self._deadlines.push(request.request_id, self.clock() + timeout_s)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
@@ -268,7 +268,7 @@ class Engine:
 
     def _expire(self) -> None:
         """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
-        for request_id in self._deadlines.take_due(self.clock()) if self._deadlines else ():
+        for request_id in self._deadlines.take_below(self.clock()) if self._deadlines else ():
             self.num_missed_deadlines += 1
             self._end(request_id, "error", DeadlineExceeded())
 

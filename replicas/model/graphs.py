@@ -32,6 +32,7 @@ import torch
 from mneme.kernels.attention import Plan
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.triton.modules import triton_trouble
+from mneme.primitives import Bounded
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class DecodeGraphs:
         self._host = torch.zeros(_NUM_INPUTS * self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros_like(self._host, device=device)
         self._logits: torch.Tensor | None = None
-        self._met: OrderedDict[Shape, None] = OrderedDict()
+        self._met = Bounded[Shape, None](_MAX_MET)
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
         self._inputs: StepInputs | None = None  # what the buffers hold
         self._num_failures = 0  # since the last capture that succeeded
@@ -154,8 +155,6 @@ class DecodeGraphs:
         """Whether the shape has a graph now; one that is met for the first time is only noted."""
         if shape not in self._met:
             self._met[shape] = None
-            if len(self._met) > _MAX_MET:
-                self._met.popitem(last=False)
             return False
         if not self.is_on or self._put_off:
             self._put_off = max(self._put_off - 1, 0)

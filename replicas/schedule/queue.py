@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mneme.primitives import Bounded
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sequence import Sequence
 
@@ -55,7 +56,7 @@ class WaitingQueue:
         self._length = 0
         self._suspended: list[Sequence] = []  # by arrival
         self._flows: dict[FlowKey, _Flow] = {}  # the active ones
-        self._idle: OrderedDict[FlowKey, float] = OrderedDict()  # counters, the longest idle first
+        self._idle = Bounded[FlowKey, float](MAX_IDLE_FLOWS)  # counters, the longest idle first
         # One entry for each flow that waits. Counters and arrivals only grow, so an entry may be too small, never
         # too large: it is set right when it comes to the top.
         self._heap: list[tuple[float, int, _Flow]] = []
@@ -183,8 +184,6 @@ class WaitingQueue:
         if flow.num_active == 0:
             del self._flows[key]
             self._idle[key] = flow.counter
-            if len(self._idle) > MAX_IDLE_FLOWS:
-                self._idle.popitem(last=False)
         if not self._flows:  # all is quiet: nobody owes anybody
             self._idle.clear()
             self._last_taken, self._level = None, 0.0

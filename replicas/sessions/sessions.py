@@ -17,8 +17,8 @@ from typing import Protocol
 
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
+from mneme.primitives import LazyHeap
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.sessions.deadlines import Deadlines
 from mneme.replicas.sessions.prompts import SessionPrompts
 from mneme.replicas.sessions.queue import TurnQueue
 from mneme.replicas.sessions.token_log import (
@@ -82,7 +82,7 @@ class Sessions:
         self._num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
-        self._deadlines = Deadlines[SessionKey]()  # of logs with a time of their own
+        self._deadlines = LazyHeap[SessionKey]()  # of logs with a time of their own
 
     def __len__(self) -> int:
         return len(self._log_by_key)
@@ -238,12 +238,14 @@ class Sessions:
         return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
     def _expire_own(self, now: float) -> None:
-        for key in self._deadlines.take_due(now):
+        for key in self._deadlines.take_below(now):
             log = self._log_by_key[key]
-            if log.running is None:
+            assert log.ttl_s is not None, "it stands in the heap"
+            due_s = log.ttl_s + (log.last_used_s if log.running is None else now)
+            if due_s < now:
                 self._drop(key, log)
-            elif log.ttl_s is not None:
-                self._deadlines.set(key, now + log.ttl_s)
+            else:
+                self._deadlines.push(key, due_s)
 
     def _next_turn(self, key: SessionKey, log: TokenLog, ended: RunningTurn) -> list[GenerationRequest]:
         log.running = None
@@ -265,10 +267,10 @@ class Sessions:
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
         log.last_used_s = self._clock()
         self._log_by_key.move_to_end(key)
-        if ttl_s is not None:
-            log.ttl_s = ttl_s
-        if log.ttl_s is not None:
-            self._deadlines.set(key, log.last_used_s + log.ttl_s)
+        is_shorter = ttl_s is not None and (log.ttl_s is None or ttl_s < log.ttl_s)
+        log.ttl_s = log.ttl_s if ttl_s is None else ttl_s
+        if log.ttl_s is not None and (is_shorter or key not in self._deadlines):  # else its entry is early enough
+            self._deadlines.push(key, log.last_used_s + log.ttl_s)
 
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]

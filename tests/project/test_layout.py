@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "replicas", "cachetier", "router", "cluster")
 # Who may import whom: cluster -> {router, replicas} -> cachetier -> kernels, replicas -> kernels; all -> mneme.errors,
-# .config.
+# .config, .primitives.
 ALLOWED = {
     "kernels": set(),
     "cachetier": {"kernels"},
@@ -35,7 +35,7 @@ LEVELS = {
         "attention",
     ),
     "cachetier": (
-        "background chunk pages",
+        "chunk pages",
         "store",
         "admin policy",
         "config simulate",

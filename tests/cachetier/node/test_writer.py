@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.background import Background
 from mneme.cachetier.node.tiers import Change, ChangeLog, NodePins, TierPins
 from mneme.cachetier.node.writer import Pending, WriteBehind
+from mneme.primitives import Worker
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
 from tests.cachetier.nodes import BLOCK, Clock
 
@@ -158,7 +158,7 @@ def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:
             raise RuntimeError("of a test")
         return None
 
-    thread = Background("test", step, lambda: errors.append(1))
+    thread = Worker("test", step, lambda: errors.append(1))
     thread.start()
     assert steps.acquire(timeout=TIMEOUT_S)
     thread.wake()
@@ -167,7 +167,7 @@ def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:
     assert steps.acquire(timeout=TIMEOUT_S)
     assert errors == [1]
     assert thread.close(TIMEOUT_S)
-    assert Background("never started", step, lambda: None).close(0.0)
+    assert Worker("never started", step, lambda: None).close(0.0)
 
 
 def test_changes_are_told_in_order_one_batch_at_a_time() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from mneme.cachetier.policy.eviction import (
     Candidate,
-    EvictionHeap,
     EvictionPolicy,
     FifoPolicy,
     LookaheadPolicy,
@@ -169,16 +168,3 @@ def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
     offer(policy, "k3", 1, 0.0)
     assert [key for key, _ in order(policy)] == ["k50000", "k3"]
     assert num_read <= 2 * 256
-
-
-def test_a_heap_keeps_few_stale_entries() -> None:
-    heap = EvictionHeap()
-    for index in range(10_000):
-        heap.push(index, float(index))
-        heap.discard(index - 5)
-        assert heap.num_entries <= 2 * len(heap) + 64 + 1
-    assert heap.first() == (9995.0, 9995)
-    for index in range(9995, 10_000):
-        heap.discard(index)
-    with pytest.raises(IndexError):
-        heap.first()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mneme.cachetier.policy.eviction import LONG_S, USED_ONCE_S, Candidate, Ghosts, ReturningPolicy, make_policy
+from mneme.cachetier.policy.eviction import LONG_S, USED_ONCE_S, Candidate, ReturningPolicy, make_policy
 from mneme.cachetier.policy.load_controller import overlapped_s
 from mneme.cachetier.simulate.costs import Rates
 from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, CacheSimulator, SimulatedLoads
@@ -223,17 +223,6 @@ def test_a_flood_that_comes_once_does_not_flush_what_returned() -> None:
     trace = [*session[:2], *flood, session[2]]
     assert CacheSimulator(trace, [20], "lru").run().num_found == 4
     assert CacheSimulator(trace, [20], "returning").run().num_found == 8
-
-
-def test_ghosts_are_bounded_and_taken_once() -> None:
-    past = Ghosts(2)
-    for key in "abca":
-        past.note(key)
-    assert len(past) == 2
-    assert [past.take(key) for key in "bccaa"] == [False, True, False, True, False]
-    empty = Ghosts(0)
-    empty.note("a")
-    assert len(empty) == 0
 
 
 def test_memory_is_bounded_however_long_the_trace() -> None:

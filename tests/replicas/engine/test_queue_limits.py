@@ -17,7 +17,6 @@ from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import SamplingParams, TokenEvent
-from mneme.replicas.sessions.deadlines import Deadlines
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
@@ -224,14 +223,6 @@ def test_an_id_that_comes_again_has_its_own_deadline() -> None:
     engine.submit(make_request("a", [1], LONG, timeout_s=50))
     clock.now_s = 6
     assert ends(run(engine)) == {"a": "length"}
-
-
-def test_deadlines_of_requests_that_ended_cost_nothing() -> None:
-    deadlines = Deadlines[str]()
-    for number in range(5000):
-        deadlines.set(str(number), 60.0)
-        deadlines.discard(str(number))
-    assert (len(deadlines), deadlines.num_entries < 200) == (0, True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.policy.eviction import EvictionHeap
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
+from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
@@ -350,7 +350,7 @@ def test_the_least_recently_used_leaf_is_evicted_first(eviction: str) -> None:
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
     engine = make_engine(num_pages=8, eviction=eviction, max_sessions=20)
-    heaps: list[EvictionHeap] = []
+    heaps: list[LazyHeap[Any]] = []
     for index in range(500):
         session = {"salt": f"tenant {index % 50}", "session_id": f"s{index}"}
         engine.submit(make_request(f"r{index}", [1, 2, 3, 4, 1], **session))
