@@ -16,9 +16,11 @@ each figure, and one archive, in $OUT where that is set. `--dry` runs all of it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,27 +31,46 @@ _DRY_BUDGET_S = 1200.0  # what a busy machine makes of seconds is no failure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,  # what is wrong is one line
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("target", choices=tuple(BUDGET_S))
     parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny shapes, without figures")
-    parser.add_argument("--budget-s", type=float, help="for everything; what does not fit is 'not run'")
+    parser.add_argument("--budget-s", type=_seconds, help="for everything; what does not fit is 'not run'")
     parser.add_argument("--out", type=Path, help="folder; default: one in results/")
     args = parser.parse_args()
     _prepare(args.dry)
     if (reason := reason_against(needs_device=not args.dry)) is not None:
         print(f"make gpu-{args.target}: not run: {reason}", file=sys.stderr)
         return 2
+    folder = args.out or Path(__file__).parent / "results" / f"gpu-{time.strftime('%Y-%m-%d')}"
+    for place in (folder / args.target, Path(os.environ.get("OUT") or folder)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            reason = f"nothing can be written to {place}: {error.strerror}"
+            print(f"make gpu-{args.target}: not run: {reason}", file=sys.stderr)
+            return 2
     from gpu import attention, check, engine, steps, tiers
 
     from mneme.kernels.triton.modules import triton_module
 
     triton_module("backend")  # imported once, before jobs fork
-    folder = args.out or Path(__file__).parent / "results" / f"gpu-{time.strftime('%Y-%m-%d')}"
     targets = {"check": check.steps, "attention": attention.steps, "engine": engine.steps, "tiers": tiers.steps}
     return steps.run_steps(
         args.target, targets[args.target](args.dry), folder / args.target, is_dry=args.dry,
         budget_s=args.budget_s or (_DRY_BUDGET_S if args.dry else BUDGET_S[args.target]),
     )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
 
 
 def _prepare(is_dry: bool) -> None:

@@ -32,9 +32,9 @@ def flashinfer_decode(scene: Scene) -> Arm | None:
     if module is None or scene.rows_per_sequence != 1 or scene.q.dtype == torch.float32:
         return None
     use_tensor_cores = scene.heads.group >= _TENSOR_CORES_FROM_GROUP
-    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=use_tensor_cores)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(_workspace(scene), "HND", use_tensor_cores=use_tensor_cores)
     tables = [table.page_ids for table in scene.tables]
-    indptr, ids, last = _csr(tables, scene.page_size)
+    indptr, ids, last = _csr(tables, scene)
     wrapper.plan(indptr, ids, last, *_sizes(scene), q_data_type=scene.q.dtype, kv_data_type=scene.q.dtype)
     return _paged_arm("flashinfer_decode", wrapper, scene)
 
@@ -44,15 +44,15 @@ def flashinfer_cascade(scene: Scene, num_shared_pages: int) -> Arm | None:
     module = flashinfer()
     if module is None or scene.rows_per_sequence != 1 or scene.q.dtype == torch.float32:
         return None
-    wrapper = module.MultiLevelCascadeAttentionWrapper(2, _workspace(), "HND")
+    wrapper = module.MultiLevelCascadeAttentionWrapper(2, _workspace(scene), "HND")
     batch = len(scene.tables)
     levels = [
-        _csr([scene.tables[0].page_ids[:num_shared_pages]], scene.page_size),
-        _csr([table.page_ids[num_shared_pages:] for table in scene.tables], scene.page_size),
+        _csr([scene.tables[0].page_ids[:num_shared_pages]], scene),
+        _csr([table.page_ids[num_shared_pages:] for table in scene.tables], scene),
     ]
     queries = [torch.tensor([0, batch], dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)]
     wrapper.plan(
-        [tensor.cuda() for tensor in queries], *(list(tensors) for tensors in zip(*levels, strict=True)),
+        [tensor.to(scene.q.device) for tensor in queries], *(list(tensors) for tensors in zip(*levels, strict=True)),
         *_sizes(scene), q_data_type=scene.q.dtype, kv_data_type=scene.q.dtype,
     )  # fmt: skip
     return _paged_arm("flashinfer_cascade", wrapper, scene)
@@ -75,9 +75,12 @@ def flex(scene: Scene) -> Arm | None:
     return Arm("flex", call, 1, lambda out: out.squeeze(2))
 
 
-def contiguous_by_head(scene: Scene, cache_bytes: int = 0) -> Arm | None:
-    """SDPA over contiguous KV with rows of a head kept apart, which lets torch choose its flash kernels."""
-    if scene.q.device.type != "cuda":
+def contiguous_by_head(scene: Scene, cache_bytes: int = 0, *, is_dry: bool = False) -> Arm | None:
+    """SDPA over contiguous KV with rows of a head kept apart, which lets torch choose its flash kernels.
+
+    On CUDA only: a CPU has none of them; in a dry run anywhere.
+    """
+    if scene.q.device.type != "cuda" and not is_dry:
         return None
     from torch.nn.attention.bias import causal_lower_right
 
@@ -105,13 +108,13 @@ def _sizes(scene: Scene) -> tuple[int, int, int, int]:
     return scene.heads.q, scene.heads.kv, scene.heads.dim, scene.page_size
 
 
-def _csr(tables: list[np.ndarray[Any, Any]], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _csr(tables: list[np.ndarray[Any, Any]], scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
     """Begin of each table, all page ids, and the tokens of each last page, which is full."""
     begins = np.concatenate(([0], np.cumsum([len(ids) for ids in tables])))
-    arrays = (begins, np.concatenate(tables), np.full(len(tables), page_size))
-    indptr, ids, last = (torch.from_numpy(array.astype(np.int32)).cuda() for array in arrays)
+    arrays = (begins, np.concatenate(tables), np.full(len(tables), scene.page_size))
+    indptr, ids, last = (torch.from_numpy(array.astype(np.int32)).to(scene.q.device) for array in arrays)
     return indptr, ids, last
 
 
-def _workspace() -> Tensor:
-    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+def _workspace(scene: Scene) -> Tensor:
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=scene.q.device)

@@ -88,16 +88,31 @@ def _tests(run: Run) -> Iterator[Row]:
     elif importlib.util.find_spec("xdist"):
         options += ["-n", "12", "--dist", "worksteal"]
     code = pytest.main([*options, *gpu_tests()])
-    if code != 0 and not report.exists():
-        raise SystemExit(f"pytest ended with {code}: no test ran")
-    cases = [] if not report.exists() else list(ElementTree.parse(report).getroot().iter("testcase"))
+    took_s = time.monotonic() - started
+    if run.is_dry:
+        yield Row("tests", took_s, "s")
+        if code != 0:
+            raise SystemExit(f"pytest ended with {int(code)}: tests could not be collected")
+        return
+    note, reason = verdict_of(report, int(code))
+    yield Row("tests", took_s, "s", note=note)
+    if reason is not None:
+        raise SystemExit(reason)
+
+
+def verdict_of(report: Path, code: int) -> tuple[str, str | None]:
+    """What a run of pytest says by its JUnit report and exit code: in short, and why it failed, if it did."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    note = f"{len(cases) - len(bad) - skipped} passed, {len(bad)} failed, {skipped} skipped"
-    yield Row("tests", time.monotonic() - started, "s", note="" if run.is_dry else note)
-    if code != 0:
-        named = ", ".join(f"{case.get('name')}" for case in bad[:4])
-        raise SystemExit(f"pytest ended with {int(code)}; {len(bad)} tests failed: {named}")
+    num_skipped = sum(case.find("skipped") is not None for case in cases)
+    num_passed = len(cases) - len(bad) - num_skipped
+    note = f"{num_passed} passed, {len(bad)} failed, {num_skipped} skipped"
+    if code != 0 or bad:
+        return (
+            note,
+            f"pytest ended with {code}; {len(bad)} tests failed: {', '.join(str(c.get('name')) for c in bad[:4])}",
+        )
+    return note, None if num_passed else f"no test ran: {note}"
 
 
 def of_data_sheet(name: str, value: float, unit: str) -> Row:

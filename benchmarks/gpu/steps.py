@@ -109,6 +109,9 @@ def run_steps(target: str, steps: list[Step], folder: Path, *, is_dry: bool, bud
         if errors and step.must_pass:
             rows += [Row(later.name, None, note=f"{NOT_RUN}: {step.name} failed") for later in steps[index + 1 :]]
             break
+    if not is_dry and all(row.value is None for row in rows):
+        print(f"{target}: nothing was measured", flush=True)
+        failed = True
     table = table_of(target, rows, is_dry)
     (folder / "table.txt").write_text(table)
     (folder / f"{target}.json").write_text(json.dumps([row._asdict() for row in rows]) + "\n")

@@ -6,6 +6,8 @@ Needs no triton itself.
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from functools import cache
 from importlib import import_module, metadata
 from subprocess import CalledProcessError
@@ -30,18 +32,47 @@ def triton_module(name: str) -> Any:
         return None
 
 
-def triton_trouble(error: BaseException) -> str | None:
-    """What Triton could not do, and what helps, in one line; None for an error that is not Triton's.
+def triton_trouble(error: BaseException, kernel: str = "a kernel") -> str | None:
+    """Say in one line what Triton could not do with a kernel, and what helps; None for an error that is not Triton's.
 
     Triton's own errors (of its compiler, of kernels that a device has no room for) are no RuntimeErrors.
     """
     if isinstance(error, CompileError):
         return str(error)
-    if isinstance(error, CalledProcessError) or "C compiler" in str(error):  # it builds what launches its kernels
-        return "triton finds no C compiler, or no headers of this Python: install gcc and python3-dev"
-    if type(error).__module__.partition(".")[0] != "triton":
-        return None
-    return does_not_run(f"a kernel ({in_one_line(error)})")
+    # The other arguments of a command name libraries.
+    message = str(error.cmd[0] if isinstance(error, CalledProcessError) else error)
+    for pattern, advice in _ADVICE.items():
+        if re.search(pattern, message):
+            return f"{advice} ({in_one_line(error)})"
+    if isinstance(error, CalledProcessError):  # it builds what launches its kernels
+        return f"{_NO_COMPILER} ({in_one_line(error)})"
+    if isinstance(error, OSError) and _is_of_cache(error):
+        return f"triton cannot write its cache: set TRITON_CACHE_DIR to a folder that it can ({in_one_line(error)})"
+    if type(error).__module__.partition(".")[0] == "triton" or "PassManager::run failed" in message:
+        return does_not_run(f"{kernel} ({in_one_line(error)})")
+    return None
+
+
+_NO_COMPILER = "triton finds no C compiler, or no headers of this Python: install gcc and python3-dev"
+_ADVICE = {  # pattern of what Triton, CUDA or torch say -> what it means and what helps
+    "C compiler": _NO_COMPILER,
+    "Cannot find ptxas|^[^ ]*ptxas[^ ]*$|No such file.*ptxas|Permission denied.*ptxas": (
+        "triton's ptxas cannot be run: reinstall triton, or set TRITON_PTXAS_PATH to that of a CUDA toolkit"
+    ),
+    r"libcuda\.so|ldconfig|active drivers": (
+        "triton finds no CUDA driver: install NVIDIA's, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1"
+    ),
+    "no kernel image|kernel image is invalid|unsupported toolchain|PTX JIT": (
+        "this GPU or its driver does not take what was compiled: update the driver, use a torch built for this GPU"
+    ),
+    "create or locate cache dir": "triton has no cache: set TRITON_CACHE_DIR to a folder that it can write",
+}
+
+
+def _is_of_cache(error: OSError) -> bool:
+    """Whether it was raised while Triton read or wrote its cache."""
+    frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return "triton.runtime.cache" in frames
 
 
 def does_not_run(kernels: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -26,13 +27,14 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import triton
-from mneme.kernels.triton.modules import CompileError, does_not_run, in_one_line
+from mneme.kernels.triton.modules import CompileError, does_not_run, in_one_line, triton_trouble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-_WORKER = "from mneme.kernels.triton.precompile import compile_what_comes; compile_what_comes()"
+_WORKER = "from mneme.kernels.triton.precompile import compile_what_comes; compile_what_comes({limit_s})"
 _MAX_PROCESSES = 16
+_LIMIT_S = 300  # for one variant, which takes less than ten
 _recording = threading.Lock()
 
 
@@ -103,13 +105,17 @@ def is_compiled(variant: Variant) -> bool:
 
 
 def compile_all(
-    variants: Iterable[Variant], on_progress: Callable[[float], None], num_processes: int | None = None
+    variants: Iterable[Variant],
+    on_progress: Callable[[float], None],
+    num_processes: int | None = None,
+    limit_s: int = _LIMIT_S,
 ) -> None:
     """Compile what Triton's disk cache does not have yet; `on_progress` gets the share done.
 
     num_processes  at most so many at a time, of about 400 MB each; by default one for each CPU, up to 16
+    limit_s        for each variant: a compiler that takes longer is stopped
 
-    Raises CompileError.
+    Raises CompileError if one of them cannot be compiled, after all others were tried.
     """
     missing = [variant for variant in variants if not is_compiled(variant)]
     if not missing:
@@ -121,7 +127,7 @@ def compile_all(
     errors = []
     with ThreadPoolExecutor(num_processes) as threads:
         for _ in range(num_processes):
-            threads.submit(_feed, tasks, done)
+            threads.submit(_feed, tasks, done, limit_s)
         try:
             for count in range(1, len(missing) + 1):
                 if (error := done.get()) is not None:
@@ -130,20 +136,26 @@ def compile_all(
         finally:  # nobody waits for the rest if this is interrupted
             tasks.clear()
     if errors:
-        others = f" and {len(errors) - 1} others" if len(errors) > 1 else ""
-        raise CompileError(does_not_run(f"{errors[0]}{others}"))
+        others = f"; {len(errors) - 1} more failed" if len(errors) > 1 else ""
+        raise CompileError(f"{errors[0]}{others}")
 
 
-def compile_what_comes() -> None:
-    """Run in a process of the pool: variants come in, a line each; a line with an error, or none, goes out for each."""
+def compile_what_comes(limit_s: int) -> None:
+    """Run in a process of the pool: variants come in, a line each; a line with an error, or none, goes out for each.
+
+    A variant that takes longer than `limit_s` ends the process: nothing else stops a compiler that hangs.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
     for line in sys.stdin:
         variant, error = Variant(*literal_eval(line)), ""
+        signal.alarm(limit_s)
         try:
             _compile(variant, ASTSource)
         except Exception as failure:  # the edge of the process
-            error = f"{variant} ({in_one_line(failure)})"
+            name = str(variant)
+            error = triton_trouble(failure, name) or does_not_run(f"{name} ({in_one_line(failure)})")
+        signal.alarm(0)
         print(error, file=answers, flush=True)
 
 
@@ -168,7 +180,7 @@ def _compile(variant: Variant, source: type) -> None:
     )
 
 
-def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None]) -> None:
+def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None], limit_s: int) -> None:
     """Gives tasks to a process, one after the other; a process that dies costs its task."""
     process: subprocess.Popen[str] | None = None
     while tasks:
@@ -177,25 +189,30 @@ def _feed(tasks: deque[Variant], done: queue.SimpleQueue[str | None]) -> None:
         except IndexError:  # another thread was faster
             break
         try:
-            process = process or _start_process()
+            process = process or _start_process(limit_s)
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(f"{variant[:]!r}\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError as failure:
-            answer = str(failure)
+            answer, failure = process.stdout.readline(), ""
+        except OSError as error:  # it could not start, or ended before it read
+            answer, failure = "", f", {error}"
         if not answer.endswith("\n"):
-            status = "could not start" if process is None else f"ended with {process.wait()}"
-            answer, process = f"{variant} (its process {status}) {answer}", None
+            code = None if process is None else process.wait()
+            ended = f"took more than {limit_s} s" if code == -signal.SIGALRM else f"its process ended: {code}{failure}"
+            answer, process = does_not_run(f"{variant} ({ended})"), None
         done.put(answer.strip() or None)
     if process is not None:
         process.communicate()
 
 
-def _start_process() -> subprocess.Popen[str]:
+def _start_process(limit_s: int) -> subprocess.Popen[str]:
     """Start a process with this one's import path, and without a GPU."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-c", _WORKER.format(limit_s=limit_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
     )

@@ -160,9 +160,6 @@ class DecodeGraphs:
             self._put_off = max(self._put_off - 1, 0)
             return False
         self._logits_of(shape.num_rows)  # outside the graph's memory, which the next graph uses too
-        if len(self._graphs) >= self._max_graphs:
-            evicted, _ = self._graphs.popitem(last=False)
-            self._met.pop(evicted, None)
         try:
             self._graphs[shape] = self._capture(self._step)
         except Exception as error:  # Triton's are no RuntimeErrors; the step runs as it is, and may fail there for good
@@ -174,6 +171,9 @@ class DecodeGraphs:
             log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
             return False
         self._num_failures = 0
+        if len(self._graphs) > self._max_graphs:
+            evicted, _ = self._graphs.popitem(last=False)
+            self._met.pop(evicted, None)
         log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
         return True
 

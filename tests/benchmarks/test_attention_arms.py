@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention import rotation
+import torch.nn.functional as F
+from attention import optional_arms, rotation
 from attention.arms import TOLERANCE, backends, check, contiguous, error_of, gathered, ours, reference_rows
 from attention.chunk import mean_step, planned_memory_ops
 from attention.documents import virtual_queries
@@ -37,7 +39,9 @@ def all_arms(scene: Scene) -> list[Arm]:
 def test_arms_over_a_prefix(dtype: torch.dtype, rows: int) -> None:
     scene = prefix_scene(3, 32, 16, rows_per_sequence=rows, **options(dtype))
     wanted = reference_rows(scene)
-    for arm in (*all_arms(scene), *gathered(scene), one_row_at_a_time(scene)):
+    by_head = contiguous_by_head(scene, is_dry=True)
+    assert by_head is not None
+    for arm in (*all_arms(scene), *gathered(scene), one_row_at_a_time(scene), by_head):
         check(arm, wanted, dtype)
 
 
@@ -119,6 +123,45 @@ def test_plans_with_the_same_work_are_told_apart_from_others(kind: str) -> None:
     assert same_work(scene.plan("always").work, scene.plan("always").work)
     assert not same_work(scene.plan("always").work, scene.plan("never").work)
     assert not same_work(scene.plan("never").work, unshared(scene).plan("never").work)
+
+
+class PlayedWrapper:
+    """FlashInfer's decode or cascade wrapper, in plain torch: what it is planned with says which KV a query sees."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def plan(self, *arrays: Any, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+        *tables, self._num_q, self._num_kv, self._dim, self._page_size = arrays
+        if len(tables) == 3:  # one level, a table for each query
+            tables = [[table] for table in (torch.arange(len(tables[0])), *tables)]
+        self._levels = list(zip(*tables, strict=True))
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([self._attend(index, row, *pages) for index, row in enumerate(q)])
+
+    def _attend(self, index: int, q: torch.Tensor, *pages: torch.Tensor) -> torch.Tensor:
+        seen = []
+        for queries, begins, ids, last in self._levels:
+            table = int(torch.searchsorted(queries, index, right=True)) - 1
+            assert int(last[table]) == self._page_size
+            seen.append(ids[begins[table] : begins[table + 1]])
+        # [pages, Hkv, page size, D] -> [Hkv, L, D]
+        keys, values = (part[torch.cat(seen)].transpose(0, 1).flatten(1, 2) for part in pages)
+        assert keys.shape[::2] == (self._num_kv, self._dim)
+        return F.scaled_dot_product_attention(q[:, None], keys, values, enable_gqa=True)[:, 0]
+
+
+def test_flashinfers_arms_plan_what_a_scene_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=PlayedWrapper, MultiLevelCascadeAttentionWrapper=PlayedWrapper
+    )
+    monkeypatch.setattr(optional_arms, "flashinfer", lambda: played)
+    scene = prefix_scene(3, 64, 32, **options(torch.bfloat16))
+    wanted = reference_rows(scene)
+    num_shared_pages = 64 // scene.page_size
+    for arm in (optional_arms.flashinfer_decode(scene), optional_arms.flashinfer_cascade(scene, num_shared_pages)):
+        assert arm is not None
+        check(arm, wanted, torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import bench_gpu
 import pytest
 import torch
 from attention import relay
@@ -38,7 +39,14 @@ FIGURES = {
         "engine, 2 requests twice",
     },
     "attention": {"intercept shared", "rotation documents", "share cost, median error"},
-    "engine": {"decode private b1, step", "decode churn b2, step", "decode top-p 0.95 b2, step", "ttft 64"},
+    "engine": {
+        "SDPA layers private b2",
+        "SDPA layers shared 64 b2",
+        "decode private b1, step",
+        "decode churn b2, step",
+        "decode top-p 0.95 b2, step",
+        "ttft 64",
+    },
     "tiers": {"host tier load, runs of 64", "cache tier load of 4k", "decode b2, cache tier on"},
 }
 
@@ -105,6 +113,44 @@ sys.exit(10 + run_steps("t", steps, Path(sys.argv[1]), is_dry=False, budget_s=6.
     assert rows["crashes"]["note"] == "died of signal 11; see crashes.log"
     assert rows["hangs"]["note"] == "stopped: out of time; see hangs.log"
     assert rows["last"]["note"] == "not run: stop failed"
+
+
+def test_a_run_in_which_nothing_was_measured_or_tested_has_failed(tmp_path: Path) -> None:
+    skipped = '<testcase name="a"><skipped/></testcase>'
+    suites = {"": (5, "no test"), skipped: (0, "no test ran"), f'{skipped}<testcase name="b"/>': (0, None)}
+    for cases, (code, reason) in suites.items():
+        (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+        found = check.verdict_of(tmp_path / "tests.xml", code)[1]
+        assert (found is None) == (reason is None)
+    assert check.verdict_of(tmp_path / "missing.xml", 4)[1] is not None
+    assert steps.run_steps("t", [], tmp_path, is_dry=False, budget_s=1.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "FILE"], "nothing can be written to FILE/tiers: "),
+        (["--out", "/proc/none"], "nothing can be written to /proc/none/tiers: "),
+        (["--budget-s", "0"], "argument --budget-s: must be a number of seconds above 0, not '0'"),
+        (["--budget-s", "-1"], "argument --budget-s: must be a number of seconds above 0, not '-1'"),
+        (["--budget-s", "nan"], "argument --budget-s: must be a number of seconds above 0, not 'nan'"),
+        (["--budget-s", "long"], "argument --budget-s: must be a number of seconds above 0, not 'long'"),
+    ],
+)
+def test_bad_options_end_in_one_line_before_any_work(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "FILE").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "tiers", "--dry", *options])
+    monkeypatch.setattr(os, "environ", {**os.environ, "OUT": ""})
+    try:
+        code = bench_gpu.main()
+    except SystemExit as refused:
+        code = refused.code  # type: ignore[assignment]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert said in line
 
 
 def test_a_table_has_predictions_and_at_most_forty_lines() -> None:

@@ -188,6 +188,20 @@ def test_after_failures_in_a_row_nothing_is_captured_and_graphs_go_on() -> None:
     assert device.num_tried == 6
 
 
+def test_a_capture_that_fails_evicts_no_graph() -> None:
+    device = FailingDevice()
+    device.fails = False
+    graphs = make_graphs(device, max_graphs=1)
+    for _ in range(3):
+        step(graphs, 2)
+    device.fails = True
+    for _ in range(2):
+        step(graphs, 4)
+    num_replays = graphs.num_replays
+    step(graphs, 2)
+    assert (graphs.num_failed, graphs.num_graphs, graphs.num_replays) == (1, 1, num_replays + 1)
+
+
 def test_a_device_on_which_nothing_can_be_captured_pads_no_step() -> None:
     device = FailingDevice()
     graphs = make_graphs(device)
