@@ -22,8 +22,7 @@ from mneme.cluster.serve.ingress import BuildApi, Ingress
 from mneme.cluster.serve.ray_private import own_replica_id
 from mneme.cluster.serve.replica import EngineReplica, LoadEngine
 from mneme.config import parse
-from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 
 ENGINE_DEPLOYMENT = "engine"

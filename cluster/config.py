@@ -13,7 +13,7 @@ from mneme.cachetier.config import CacheConfig
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.model.directory import EMBEDDED_MODEL
+from mneme.replicas.model.config import EMBEDDED_MODEL
 from mneme.router.score import RouterConfig
 
 MIB = 2**20

@@ -20,7 +20,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.engine.pins import PUBLIC, PinKey
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.prompts import ROLES, conversation_prefix, num_system_tokens
@@ -162,28 +162,6 @@ class LLM:
             self._is_closed = True
             self.engine.close()
             self.tokenizer.close()
-
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        session_ids: Sequence[str | None] | None = None,
-        truncation: Mapping[str, Any] | None = None,
-        *,
-        use_tqdm: bool | None = None,
-    ) -> list[RequestOutput]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompt,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        session_ids: Sequence[str | None] | None = None,
-        truncation: Mapping[str, Any] | None = None,
-        *,
-        use_tqdm: bool | None = None,
-    ) -> list[RequestOutput]: ...
 
     def generate(
         self,

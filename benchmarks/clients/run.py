@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import httpx  # noqa: E402
 from workloads import cpu_name, load_average, write_random_llama  # noqa: E402
 
-from mneme.replicas.model.directory import model_directory  # noqa: E402
+from mneme.replicas.model.config import model_directory  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

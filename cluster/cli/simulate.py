@@ -21,8 +21,7 @@ from mneme.cachetier.simulate.synthetic import PREFIX, make_trace, parse_shape
 from mneme.cachetier.simulate.traces import MAX_TOKENS, TraceRequest, most_used_within, read_trace
 from mneme.cluster.cli.simulate_plot import OPTIMUM, plot_runs
 from mneme.errors import ConfigError, shown
-from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 
 HOUR_S = 3600.0  # AttentionStore's unit of time (4.3.5)
 TIERS = ("device", "host", "disk")

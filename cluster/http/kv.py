@@ -35,7 +35,7 @@ from mneme.errors import (
     ReplicaUnavailable,
     SessionNotFound,
 )
-from mneme.replicas.engine import commands, kv_commands
+from mneme.replicas.engine import commands
 from mneme.replicas.engine.pins import PinKey
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -96,8 +96,8 @@ class DropRequest(SequenceSelector):
 async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[str, Any]:
     """How much of a prompt is kept, and where; changes nothing."""
     chosen = await _select(api, request, body, visible=True)
-    engines = await api.client.query(kv_commands.look_up_pages(chosen.salt, chosen.token_ids))
-    tier = await ask_tier(api.client, kv_commands.look_up_kv(chosen.salt, chosen.token_ids))
+    engines = await api.client.query(commands.look_up_pages(chosen.salt, chosen.token_ids))
+    tier = await ask_tier(api.client, commands.look_up_kv(chosen.salt, chosen.token_ids))
     if tier is not None:
         chunks = tier.pop("chunks")
         tier |= {"chunks": chunks[:_MAX_LISTED_CHUNKS]} if body.chunks else {}
@@ -109,7 +109,7 @@ async def pin(api: ApiState, request: Request, body: PinRequest) -> dict[str, An
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
     chosen = await _select(api, request, body, visible=True)
     pin_id = body.pin_id or _pin_id(chosen)
-    return _tier_pin(await ask_tier(api.client, kv_commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s)))
+    return _tier_pin(await ask_tier(api.client, commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s)))
 
 
 async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str, Any]:
@@ -129,7 +129,7 @@ async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
 async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Release the pin of that name wherever there is one; raises `PinNotFound`."""
     answers = await api.client.query(commands.drop_pin(PinKey(tenant, pin_id)))
-    was_in_tier = await ask_tier(api.client, kv_commands.unpin_kv(kv_salt(tenant, None), pin_id))
+    was_in_tier = await ask_tier(api.client, commands.unpin_kv(kv_salt(tenant, None), pin_id))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
@@ -146,7 +146,7 @@ async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
             known["pinned"] = known["pinned"] and each["pinned"]
             replicas_by_id.setdefault(each["id"], []).append(replica_id)
     on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
-    in_tier = await ask_tier(api.client, kv_commands.list_kv_pins(kv_salt(tenant, None))) or ()
+    in_tier = await ask_tier(api.client, commands.list_kv_pins(kv_salt(tenant, None))) or ()
     return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
 
 
@@ -164,16 +164,16 @@ async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, 
     field = _one_given(body, "session_id", "document", "tenant")
     salt = kv_salt(request.state.tenant, None if field == "tenant" else body.cache_salt)
     if field == "tenant":
-        of_engines, of_tier = kv_commands.drop_tenant_pages(salt), kv_commands.drop_tenant_kv(salt)
+        of_engines, of_tier = commands.drop_tenant_pages(salt), commands.drop_tenant_kv(salt)
     elif body.document is not None:  # it is encoded on its own, behind the model's BOS alone
         ids = await _token_ids(api, field, body.document, api.model(body.model), special=False)
         bos = api.tokenizer.bos_token_id
-        of_engines = kv_commands.settle_saves()
-        of_tier = kv_commands.drop_kv(salt, ids, sink_ids=() if bos is None else (bos,))
+        of_engines = commands.settle_saves()
+        of_tier = commands.drop_kv(salt, ids, sink_ids=() if bos is None else (bos,))
     else:
         chosen = await _select(api, request, body, visible=False, others=("document", "tenant"))
-        of_engines = kv_commands.drop_pages(salt, chosen.token_ids, chosen.session)
-        of_tier = kv_commands.drop_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
+        of_engines = commands.drop_pages(salt, chosen.token_ids, chosen.session)
+        of_tier = commands.drop_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
     engines = await api.client.query(of_engines)
     tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
     return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
@@ -181,7 +181,7 @@ async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, 
 
 async def stats(api: ApiState, request: Request) -> dict[str, Any]:
     """Sums of all that is kept, and the caller's own share."""
-    tier = await ask_tier(api.client, kv_commands.kv_stats(kv_salt(request.state.tenant, None)))
+    tier = await ask_tier(api.client, commands.kv_stats(kv_salt(request.state.tenant, None)))
     replicas = [
         {"replica": replica_id, "pages": figures.get("pages"), "host_pages": figures.get("host_pages")}
         for replica_id, figures in (await api.client.stats()).items()

@@ -27,7 +27,7 @@ from mneme.cluster.metrics.families import (
 from mneme.cluster.metrics.latency import Latencies
 from mneme.cluster.serve.engine_client import EngineClient, ask_tier
 from mneme.errors import MnemeError
-from mneme.replicas.engine.kv_commands import kv_stats
+from mneme.replicas.engine.commands import kv_stats
 
 logger = logging.getLogger(__name__)
 

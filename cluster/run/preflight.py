@@ -9,8 +9,7 @@ from mneme.cachetier.node.folder import check_usable
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.run.environment import check_port
 from mneme.errors import CheckpointError
-from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.directory import model_directory
+from mneme.replicas.model.config import load_model_config, model_directory
 
 
 def check(config: ClusterConfig) -> None:

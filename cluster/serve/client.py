@@ -24,8 +24,7 @@ from mneme.cluster.serve.engine_client import newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
-from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session
-from mneme.replicas.engine.kv_commands import settle_saves
+from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session, settle_saves
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.router.chooser import ReplicaChooser, Reservation

@@ -25,8 +25,7 @@ from mneme.cluster.serve.ray_private import keep_to_loopback, own_application, o
 from mneme.cluster.tenancy import tenants
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.engine.kv_commands import KV_COMMANDS
+from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class ReplicaServer:
         Questions to the cache tier have threads of their own: it may be slow, and requests must not wait behind it.
         """
         self._check(replica_id)
-        if query.name not in KV_COMMANDS:
+        if not isinstance(COMMANDS.get(query.name), KvCommand):
             return await asyncio.to_thread(self._engine.query, query)
         if self._num_kv_queries >= _MAX_KV_QUERIES:
             return Overloaded("too many questions about KV at once")

@@ -33,9 +33,8 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import PUBLIC, Tenant, warm_before_traffic
 from mneme.replicas.engine.warm_up import warm_up
-from mneme.replicas.model.config import DecoderConfig, load_model_config
+from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.directory import model_directory
 from mneme.replicas.model.graphs import decode_graphs_for
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.timeline import Timeline

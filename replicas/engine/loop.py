@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
-from mneme.replicas.engine.commands import COMMANDS, Query
+from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier, kv_tier_of
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
 from mneme.replicas.engine.stats import beside_steps
 from mneme.replicas.request import GenerationRequest, TokenEvent
@@ -34,8 +33,6 @@ _ALIVE_CHECK_S = 1.0  # how often who waits for an answer looks whether the thre
 _COPYING_S = 0.01  # how often an idle engine looks whether its last copies are done, and more may follow
 _END_S = 1.0  # what its thread has left to do then
 _IDLE_S = 30.0  # how often an idle engine looks for sessions that have expired
-
-_COMMANDS = COMMANDS | KV_COMMANDS
 
 T = TypeVar("T")
 
@@ -102,7 +99,7 @@ class EngineLoop:
         It runs on the caller's thread: what the cache tier says of KV may take milliseconds.
         """
         try:
-            return _COMMANDS[query.name].answer(self, *query.args, **query.kwargs)
+            return COMMANDS[query.name].answer(self, *query.args, **query.kwargs)
         except MnemeError as error:
             return error
         except Exception:  # a question may fail, the engine may not

@@ -6,8 +6,10 @@ here; what no supported family needs is refused when it is loaded, with the fiel
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 from mneme.errors import CheckpointError, shown
 
+EMBEDDED_MODEL = "mneme-tiny"
 _MAX_DIMENSION = 2**24
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -76,6 +79,20 @@ class DecoderConfig:
         """Tokens that a row sees on any layer, itself too; None if a layer sees all."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
+
+
+def model_directory(model: str) -> Path:
+    """The directory of a model: the embedded one by its name, any other by its path."""
+    if model == EMBEDDED_MODEL:
+        return Path(str(importlib.resources.files("mneme.replicas") / "mneme_tiny"))
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        rule = f"no such model directory (the embedded model is {EMBEDDED_MODEL!r})"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):  # the form of a name on the Hugging Face hub
+            name = model.partition("/")[2]
+            rule += f"; models are not downloaded: `hf download {model} --local-dir {name}`, then give {name!r}"
+        raise CheckpointError(f"{model}: {rule}")
+    return path
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:

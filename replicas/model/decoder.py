@@ -17,7 +17,6 @@ from mneme.kernels.attention import Plan, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
-from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import DecoderWeights, LayerWeights
@@ -45,7 +44,7 @@ class StepInputs:
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
-    saver: ChunkSaver | None = None  # of a step that completes chunks; told of each layer, unless the step is replayed
+    layer_done: Callable[[int], None] | None = None  # of a step that completes chunks; not called in a replay
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
@@ -130,8 +129,8 @@ class Decoder:
                 spans.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
         write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
-        if inputs.saver is not None:
-            inputs.saver.layer_done(index)
+        if inputs.layer_done is not None:
+            inputs.layer_done(index)
         out, lse = attend(
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],

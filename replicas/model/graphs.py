@@ -35,7 +35,7 @@ from mneme.kernels.triton.modules import triton_trouble
 from mneme.primitives import Bounded
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_BUCKET = 512  # rows; larger steps are bound by computing, not by launches
 _MAX_GRAPHS = 48  # each keeps a few MB of the driver's memory; the least recently used goes
@@ -168,19 +168,19 @@ class DecodeGraphs:
             self._num_failures += 1
             what = f"tried again in {self._put_off} steps" if self.is_on else "no step is captured from now on"
             reason = triton_trouble(error) or error
-            log.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
+            logger.warning("a decode step of %s rows could not be captured, %s: %s", shape.num_rows, what, reason)
             return False
         self._num_failures = 0
         if len(self._graphs) > self._max_graphs:
             evicted, _ = self._graphs.popitem(last=False)
             self._met.pop(evicted, None)
-        log.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
+        logger.debug("captured a decode step rows=%s graphs=%s", shape.num_rows, len(self._graphs))
         return True
 
     def _step(self) -> None:
         """What is captured: the forward pass, its logits copied to where every graph leaves them."""
         assert self._inputs is not None
-        logits = self._run(replace(self._inputs, saver=None))  # a capture runs it twice, and computes nothing
+        logits = self._run(replace(self._inputs, layer_done=None))  # a capture runs it twice, and computes nothing
         self._logits_of(len(logits)).copy_(logits)
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:

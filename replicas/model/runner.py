@@ -120,7 +120,7 @@ class Runner:
         inputs.load = load
         if moves.completed and self._saver is not None:
             self._saver.begin(moves.completed)
-            inputs.saver = self._saver
+            inputs.layer_done = self._saver.layer_done
         written = slots != _SPARE_SLOT
         if written.all():
             mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])

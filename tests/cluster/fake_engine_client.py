@@ -11,8 +11,7 @@ from typing import Any
 from mneme.errors import ContextLengthExceeded, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import max_output_tokens
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier
+from mneme.replicas.engine.commands import COMMANDS, KvCommand, KvTier, Query
 from mneme.replicas.engine.output import Explanations, said_to_client
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.forest.forest import PrefixForest
@@ -122,7 +121,7 @@ class FakeEngineClient:
         """Replica "b" has all sessions; "a" knows nothing."""
         if self.query_failure is not None:
             raise self.query_failure
-        if query.name in KV_COMMANDS:
+        if isinstance(COMMANDS[query.name], KvCommand):
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
         nothing = {"get_session": None, "delete_session": False, "drop_pin": False}.get(query.name, [])

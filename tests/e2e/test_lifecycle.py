@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mneme.replicas.model.directory import EMBEDDED_MODEL, model_directory
+from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
 from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port
 from tests.fakes.fake_engine import expected_tokens
 

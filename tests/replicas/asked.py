@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from mneme.replicas.engine.commands import COMMANDS, Query
+from mneme.replicas.engine.commands import COMMANDS, KvTier, Query
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.kv_commands import KV_COMMANDS, KvTier
 from mneme.replicas.sessions.journal import take_over
 from mneme.replicas.sessions.sessions import SessionKey
 
@@ -27,4 +26,4 @@ class Asked:
 
 def answer(engine: Engine, query: Query, kv_tier: KvTier | None = None) -> Any:
     """What a command answers, or raises."""
-    return (COMMANDS | KV_COMMANDS)[query.name].answer(Asked(engine, kv_tier), *query.args, **query.kwargs)
+    return COMMANDS[query.name].answer(Asked(engine, kv_tier), *query.args, **query.kwargs)

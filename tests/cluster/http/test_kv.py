@@ -22,8 +22,7 @@ from mneme.cluster.http.api import build_api
 from mneme.cluster.http.api_state import ServedModel
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import Query, get_session
-from mneme.replicas.engine.kv_commands import KvTier
+from mneme.replicas.engine.commands import KvTier, Query, get_session
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
 from tests.cluster.api_fixtures import TOKENIZER

@@ -9,8 +9,7 @@ from typing import Any
 from mneme.cluster.serve import replica
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
-from mneme.replicas.engine.commands import Query, get_pin
-from mneme.replicas.engine.kv_commands import KV_COMMANDS, kv_stats
+from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query, get_pin, kv_stats
 from mneme.replicas.engine.pins import PinKey
 
 
@@ -21,7 +20,7 @@ class SlowTier:
         self.may_answer = threading.Event()
 
     def query(self, query: Query) -> Any:
-        if query.name in KV_COMMANDS:
+        if isinstance(COMMANDS[query.name], KvCommand):
             assert self.may_answer.wait(30)
             return "figures"
         return "pin"

@@ -16,8 +16,8 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.engine.commands import KvTier, drop_pages, drop_tenant_pages
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.kv_commands import KvTier, drop_pages, drop_tenant_pages
 from mneme.replicas.llm import LLM
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import SamplingParams

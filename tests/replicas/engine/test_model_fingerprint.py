@@ -11,8 +11,7 @@ import torch
 
 from mneme.errors import CheckpointError
 from mneme.replicas.engine.load import model_fingerprint
-from mneme.replicas.model.config import DecoderConfig, load_model_config
-from mneme.replicas.model.directory import EMBEDDED_MODEL, model_directory
+from mneme.replicas.model.config import EMBEDDED_MODEL, DecoderConfig, load_model_config, model_directory
 
 MODEL_DIR = model_directory(EMBEDDED_MODEL)
 CONFIG = load_model_config(MODEL_DIR)

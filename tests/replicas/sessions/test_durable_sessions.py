@@ -14,9 +14,8 @@ from mneme.cachetier.chunk.keys import owner_of
 from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, fork_session, get_session, leave_session
+from mneme.replicas.engine.commands import delete_session, drop_tenant_pages, fork_session, get_session, leave_session
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.kv_commands import drop_tenant_pages
 from mneme.replicas.request import SamplingParams, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.token_log import TokenLog
