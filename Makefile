@@ -49,7 +49,7 @@ test-all: test
 
 # Long fault and kill loops of the cache tier, its files, its engines and its nodes; `make test` runs a short sample.
 FAULT_TESTS := tests/cachetier tests/replicas/cache_faults tests/replicas/connector/test_cached_traffic.py
-FAULT_TESTS += $(wildcard tests/e2e/test_cache_nodes.py)
+FAULT_TESTS += $(wildcard tests/e2e/nodes/test_nodes.py)
 
 faults: $(DEV_READY)
 	$(PYTEST) -m slow $(FAULT_TESTS) $(PYTEST_ARGS)

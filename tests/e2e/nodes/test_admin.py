@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,12 @@ from mneme.cluster.metrics.page import cache_metrics
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.session_records import ids_of, key_number
 from tests.cluster.metric_samples import samples
-from tests.e2e.cache_cluster import CHUNK_TOKENS, LARGE, SMALL, CacheCluster, cache_cluster, call, eventually, kill
+from tests.e2e.nodes.cache_cluster import CHUNK_TOKENS, LARGE, MARKS, SMALL, CacheCluster, call, eventually, kill
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 OWNER = owner_of("tenant")
 PIN = PinName(OWNER, "p")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[CacheCluster]:
-    with cache_cluster() as started:
-        for name in "ab":
-            started.add_node(name)
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -22,29 +22,26 @@ from mneme.cachetier.distributed.lifecycle import node_actor, own_identity
 from mneme.cachetier.node.index import BLOCK_BYTES
 from mneme.cachetier.node.writer import HostPut
 from mneme.replicas.model.decoder import Decoder
-from tests.e2e.cache_cluster import (
+from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,
+    MARKS,
     SMALL,
     START_LIMIT_S,
     CacheCluster,
-    cache_cluster,
     call,
     chain,
     eventually,
     kill,
 )
-from tests.e2e.engine_process import Kill, ModelProcess, Told
+from tests.e2e.nodes.engine_process import Kill, ModelProcess, Told
 from tests.replicas.chunk_stores import CHUNK_TOKENS
 from tests.replicas.faulty_tier import NUM_NEW
 from tests.replicas.tiered_engine import draw, full_prefill, load_decoder
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 APPLICATION = "engines"
+NODES = {"a": "full", "b": "b"}
 # A store that is full refuses, as on a machine whose disk is full too: it writes nothing to files instead.
 FULL_REFUSES = {
     "local_fs_capacity_threshold": "0.000001",
@@ -58,22 +55,22 @@ PEER_LOST = ("peer_host_miss", "peer_disk_miss", "peer_locate_", "actors_lost") 
 
 
 class Nodes:
-    """Engines on nodes "a" and "b"."""
+    """Engines "a" and "b" on a node each; that of "a" goes in the last test."""
 
     def __init__(self, cluster: CacheCluster, folder: Path) -> None:
         self.cluster, self._model = cluster, folder
         self.decoder: Decoder = load_decoder("llama-3", folder)
-        disk = DiskTierConfig(folder=str(cluster.folder / "kv-%n"), capacity_bytes=8 << 20)
+        disk = DiskTierConfig(folder=str(cluster.folder / "engines-%n"), capacity_bytes=8 << 20)
         self.config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, host_bytes=8 << 20, disk=disk)
         self.engines = {name: self.begin(name) for name in "ab"}
         ray.get([each.stats.remote() for each in self.engines.values()], timeout=START_LIMIT_S)
         self.victims = [self.begin("a") for _ in range(2)]  # they start beside the first tests
 
     def begin(self, name: str) -> Any:
-        return self.cluster.begin(name, ModelProcess, str(self._model), self.config, APPLICATION)
+        return self.cluster.begin(NODES[name], ModelProcess, str(self._model), self.config, APPLICATION)
 
     def actor(self, name: str) -> Any:
-        return self.cluster.node_actor(name, APPLICATION)
+        return self.cluster.node_actor(NODES[name], APPLICATION)
 
     def pid(self, name: str) -> int:
         """Of a node's actor."""
@@ -127,11 +124,9 @@ def rise(before: Counter[str], after: Counter[str], names: Collection[str]) -> i
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with cache_cluster() as cluster:
-        cluster.add_node("a", **FULL_REFUSES)
-        cluster.add_node("b")
-        yield Nodes(cluster, tmp_path_factory.mktemp("model"))
+def nodes(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> Nodes:
+    cluster.add_node("full", **FULL_REFUSES)
+    return Nodes(cluster, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -270,7 +265,7 @@ def test_a_node_with_the_data_goes(nodes: Nodes) -> None:
     turn, before = nodes.save("a", 13), nodes.counters("b")
     nodes.await_located("b", turn)
     del nodes.engines["a"]
-    nodes.cluster.remove_node("a")
+    nodes.cluster.remove_node(NODES["a"])
     nodes.ask("b", turn)
     assert rise(before, nodes.counters("b"), PEER_LOST) > 0
     eventually(lambda: nodes.ask("b", turn).num_cached >= NUM_SAVED)  # it has computed and saved them

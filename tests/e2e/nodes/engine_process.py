@@ -23,7 +23,7 @@ from mneme.cachetier.distributed.objects import Refs, put_runs, runs_of
 from mneme.cachetier.distributed.store import RayChunkStore
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.engine.engine import Engine
-from tests.e2e.cache_cluster import CALL_LIMIT_S
+from tests.e2e.nodes.cache_cluster import CALL_LIMIT_S
 from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, make_cached_engine
 from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded
 from tests.replicas.kill_engine import load

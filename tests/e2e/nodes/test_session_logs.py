@@ -6,70 +6,35 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier, start_session_logs
 from mneme.cachetier.sessions.record import SessionState, replayed, whole
 from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.session_records import conversation, ids_of, key_number
-from tests.e2e.cache_cluster import CacheCluster, cache_cluster, call, eventually, kill
+from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, LogProcess, call, eventually, kill
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 APPLICATION = "logs"
 STEPS = conversation(6)
 BOUND_S = 60.0  # a call to logs that hang takes a fraction of a second; this machine may be busy
 
 
-class LogProcess:
-    """What an engine's process does with its sessions' logs."""
-
-    def __init__(self, config: CacheConfig) -> None:
-        config = of_this_node(config)
-        self.chunks = start_cache_tier(config, APPLICATION)
-        logs = start_session_logs(config, APPLICATION, 3600.0)
-        assert logs is not None
-        self.logs = logs
-
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        return self.logs.append(key, records)
-
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | str | None:
-        """ "unknown": it cannot be known now."""
-        try:
-            return self.logs.read(key, newer_than)
-        except TimeoutError:
-            return "unknown"
-
-    def delete(self, key: LogKey) -> bool | None:
-        try:
-            return self.logs.delete(key)
-        except TimeoutError:
-            return None
-
-
 class Nodes:
     def __init__(self, cluster: CacheCluster) -> None:
         self.cluster = cluster
         self.config = CacheConfig(
-            chunk_tokens=64, disk=DiskTierConfig(folder=str(cluster.folder / "kv-%n"), capacity_bytes=50 << 20)
+            chunk_tokens=64, disk=DiskTierConfig(folder=str(cluster.folder / "logs-%n"), capacity_bytes=50 << 20)
         )
-        self.engines = {name: self._engine(name) for name in ("head", "a", "b")}
+        self.engines = {name: self._engine(name) for name in ("head", "a", "goes")}
 
     def _engine(self, name: str) -> Any:
-        affinity = NodeAffinitySchedulingStrategy(self.cluster.node_id(name), soft=False)
-        made = ray.remote(LogProcess).options(num_cpus=0, scheduling_strategy=affinity).remote(self.config)
+        made = self.cluster.begin(name, LogProcess, self.config, APPLICATION)
         call(made.append, key_number(99), [whole(SessionState(version=1, ids=ids_of(1, 1)))])
         return made
 
@@ -111,7 +76,7 @@ class Nodes:
     def num_copies(self, key: LogKey) -> int:
         """Nodes whose databases have the session."""
         found = 0
-        for path in self.cluster.folder.glob("kv-*/mneme-sessions-*/sessions.db"):
+        for path in self.cluster.folder.glob("logs-*/mneme-sessions-*/sessions.db"):
             with closing(sqlite3.connect(path, isolation_level=None)) as database:
                 found += len(database.execute("SELECT 1 FROM sessions WHERE name = ?", (key.name,)).fetchall())
         return found
@@ -121,11 +86,9 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with cache_cluster() as cluster:
-        cluster.add_node("a")
-        cluster.add_node("b")
-        yield Nodes(cluster)
+def nodes(cluster: CacheCluster) -> Nodes:
+    cluster.add_node("goes")
+    return Nodes(cluster)
 
 
 def test_a_session_goes_on_on_any_node_and_has_one_copy(nodes: Nodes) -> None:
@@ -133,7 +96,7 @@ def test_a_session_goes_on_on_any_node_and_has_one_copy(nodes: Nodes) -> None:
     state = nodes.say("a", key, 0, 2)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
     eventually(lambda: nodes.num_copies(key) == 2)
-    state = nodes.say("b", key, 2, 3)
+    state = nodes.say("goes", key, 2, 3)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
     state = nodes.say("head", key, 3, 6)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
@@ -158,7 +121,7 @@ def test_an_actor_that_is_ended_for_good_is_made_again_and_found_by_its_peers(no
     eventually(lambda: nodes.has("a", key, state))
     state = nodes.say("a", key, 2, 3)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
-    assert eventually(lambda: call(nodes.engines["b"].delete, key)) is True
+    assert eventually(lambda: call(nodes.engines["goes"].delete, key)) is True
 
 
 def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
@@ -169,11 +132,11 @@ def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
         begun_s = time.monotonic()
         assert call(nodes.engines["a"].append, key, [STEPS[2][0]]) is Appended.FAILED
         assert call(nodes.engines["a"].read, key) == "unknown"
-        assert call(nodes.engines["b"].read, key_number(77)) == "unknown"  # it may be there
+        assert call(nodes.engines["goes"].read, key_number(77)) == "unknown"  # it may be there
         assert time.monotonic() - begun_s < BOUND_S
     finally:
         os.kill(pid, signal.SIGCONT)
-    found = eventually(lambda: nodes.read("b", key))
+    found = eventually(lambda: nodes.read("goes", key))
     assert found in (state, STEPS[2][1])
     eventually(lambda: call(nodes.engines["a"].read, key) != "unknown")  # it asks its actor again
 
@@ -181,7 +144,7 @@ def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
 def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: Nodes) -> None:
     key = key_number(4)
     nodes.say("a", key, 0, 2)
-    nodes.say("b", key, 2, 3)
+    nodes.say("goes", key, 2, 3)
     eventually(lambda: nodes.num_copies(key) >= 2)
     assert eventually(lambda: call(nodes.engines["head"].delete, key)) is True
     for name in nodes.engines:
@@ -192,15 +155,15 @@ def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: 
         assert (len(gone.ids), gone.version > STEPS[5][1].version) == (0, True)
     assert call(nodes.engines["a"].append, key, [STEPS[6][0]]) is Appended.STALE
     assert call(nodes.engines["a"].append, key, [whole(STEPS[7][1])]) is Appended.STALE
-    assert eventually(lambda: call(nodes.engines["b"].delete, key) is False)
+    assert eventually(lambda: call(nodes.engines["goes"].delete, key) is False)
 
 
 def test_a_node_that_is_gone_leaves_the_copies(nodes: Nodes) -> None:
     """The last test: a node goes for good."""
-    states = {number: nodes.say("b", key_number(number), 0, 1 + number % 4) for number in range(10, 22)}
+    states = {number: nodes.say("goes", key_number(number), 0, 1 + number % 4) for number in range(10, 22)}
     eventually(lambda: all(nodes.num_copies(key_number(number)) == 2 for number in states))
     eventually(nodes.copied)
-    nodes.cluster.remove_node("b")
+    nodes.cluster.remove_node("goes")
     for number, state in states.items():
         name = ("head", "a")[number % 2]
         eventually(lambda name=name, number=number, state=state: nodes.has(name, key_number(number), state))

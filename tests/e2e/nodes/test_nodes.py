@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +17,17 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.directory import Announcement, shard_of
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
 from mneme.cachetier.node.tiers import Change
-from tests.e2e.cache_cluster import (
+from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,
     CHUNK_TOKENS,
     LARGE,
     LARGE_BYTES,
+    MARKS,
     SMALL,
     SMALL_BYTES,
     CacheCluster,
     EngineProcess,
     ReadChunk,
-    cache_cluster,
     call,
     chain,
     eventually,
@@ -36,11 +35,7 @@ from tests.e2e.cache_cluster import (
     mapped_files_bytes,
 )
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 TAIL = 10
 
@@ -54,14 +49,6 @@ class Tier(NamedTuple):
 
     def actor(self, name: str) -> Any:
         return self.cluster.node_actor(name, "shared")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[CacheCluster]:
-    with cache_cluster() as started:
-        started.add_node("a")
-        started.add_node("b")
-        yield started
 
 
 def disk_config(folder: Path, **fields: Any) -> CacheConfig:

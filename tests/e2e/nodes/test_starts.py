@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,21 @@ from mneme.cachetier.sessions.record import SessionState, whole
 from mneme.cachetier.sessions.store import Appended
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import ids_of, key_number
-from tests.e2e.cache_cluster import (
+from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,
     CHUNK_TOKENS,
+    MARKS,
     START_LIMIT_S,
     CacheCluster,
     EngineProcess,
-    cache_cluster,
     call,
     eventually,
     kill,
 )
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = MARKS
 
 IDS = list(range(1, 2 * CHUNK_TOKENS + 1))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[CacheCluster]:
-    with cache_cluster() as started:
-        yield started
 
 
 def disk_config(folder: Path, capacity_bytes: int = 100 << 20) -> CacheConfig:
@@ -92,7 +81,7 @@ def test_starts_at_once_with_one_new_configuration_end_at_one_actor(cluster: Cac
     EngineProcess(CacheConfig(chunk_tokens=CHUNK_TOKENS), "at-once").close()
     old = cluster.node_actor("head", "at-once")
     config = disk_config(tmp_path)
-    made = [ray.remote(EngineProcess).options(num_cpus=0).remote(config, "at-once") for _ in range(3)]
+    made = [cluster.begin("head", EngineProcess, config, "at-once") for _ in range(3)]
     ray.get([each.stats.remote() for each in made], timeout=START_LIMIT_S)
     actor = cluster.node_actor("head", "at-once")
     assert call(actor.ready).settings[0] == config

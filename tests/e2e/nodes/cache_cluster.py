@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorUnavailableError
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
@@ -26,8 +27,14 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader
 from mneme.cachetier.chunk.keys import prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
+from mneme.cachetier.distributed.lifecycle import (
+    of_this_node,
+    shutdown_cache_tier,
+    start_cache_tier,
+    start_session_logs,
+)
 from mneme.cachetier.distributed.nodes import node_actor_name
+from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node
 from tests.cachetier.chunks import chunk_of
@@ -41,6 +48,12 @@ LARGE = ModelFingerprint(weights="w", layout=LAYOUT, inv_freq=(1.0,))  # 1 MB a 
 LARGE_BYTES = 5 << 20
 SMALL = ModelFingerprint(weights="w", layout=replace(LAYOUT, num_kv_heads=1, head_dim=256), inv_freq=(1.0,))
 SMALL_BYTES = LARGE_BYTES // 16
+
+MARKS = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own sockets and files
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -108,6 +121,33 @@ class EngineProcess:
         self.store.close()
 
 
+class LogProcess:
+    """What an engine's process does with its sessions' logs."""
+
+    def __init__(self, config: CacheConfig, application: str) -> None:
+        config = of_this_node(config)
+        self.chunks = start_cache_tier(config, application)
+        logs = start_session_logs(config, application, 3600.0)
+        assert logs is not None
+        self.logs = logs
+
+    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+        return self.logs.append(key, records)
+
+    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | str | None:
+        """ "unknown": it cannot be known now."""
+        try:
+            return self.logs.read(key, newer_than)
+        except TimeoutError:
+            return "unknown"
+
+    def delete(self, key: LogKey) -> bool | None:
+        try:
+            return self.logs.delete(key)
+        except TimeoutError:
+            return None
+
+
 def chain(token_ids: list[int], fingerprint: ModelFingerprint = SMALL) -> list[Chunk]:
     """Each chunk's payload is a function of its last token."""
     lineage = prefix_lineage(fingerprint, "tenant")
@@ -121,6 +161,7 @@ class CacheCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._nodes: dict[str, Any] = {}
+        self._processes: list[Any] = []
         with single_node():
             self._cluster = Cluster(initialize_head=True, head_node_args=_node_args("head"))
             ray.init(
@@ -154,10 +195,21 @@ class CacheCluster:
     def begin(self, name: str, process: type, *args: Any) -> Any:
         """A process on a node, that is yet to start."""
         affinity = NodeAffinitySchedulingStrategy(self.node_id(name), soft=False)
-        return ray.remote(process).options(num_cpus=0, scheduling_strategy=affinity).remote(*args)
+        made = ray.remote(process).options(num_cpus=0, scheduling_strategy=affinity).remote(*args)
+        self._processes.append(made)
+        return made
 
     def node_actor(self, name: str, application: str) -> Any:
         return ray.get_actor(node_actor_name(self.node_id(name)), f"mneme-cache-{application}")
+
+    def end_applications(self) -> None:
+        """All processes that were begun, and the actors of all cache tiers."""
+        for process in self._processes:
+            ray.kill(process)
+        self._processes.clear()
+        namespaces = {each["namespace"] for each in list_named_actors(all_namespaces=True)}
+        for namespace in namespaces:
+            shutdown_cache_tier(namespace.removeprefix("mneme-cache-"), timeout_s=1.0)
 
     def close(self) -> None:
         ray.shutdown()
@@ -168,7 +220,7 @@ class CacheCluster:
 def cache_cluster() -> Iterator[CacheCluster]:
     """Everything in a directory of its own; nothing is left behind."""
     temporary = Path(tempfile.mkdtemp(prefix="mc-", dir="/tmp"))  # short: Ray's sockets lie in there
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     settings = {"RAY_TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root)))}
     before = dict(os.environ)
     os.environ.update(_ENVIRONMENT | settings)
