@@ -1,4 +1,4 @@
-"""One server for all end-to-end tests, on a free port; it must stop within 5 s and leave nothing behind."""
+"""Two servers for all end-to-end tests, on free ports; they stop in order and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from tests.e2e.server_process import SERVE, ServerProcess, free_port
 
 # A pool smaller than what the tests allow memory to grow by: its pages are touched one after the other.
 # In float32 the same tokens come out whatever the batch, so answers can be compared.
+BODY_IDLE_S = 3  # that a test waits for a body that does not come
 WARM_SYSTEM = "You are the librarian of the end-to-end tests"
 SETTINGS = (
     *("--set", f"engine.kv_cache_bytes={16 * 2**20}"),
     *("--set", "engine.dtype=float32"),
     *("--set", f"engine.warm_prompts=[{{system: {WARM_SYSTEM}}}]"),
+    *("--set", f"http.body_idle_timeout_s={BODY_IDLE_S}"),
+)
+SMALL_PAGES, PAGE_SIZE = 48, 32  # a few conversations
+KEY, CONNECTIONS = "door", 100
+SMALL_SETTINGS = (
+    *("--set", f"engine.num_pages={SMALL_PAGES}"),
+    *("--set", f"engine.page_size={PAGE_SIZE}"),
+    *("--set", f"engine.host_cache_bytes={64 * 2**20}"),
+    *("--set", "engine.dtype=float32"),
+    *("--set", f"http.body_idle_timeout_s={BODY_IDLE_S}"),
+    *("--set", f"http.max_connections_per_address={CONNECTIONS}"),
+    *("--set", "http.shutdown_grace_s=0"),
+    *("--api-key", KEY),
 )
 
 
@@ -27,6 +41,17 @@ def server_process() -> Iterator[ServerProcess]:
         process.stop()
         assert process.process.returncode == 0, process.lines
         assert process.left_behind() == []
+    finally:
+        process.discard()
+
+
+@pytest.fixture(scope="session")
+def small_process() -> Iterator[ServerProcess]:
+    """One replica with few pages, a key, and few connections for an address; the last test that has it stops it."""
+    process = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "1", "--port", str(free_port()), *SMALL_SETTINGS])
+    try:
+        process.await_ready()
+        yield process
     finally:
         process.discard()
 

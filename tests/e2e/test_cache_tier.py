@@ -36,9 +36,6 @@ def served(folder: Path) -> Iterator[tuple[ServerProcess, httpx.Client]]:
     try:
         with httpx.Client(base_url=process.await_ready(), timeout=120) as http:
             yield process, http
-        process.stop()
-        assert process.process.returncode == 0, process.lines
-        assert process.left_behind() == []
     finally:
         process.discard()
 
@@ -94,9 +91,15 @@ def test_sessions_outlive_their_replica_and_their_cluster(tmp_path: Path) -> Non
         assert answer(moved) == stayed[1]
         check_goes_on(moved, num_history, "host", "disk")
         say(http, STORY, "waits", cache_salt="third")
-    with served(tmp_path) as (_, http):
+        process.stop()
+        assert process.process.returncode == 0, process.lines
+        assert process.left_behind() == []
+    with served(tmp_path) as (process, http):
         waited = say(http, "And then?", "waits", append=True, cache_salt="third")
         assert answer(waited) == stayed[1]
         check_goes_on(waited, num_history, "disk")
         gone_on = say(http, "And then?", "moves", append=True, cache_salt="other")
         check_goes_on(gone_on, moved["usage"]["total_tokens"], "disk")
+        process.process.kill()  # nobody can clean up after that but who was left for it
+        process.process.wait(10)
+        process.await_nothing_left()

@@ -1,12 +1,10 @@
-"""Who takes connections and gives nothing loses them, and takes them from nobody else; a stop is told to streams."""
+"""Who takes connections and gives nothing loses them, and takes them from nobody else."""
 
 from __future__ import annotations
 
 import select
-import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -14,35 +12,23 @@ import httpx
 import pytest
 
 from tests.cluster.bad_request_checks import check_error_object
-from tests.e2e.server_process import SERVE, ServerProcess, free_port
+from tests.e2e.conftest import CONNECTIONS, KEY
+from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-SHARE = 100
 NUM_HELD = 300
 PATIENCE_S = 60.0
 GREEDY, OTHER = "127.0.0.2", "127.0.0.3"
-KEY = "Authorization: Bearer door\r\n"
+AUTHORIZED = f"Authorization: Bearer {KEY}\r\n"
 JSON = "Content-Type: application/json\r\n"
 CHAT = "POST /v1/chat/completions"
 LISTENING = "0A"  # in /proc/net/tcp
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    door = (f"http.max_connections_per_address={SHARE}", "http.api_keys=[door]", "http.shutdown_grace_s=0")
-    settings = (*door, "engine.kv_cache_bytes=8388608")
-    options = [option for setting in settings for option in ("--set", setting)]
-    server = ServerProcess([*SERVE, "mneme-tiny", "--replicas", "1", "--port", str(free_port()), *options])
-    try:
-        yield server
-    finally:
-        server.discard()
-
-
-@pytest.fixture(scope="module")
-def address(process: ServerProcess) -> tuple[str, int]:
-    url = httpx.URL(process.await_ready())
+def address(small_process: ServerProcess) -> tuple[str, int]:
+    url = httpx.URL(small_process.await_ready())
     return url.host, url.port or 80
 
 
@@ -66,11 +52,11 @@ def answers(address: tuple[str, int], source: str) -> bool:
         (CHAT, JSON + "Content-Length: 100\r\n", 401),
         (CHAT, JSON + "Content-Length: 100\r\nConnection: close\r\n", 401),
         (CHAT, JSON + "Transfer-Encoding: chunked\r\n", 401),
-        (CHAT, KEY + JSON + "Content-Length: 99999999\r\n", 413),
-        (CHAT, KEY + JSON + "Content-Length: 100\r\n", 408),
+        (CHAT, AUTHORIZED + JSON + "Content-Length: 99999999\r\n", 413),
+        (CHAT, AUTHORIZED + JSON + "Content-Length: 100\r\n", 408),
         ("POST /nowhere", "Content-Length: 100\r\n", 401),
-        ("GET /v1/models", KEY + "Content-Length: 100\r\n", 200),
-        ("GET /nowhere", KEY + "Content-Length: 100\r\n", 404),
+        ("GET /v1/models", AUTHORIZED + "Content-Length: 100\r\n", 200),
+        ("GET /nowhere", AUTHORIZED + "Content-Length: 100\r\n", 404),
         ("HEAD /health", "Content-Length: 10\r\n", 400),
         ("HEAD /health", f"Content-Length: {2**32}\r\n", 400),
         ("HEAD /health", "Transfer-Encoding: chunked\r\n", 400),
@@ -117,17 +103,17 @@ def test_one_address_cannot_hold_all_connections(address: tuple[str, int]) -> No
             with suppress(ConnectionResetError):
                 held.append(stack.enter_context(connect(address, GREEDY)))
         deadline = time.monotonic() + PATIENCE_S
-        while len(held) - len(select.select(held, [], [], 1.0)[0]) > SHARE:  # readable: closed
+        while len(held) - len(select.select(held, [], [], 1.0)[0]) > CONNECTIONS:  # readable: closed
             assert time.monotonic() < deadline
-        assert len(held) >= SHARE
+        assert len(held) >= CONNECTIONS
         assert answers(address, OTHER)
     while not answers(address, GREEDY):  # once the proxy has seen that they are gone
         assert time.monotonic() < deadline
 
 
-def test_nothing_listens_beyond_this_machine(process: ServerProcess, address: tuple[str, int]) -> None:
+def test_nothing_listens_beyond_this_machine(small_process: ServerProcess, address: tuple[str, int]) -> None:
     inodes = set()
-    for pid in process.processes():
+    for pid in small_process.processes():
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 inodes.add(str(descriptor.readlink()))
@@ -142,26 +128,3 @@ def test_nothing_listens_beyond_this_machine(process: ServerProcess, address: tu
     assert f"0100007F:{address[1]:04X}" in listening
     loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
     assert [local for local in listening if local.split(":")[0] not in loopback] == []
-
-
-def test_a_server_that_stops_ends_its_streams_with_an_error(process: ServerProcess, address: tuple[str, int]) -> None:
-    """The last test: the server is gone then."""
-    host, port = address
-    body = {
-        "model": "mneme-tiny",
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 1900,
-        "min_tokens": 1900,
-        "stream": True,
-    }
-    headers = {"Authorization": "Bearer door"}
-    url = f"http://{host}:{port}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as response:
-        events = (line for line in response.iter_lines() if line)
-        first = next(events)
-        process.process.send_signal(signal.SIGINT)
-        *_, last = events
-    assert "choices" in first
-    assert check_error_object(last.removeprefix("data: ").encode()) is None
-    assert "the server is stopping" in last
-    assert process.process.wait(PATIENCE_S) == 0

@@ -8,31 +8,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server_process import SERVE, ServerProcess, free_port
+from tests.e2e.conftest import KEY, PAGE_SIZE, SMALL_PAGES
+from tests.e2e.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
 MODEL = "mneme-tiny"
 STORY = "Once upon a time there was a small library in which every book could remember its reader. " * 6
-NUM_PAGES = 48  # of 32 tokens: a few conversations
-SETTINGS = (
-    *("--set", f"engine.num_pages={NUM_PAGES}"),
-    *("--set", f"engine.host_cache_bytes={64 * 2**20}"),
-    *("--set", "engine.dtype=float32"),
-)
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
-    process = ServerProcess([*SERVE, MODEL, "--replicas", "1", "--port", str(free_port()), *SETTINGS])
-    try:
-        with httpx.Client(base_url=process.await_ready(), timeout=60) as http:
-            yield http
-        process.stop()
-        assert process.process.returncode == 0, process.lines
-        assert process.left_behind() == []
-    finally:
-        process.discard()
+def http(small_process: ServerProcess) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=small_process.await_ready(), headers=headers, timeout=60) as http:
+        yield http
 
 
 def say(http: httpx.Client, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
@@ -48,7 +37,7 @@ def user(text: str) -> list[dict[str, str]]:
 def test_a_session_comes_back_from_the_host(http: httpx.Client) -> None:
     first = say(http, user(STORY), session={"id": "reader"})
     num_history = first["usage"]["total_tokens"] - 1  # the last token of an answer is not computed
-    for index in range(NUM_PAGES * 32 // num_history + 2):
+    for index in range(SMALL_PAGES * PAGE_SIZE // num_history + 2):
         say(http, user(f"{index}. {STORY}"), session={"id": f"other/{index}"})
     kept = http.get("/v1/sessions/reader").raise_for_status().json()["kv"]
     assert kept["device"] + kept["host"] == num_history

@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
+from tests.cluster.bad_request_checks import check_error_object
+from tests.e2e.conftest import KEY, PAGE_SIZE, SMALL_PAGES
 from tests.e2e.server_process import SERVE, SERVE_FAKE, ServerProcess, free_port
 from tests.fakes.fake_engine import expected_tokens
 
@@ -77,6 +79,8 @@ def test_a_configuration_that_breaks_a_rule(tmp_path: Path) -> None:
     broken.write_text("model: [")
     assert "broken.yaml:1:9: is not valid YAML" in refusal("--config", str(broken))
     assert "missing.yaml: " in refusal("--config", str(tmp_path / "missing.yaml"))
+    disk = {"folder": str(broken), "capacity_bytes": 1_000_000}
+    assert f"disk tier: {broken} cannot be used" in refusal("--set", f"cache.disk={json.dumps(disk)}")
 
 
 def test_a_checkpoint_that_is_missing_or_damaged(checkpoint: Path, tmp_path: Path) -> None:
@@ -102,39 +106,35 @@ def test_a_checkpoint_that_only_a_replica_finds_wrong(checkpoint: Path) -> None:
         assert "CheckpointError" in process.lines[-1]
 
 
-def test_a_cache_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    """`%n`: only a replica knows the name of its node."""
-    (tmp_path / "file").touch()
-    disk = ("--set", "cache.disk.capacity_bytes=1000000", "--set")
-    assert f"disk tier: {tmp_path}/file cannot be used" in refusal(*disk, f"cache.disk.folder={tmp_path}/file")
-    command = (*SERVE, "mneme-tiny", "--port", str(free_port()), *disk, f"cache.disk.folder={tmp_path}/file/%n")
-    with running(*command) as process:
-        assert process.process.wait(180) == 2
-        process.await_nothing_left()
-        check_start_lines(process.lines)
-        assert f"disk tier: {tmp_path}/file/127.0.0.1 cannot be used" in process.lines[-1]
+def test_ctrl_c_ends_streams_with_an_error_and_leaves_nothing_behind(small_process: ServerProcess) -> None:
+    """The last test that has this server."""
+    url = f"{small_process.await_ready()}/v1/chat/completions"
+    body = {
+        "model": "mneme-tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        **dict.fromkeys(("max_tokens", "min_tokens"), (SMALL_PAGES - 4) * PAGE_SIZE),
+        "stream": True,
+    }
+    with httpx.stream("POST", url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as response:
+        events = (line for line in response.iter_lines() if line)
+        first = next(events)
+        small_process.stop(signal.SIGINT, whole_group=True)  # as a terminal does
+        *_, last = events
+    assert "choices" in first
+    assert check_error_object(last.removeprefix("data: ").encode()) is None
+    assert "the server is stopping" in last
+    assert small_process.process.returncode == 0, small_process.lines
+    assert small_process.left_behind() == []
 
 
-def test_two_servers_at_once_and_ctrl_c() -> None:
-    with running(*fake_server()) as first, running(*fake_server()) as second:
-        urls = [process.await_ready() for process in (first, second)]
-        assert [generate(url) for url in urls] == [expected_tokens([1, 2, 3], 8)] * 2
-        first.stop(signal.SIGINT, whole_group=True)  # as a terminal does
-        assert first.process.returncode == 0, first.lines
-        assert first.left_behind() == []
-        assert generate(urls[1]) == expected_tokens([1, 2, 3], 8)
-        second.process.kill()  # nobody can clean up after that but who was left for it
-        second.process.wait(10)
-        second.await_nothing_left()
-
-
-def test_sigterm_and_an_impatient_ctrl_c() -> None:
+def test_a_second_server_on_a_machine_may_be_stopped_impatiently(server: str) -> None:
     with running(*fake_server()) as process:
-        process.await_ready()
+        assert generate(process.await_ready()) == expected_tokens([1, 2, 3], 8)
         process.process.send_signal(signal.SIGTERM)
         process.stop(signal.SIGINT)
         assert process.process.returncode == 130  # in order it would have been 0
         process.await_nothing_left()
+    assert httpx.get(f"{server}/ready", timeout=30).status_code == 200
 
 
 def test_ctrl_c_while_starting() -> None:
