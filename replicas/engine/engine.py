@@ -97,8 +97,8 @@ class Engine:
         self._arrivals = itertools.count()
         self.limits = QueueLimits(self.scheduler.waiting, self.sessions.queued, config, clock)
         self._timeout_s = config.request_timeout_s
-        self._deadlines = LazyHeap[str]()  # of requests
-        self._outbox = Outbox(on_end=self._deadlines.discard, clock=clock)
+        self.deadlines = LazyHeap[str]()  # of requests
+        self._outbox = Outbox(on_end=self.deadlines.discard, clock=clock)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
         self.explanations = self._outbox.explanations
@@ -148,7 +148,7 @@ class Engine:
                 raise
         timeout_s = self._timeout_s if request.timeout_s is None else request.timeout_s
         if timeout_s is not None:
-            self._deadlines.push(request.request_id, self.clock() + timeout_s)
+            self.deadlines.push(request.request_id, self.clock() + timeout_s)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its pages stay cached. Unknown ids are ignored."""
@@ -268,7 +268,7 @@ class Engine:
 
     def _expire(self) -> None:
         """End what has missed its deadline, waiting or running; a session keeps what the turn has so far."""
-        for request_id in self._deadlines.take_below(self.clock()) if self._deadlines else ():
+        for request_id in self.deadlines.take_below(self.clock()) if self.deadlines else ():
             self.num_missed_deadlines += 1
             self._end(request_id, "error", DeadlineExceeded())
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by `transformers`, one for each kind of model that is supported."""
+"""Small random checkpoints, one for each kind of model that is supported, and what runs them here and records it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 import transformers
+
+from mneme.kernels.work import Share
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, StepInputs
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import load_weights
+from mneme.replicas.sequence import Chunk
 
 _SMALL = {
     "vocab_size": 320,
@@ -70,3 +78,44 @@ def write_checkpoint(name: str, directory: Path, **save_options: Any) -> Any:
     model = make_model(name)
     model.save_pretrained(directory, **save_options)
     return model
+
+
+def decoder_of(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: str = "cpu",
+    share: Share = "always",
+    max_context: int | None = None,
+) -> Decoder:
+    """The decoder of a checkpoint, on a CPU unless a device is named."""
+    config = load_model_config(directory)
+    weights = load_weights(directory, config, torch.device(device), dtype)
+    return Decoder(config, weights, share=share, max_context=max_context)
+
+
+class RecordingRunner(Runner):
+    """Keeps the logits that each request's tokens were chosen from, and counts rows and pages that moved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logits_by_request: dict[str, list[torch.Tensor]] = {}
+        self.num_rows = self.num_saved = self.num_loaded = 0
+        self._sampling: list[str] = []
+
+    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
+        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
+        self.num_rows += sum(chunk.num_rows for chunk in chunks)
+        self.num_saved += len(moves.saves)
+        self.num_loaded += len(moves.loads)
+        return super().prepare(chunks, moves)
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        logits = super().forward(inputs)
+        for request_id, row in zip(self._sampling, logits, strict=True):
+            self.logits_by_request.setdefault(request_id, []).append(row.clone())
+        return logits
+
+    def logits_of(self, request_id: str) -> torch.Tensor:
+        """float32 [rows that were sampled from, vocab]"""
+        return torch.stack(self.logits_by_request[request_id])

@@ -20,7 +20,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import connect
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model.decoder import Decoder
-from tests.replicas.tiered_engine import PAGE_SIZE, TieredRunner
+from tests.replicas.tiered_engine import PAGE_SIZE, RecordingRunner
 
 CHUNK_TOKENS = 64
 Fault = Callable[[ChunkHeader, int], Miss | None]  # of a chunk's layer
@@ -156,6 +156,6 @@ def make_cached_engine(
 ) -> Engine:
     """An engine with a cache tier."""
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
-    runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     chunks = connect(runner, store, fingerprint, costs or SlowRows(), config)
     return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), chunks=chunks)  # type: ignore[arg-type]

@@ -24,6 +24,16 @@ Slot = tuple[int, int]  # page, offset
 Slots = dict[Slot, tuple[int, int]]
 
 
+class Clock:
+    """The time is what a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class FakeRunner:
     def __init__(
         self,

@@ -10,9 +10,7 @@ import torch
 
 from mneme.kernels.attention import Plan
 from mneme.replicas.model.decoder import StepInputs
-from mneme.replicas.model.graphs import Graph, Run
-from mneme.replicas.model.runner import Runner
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.model.graphs import DecodeGraphs, Graph, Run
 
 
 class PlayedDevice:
@@ -54,20 +52,9 @@ class PlayedDevice:
 
         return Played()
 
-
-class RecordingRunner(Runner):
-    """Keeps the logits that each request's tokens were chosen from."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.logits: dict[str, list[torch.Tensor]] = {}
-
-    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
-        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
-        return super().prepare(chunks, fresh_pages)
-
-    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
-        logits = super().forward(inputs)
-        for request_id, row in zip(self._sampling, logits, strict=True):
-            self.logits.setdefault(request_id, []).append(row.clone())
-        return logits
+    def graphs(self, *, vocab_size: int = 320, max_rows: int = 8, **options: Any) -> DecodeGraphs:
+        """Decode graphs that this device captures."""
+        return DecodeGraphs(
+            self.run, self.stage, self.capture,
+            max_rows=max_rows, vocab_size=vocab_size, device=torch.device("cpu"), **options,
+        )  # fmt: skip

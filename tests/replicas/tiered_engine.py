@@ -10,15 +10,10 @@ import torch
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.nodes import DEVICE, HOST, Node, common_prefix
-from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.decoder import Decoder, StepInputs
-from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.weights import load_weights
+from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
-from mneme.replicas.sequence import Chunk
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 
 PAGE_SIZE = 16
 VOCAB_SIZE = 320
@@ -26,44 +21,20 @@ VOCAB_SIZE = 320
 Place = tuple[Node, int]  # a token of the forest: node, offset in it
 
 
-class TieredRunner(Runner):
-    """Keeps the logits that were sampled from, by request, and counts rows and pages that moved."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.logits_by_request: dict[str, list[torch.Tensor]] = {}
-        self.num_rows = self.num_saved = self.num_loaded = 0
-        self._sampling: list[str] = []
-
-    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
-        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
-        self.num_rows += sum(chunk.num_rows for chunk in chunks)
-        self.num_saved += len(moves.saves)
-        self.num_loaded += len(moves.loads)
-        return super().prepare(chunks, moves)
-
-    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
-        logits = super().forward(inputs)
-        for request_id, row in zip(self._sampling, logits, strict=True):
-            self.logits_by_request.setdefault(request_id, []).append(row.clone())
-        return logits
-
-
 def load_decoder(name: str, directory: Path) -> Decoder:
     """A random checkpoint of `checkpoints.py`, float32."""
     write_checkpoint(name, directory)
-    config = load_model_config(directory)
-    return Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="always")
+    return decoder_of(directory)
 
 
 def make_engine(decoder: Decoder, num_pages: int = 64, num_host_pages: int = 64, **options: Any) -> Engine:
-    runner = TieredRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
+    runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options))
 
 
-def runner_of(engine: Engine) -> TieredRunner:
+def runner_of(engine: Engine) -> RecordingRunner:
     runner = engine.runner
-    assert isinstance(runner, TieredRunner)
+    assert isinstance(runner, RecordingRunner)
     return runner
 
 
@@ -100,7 +71,7 @@ def usages(events: list[TokenEvent]) -> dict[str, PromptUsage]:
 
 def logits_of(engine: Engine, name: str) -> torch.Tensor:
     """float32 [rows that were sampled from, vocab]"""
-    return torch.stack(runner_of(engine).logits_by_request[name])
+    return runner_of(engine).logits_of(name)
 
 
 def full_prefill(decoder: Decoder, ids: list[int], num_new: int) -> tuple[list[int], torch.Tensor]:

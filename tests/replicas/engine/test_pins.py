@@ -1,19 +1,277 @@
-"""Pins against requests that were taken before them; no tensors, milliseconds."""
+"""Prompts that are computed before traffic and pinned, and what requests that were taken before keep; no tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.errors import PinRefused, SessionNotFound
-from mneme.replicas.engine.pins import pin_prefix
+from mneme.config import parse
+from mneme.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    MnemeError,
+    Overloaded,
+    PinRefused,
+    SessionNotFound,
+)
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import WarmPrompt as Configured
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.pins import PUBLIC, PinKey, Tenant, pin_prefix, warm_before_traffic
 from mneme.replicas.request import SamplingParams, TokenEvent
-from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
+from mneme.replicas.text.prompts import conversation_prefix
+from tests.replicas.fake_runner import Clock, FakeRunner, continuation
+from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of
+from tests.replicas.tiered_engine import lose_range
+from tests.replicas.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def warm(engine: Engine, pin_id: str, ids: list[int], *, tenant: str = "t", salt: str = "", **more: Any) -> Any:
+    engine.pins.warm(PinKey(tenant, pin_id), salt, tuple(ids), **more)
+    run(engine)
+    return engine.pins.describe(PinKey(tenant, pin_id))
+
+
+def fill(engine: Engine) -> None:
+    """Traffic that takes every page that it can get."""
+    for index in range(6):
+        engine.submit(make_request(f"fill{index}", [index % 5, index // 5, *[0] * 20], salt="other"))
+    run(engine)
+
+
+def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
+    engine = make_engine(num_pages=16, page_size=4)
+    described = warm(engine, "p", [1, 2] * 5)
+    assert described["num_tokens"] == 10
+    assert (described["pinned"], described["warming"], described["error"]) == (True, False, None)
+    fill(engine)
+    engine.submit(make_request("r", [1, 2] * 5 + [3]))
+    events = run(engine)
+    assert usage_of(events, "r") == (11, 10)
+    assert tokens_of(events, "r") == continuation([1, 2] * 5 + [3], 4, 5)
+    engine.submit(make_request("stranger", [1, 2] * 5, salt="other"))
+    assert usage_of(run(engine), "stranger")[1] == 0
+    assert engine.pins.drop(PinKey("t", "p"))
+    assert not engine.pins.drop(PinKey("t", "p"))
+    assert engine.forest.num_in_use == 0
+
+
+def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
+    engine = make_engine(num_pages=32, page_size=4, max_batch_tokens=64)
+    runner: FakeRunner = engine.runner  # type: ignore[assignment]
+    for index in range(3):
+        engine.pins.warm(PinKey("t", str(index)), "", (*[1] * 16, index, 2))
+    run(engine)
+    assert [pin["pinned"] for pin in engine.pins.of_tenant("t")] == [True] * 3
+    assert runner.num_rows == 18 + 2 + 2
+    assert engine.forest.num_pages - engine.forest.num_unpinned == 4 + 3
+
+
+def test_a_pin_ends_at_its_time() -> None:
+    clock = Clock()
+    engine = make_engine(num_pages=16, page_size=4, clock=clock)
+    assert warm(engine, "p", [1] * 8, ttl_s=60)["expires_in_s"] == 60
+    clock.now_s = 59.0
+    assert engine.pins.of_tenant("t")[0]["expires_in_s"] == 1
+    clock.now_s = 60.0
+    assert engine.pins.of_tenant("t") == []
+    assert engine.forest.num_in_use == 0
+
+
+def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
+    engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=16)
+    engine.pins.warm(PinKey("t", "p"), "", (1,) * 24)
+    engine.step()
+    assert engine.pins.of_tenant("t")[0]["warming"]
+    assert engine.pins.drop(PinKey("t", "p"))
+    run(engine)
+    assert engine.forest.num_in_use == 0
+    assert engine.in_flight == {}
+
+
+def test_what_would_take_too_much_is_refused_with_figures_and_before_it_is_computed() -> None:
+    engine = make_engine(num_pages=16, page_size=4)
+    with pytest.raises(PinRefused, match="pinning 9 pages more would leave 7 unpinned; at least 8 must be"):
+        warm(engine, "p", [1] * 36)
+    assert engine.num_steps == 0
+    warm(engine, "p", [1] * 32)
+    warm(engine, "again", [1] * 30)  # pinned already: costs nothing
+    with pytest.raises(PinRefused, match="pinning 1 pages more would leave 7"):
+        warm(engine, "q", [2])
+    with pytest.raises(ContextLengthExceeded, match="must fit 32 tokens"):
+        warm(engine, "long", [2] * 40, keeps=False)
+    with pytest.raises(InvalidRequest, match="from 0 to 4"):
+        warm(engine, "no token", [7], keeps=False)
+    assert len(engine.pins.of_tenant("t")) == 2
+    engine = make_engine(num_pages=16, page_size=4)
+    engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=36)))
+    with pytest.raises(PinRefused, match="would leave 13 unpinned; at least 14"):
+        warm(engine, "p", [1] * 12)
+    assert len(tokens_of(run(engine), "long")) == 36
+
+
+def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(num_pages=16, page_size=4)
+    engine.pins.warm(PinKey("t", "p"), "", (1,) * 12)
+    engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=40)))
+    events = run(engine)
+    described = engine.pins.describe(PinKey("t", "p"))
+    assert described is not None
+    assert isinstance(described["error"], PinRefused)
+    assert "not pinned" in caplog.text
+    assert engine.pins.of_tenant("t") == []
+    assert len(tokens_of(events, "long")) == 40
+
+
+def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
+    engine = make_engine(num_pages=64, page_size=4, max_pins=2)
+    for name in ("a", "b"):
+        warm(engine, name, [1, 2, 3], salt=name)  # another salt is no other quota
+    with pytest.raises(InvalidRequest, match="may have 2 pins"):
+        warm(engine, "c", [1, 2, 3])
+    with pytest.raises(InvalidRequest, match="of this name exists"):
+        warm(engine, "a", [1], keeps=False)
+    warm(engine, "c", [1, 2, 3], tenant="u")
+    assert [pin["id"] for pin in engine.pins.of_tenant("t")] == ["a", "b"]
+    assert not engine.pins.drop(PinKey("u", "a"))
+    assert engine.pins.describe(PinKey("u", "a")) is None
+    engine.pins.drop(PinKey("t", "a"))
+    warm(engine, "d", [1, 2, 3])
+
+
+def test_what_is_only_computed_is_not_pinned() -> None:
+    clock = Clock()
+    engine = make_engine(num_pages=16, page_size=4, clock=clock)
+    described = warm(engine, "p", [1] * 8, keeps=False)
+    assert (described["pinned"], described["warming"], described["error"]) == (False, False, None)
+    assert engine.pins.of_tenant("t") == []
+    assert engine.forest.num_in_use == 0
+    engine.submit(make_request("r", [1] * 8))
+    assert usage_of(run(engine), "r") == (8, 7)
+    clock.now_s = 100.0
+    assert engine.pins.describe(PinKey("t", "p")) is None
+
+
+def test_a_full_queue_is_overloaded_and_leaves_nothing() -> None:
+    engine = make_engine(max_waiting=1)
+    engine.submit(make_request("r", [1]))
+    with pytest.raises(Overloaded):
+        engine.pins.warm(PinKey("t", "p"), "", (1, 2))
+    assert engine.pins.of_tenant("t") == []
+
+
+def test_without_sharing_nothing_can_be_pinned() -> None:
+    engine = make_engine(prefix_sharing=False)
+    assert isinstance(warm(engine, "p", [1, 2, 3])["error"], PinRefused)
+
+
+def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(num_pages=16, page_size=4)
+    warm(engine, "p", [1] * 10)
+    engine.submit(make_request("r", [2] * 4))
+    engine.pins.warm(PinKey("t", "half"), "", (3,) * 18)  # of two steps
+    engine.step()
+    failed = engine.fail_all("the device is gone")
+    assert ("r", "error") in [(event.request_id, event.finish_reason) for event in failed]
+    (pin,) = engine.pins.of_tenant("t")
+    assert (pin["warming"], pin["pinned"]) == (True, False)
+    half = engine.pins.describe(PinKey("t", "half"))
+    assert half is not None
+    assert isinstance(half["error"], MnemeError)
+    assert "not pinned" in caplog.text
+    run(engine)
+    assert engine.pins.of_tenant("t")[0]["pinned"]
+    fill(engine)
+    engine.submit(make_request("again", [1] * 10))
+    assert usage_of(run(engine), "again") == (10, 9)
+
+
+def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:
+    engine = Engine(FakeRunner(200, 16, vocab_size=400), None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
+    prompts = [Configured(system="be brief"), Configured(text="the quick brown fox", ttl_s=60.0), Configured(text="a")]
+    tenants = [Tenant("one", "salt one"), Tenant("two", "salt two")]
+    warm_before_traffic(engine, TOKENIZER, prompts, tenants)
+    ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
+    system = [{"role": "system", "content": "be brief"}]
+    prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
+    assert ids[: len(prefix)] == prefix
+    for tenant in tenants:
+        pins = engine.pins.of_tenant(tenant.name)
+        assert [pin["pinned"] for pin in pins] == [True] * 3
+        engine.submit(make_request(tenant.name, ids, GREEDY, salt=tenant.salt))
+        assert usage_of(run(engine), tenant.name)[1] == len(prefix)
+        with pytest.raises(InvalidRequest, match="part of the configuration"):
+            engine.pins.drop(PinKey(tenant.name, pins[0]["id"]))
+    engine.pins.warm(PinKey("one", "own"), "salt one", (5, 6))
+
+
+def test_configured_prompts_that_do_not_fit_are_named() -> None:
+    engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
+    prompts = [Configured(text="a b"), Configured(text="the quick brown fox " * 20)]
+    with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
+        warm_before_traffic(engine, TOKENIZER, prompts, [PUBLIC])
+    without = replace(prompts[0], text=None, system="s")
+    with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[0\]: messages: this model has no chat template"):
+        warm_before_traffic(engine, tiny_tokenizer(None), [without], [PUBLIC])
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"system": ""}, {"system": "a", "text": "b"}, {"text": "a", "ttl_s": 0}, {"prompt": "a"}, "a"]
+)
+def test_configured_prompts_are_checked(given: Any) -> None:
+    with pytest.raises(ConfigError, match="warm_prompts"):
+        parse(EngineConfig, {"warm_prompts": [given]}, "engine")
+    assert parse(EngineConfig, {"warm_prompts": [{"system": "a"}]}).warm_prompts == (Configured(system="a"),)
+
+
+@pytest.mark.parametrize("lost", [[], [0, 2]])
+def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lost: list[int]) -> None:
+    ids = [1, 2] * 10
+    engine = push_out(ids, FakeRunner(16, 4, num_host_pages=40), lost)
+    assert warm(engine, "p", ids)["pinned"]
+    assert engine.forest.resident("", ids).device == len(ids)
+    fill(engine)
+    assert engine.forest.resident("", ids).device == len(ids)
+    engine.pins.drop(PinKey("t", "p"))
+    assert engine.forest.num_in_use == 0
+
+
+def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees() -> None:
+    ids = [1, 2] * 10
+    runner = FakeRunner(16, 4, num_host_pages=40, window=3)
+    engine = push_out(ids, runner, [0, 2])
+    assert warm(engine, "p", ids)["pinned"]
+    fill(engine)
+    num_rows, num_loaded = runner.num_rows, runner.num_loaded
+    engine.submit(make_request("behind", [*ids, 3], SamplingParams(temperature=0, max_tokens=1)))
+    assert tokens_of(run(engine), "behind") == continuation([*ids, 3], 1, 5)
+    assert (runner.num_rows - num_rows, runner.num_loaded - num_loaded) == (1, 0)
+    engine.submit(make_request("in the middle", [*ids[:9], 3], SamplingParams(temperature=0, max_tokens=1)))
+    assert tokens_of(run(engine), "in the middle") == continuation([*ids[:9], 3], 1, 5)
+    engine.pins.drop(PinKey("t", "p"))
+    assert engine.forest.num_in_use == 0
+
+
+def push_out(ids: list[int], runner: FakeRunner, lost: list[int]) -> Engine:
+    """An engine that has computed a prompt, has it on the host alone, and there not these of its pages."""
+    engine = make_engine(runner=runner)
+    engine.submit(make_request("before", ids, SamplingParams(temperature=0, max_tokens=1)))
+    run(engine)
+    engine.submit(make_request("all", [0] * 60))
+    run(engine)
+    assert engine.forest.resident("", ids) == (0, len(ids))
+    for page in lost:
+        lose_range(engine, ids, 4 * page, 4 * page + 1, "dropped")
+    return engine
 
 
 def test_a_turn_that_waits_for_its_session_is_not_refused_because_of_a_later_pin() -> None:

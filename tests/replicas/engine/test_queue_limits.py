@@ -10,31 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.config import parse
-from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded
+from mneme.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, PinRefused
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import MAX_RETRY_S, MIN_RETRY_S, DrainRate
 from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.replicas.asked import answer
-from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.fake_runner import Clock, continuation
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of, usage_of
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def engine_with_clock(num_pages: int = 64, page_size: int = 4, **options: Any) -> tuple[Engine, Clock]:
-    config, clock = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options}), Clock()
-    return Engine(FakeRunner(num_pages, page_size), None, config, clock=clock), clock  # type: ignore[arg-type]
+def engine_with_clock(num_pages: int = 64, **options: Any) -> tuple[Engine, Clock]:
+    clock = Clock()
+    return make_engine(num_pages, clock=clock, **options), clock
 
 
 def test_waiting_tokens_are_limited_and_one_large_request_is_taken_alone() -> None:
@@ -141,13 +132,6 @@ def test_bad_timeouts_are_refused(timeout_s: float) -> None:
     assert not engine.has_work
 
 
-def test_limits_in_a_configuration() -> None:
-    config = parse(EngineConfig, {"max_waiting_tokens": None, "request_timeout_s": 30})
-    assert (config.max_waiting_tokens, config.request_timeout_s) == (None, 30.0)
-    with pytest.raises(ConfigError, match=r"engine\.max_waiting_tokens"):
-        EngineConfig(max_waiting_tokens=0)
-
-
 def ends(events: list[TokenEvent]) -> dict[str, Any]:
     return {event.request_id: event.refusal or event.finish_reason for event in events if event.finish_reason}
 
@@ -174,7 +158,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     assert found["tokens"] == 2 + 5  # the session keeps what was generated in five steps, as after an abort
     assert tokens_of(last + run(engine), "in time") == continuation([4], 4, 5)
     assert engine.forest.num_in_use == 0
-    assert (engine.in_flight, len(engine._deadlines)) == ({}, 0)
+    assert (engine.in_flight, len(engine.deadlines)) == ({}, 0)
 
 
 def test_usage_says_how_long_a_request_waited_and_how_long_its_prompt_took() -> None:
@@ -264,11 +248,11 @@ def test_any_deadlines_give_one_end_each_and_only_their_own(traffic: list[Any]) 
         assert timeout_s is None or len(got) <= timeout_s + 1, "it ran on after its time"
     assert engine.num_missed_deadlines == sum(event.refusal is not None for event in events)
     assert engine.forest.num_in_use == 0
-    assert (engine.in_flight, len(engine._deadlines)) == ({}, 0)
+    assert (engine.in_flight, len(engine.deadlines)) == ({}, 0)
 
 
-def test_errors_cross_processes() -> None:
-    for error in (DeadlineExceeded(), Overloaded("full", retry_after_s=7.0)):
+def test_refusals_cross_processes() -> None:
+    for error in (DeadlineExceeded(), Overloaded("full", retry_after_s=7.0), PinRefused(9, 7, 8)):
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
@@ -296,11 +280,10 @@ def test_prompts_in_a_step_have_halves_of_what_is_left_and_no_row_is_wasted() ->
     engine = make_engine(num_pages=400, page_size=4, max_batch_tokens=64)
     for index in range(4):
         engine.submit(make_request(f"r{index}", [index, *[i % 5 for i in range(200)]]))
-    runner: FakeRunner = engine.runner  # type: ignore[assignment]
     engine.step()
     rows = [sequence.path.num_tokens for sequence in engine.scheduler.running if sequence.path]
     assert rows == [32, 16, 8, 8]
-    assert runner.num_rows == 64
+    assert engine.runner.num_rows == 64  # type: ignore[attr-defined]
 
 
 def test_prompts_of_one_length_end_in_their_order() -> None:

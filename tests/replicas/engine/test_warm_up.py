@@ -21,13 +21,11 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine, load_engine_loop
 from mneme.replicas.engine.warm_up import warm_up
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool
 from mneme.replicas.model.graphs import DecodeGraphs, Graph, MakeGraphs, Run
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.engine.test_engine_loop import subscribe, until_finished
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
 from tests.replicas.played_device import PlayedDevice
@@ -70,16 +68,13 @@ def with_played_device(
     make_key: Callable[[Decoder, KvPool], Callable[[Plan], Hashable]] | None = None,
 ) -> Runner:
     """A runner whose decode steps are captured by a device that is played, or by `capture`."""
-    config = load_model_config(directory)
-    decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="auto")
+    decoder = decoder_of(directory, share="auto")
 
     def make(run: Callable[..., torch.Tensor], pool: KvPool) -> DecodeGraphs:
         device = PlayedDevice(run)
         device.key = make_key(decoder, pool) if make_key else device.key
-        return DecodeGraphs(
-            device.run, device.stage, capture or device.capture,
-            max_rows=CONFIG.max_running, vocab_size=config.vocab_size, device=torch.device("cpu"),
-        )  # fmt: skip
+        device.capture = capture or device.capture  # type: ignore[method-assign]
+        return device.graphs()
 
     return Runner(decoder, 64, 16, make)
 
@@ -143,10 +138,7 @@ def test_graphs_that_were_captured_while_loading_serve_the_loop_and_no_other_thr
         def make(run: Run, pool: KvPool) -> DecodeGraphs:
             device = PlayedDevice(run)
             device.key = lambda plan: backend.stage(plan, pool.slot_position, decoder.dtype, decoder.rope.num_positions)
-            return DecodeGraphs(
-                device.run, device.stage, device.capture,
-                max_rows=max_rows, vocab_size=decoder.config.vocab_size, device=torch.device("cpu"),
-            )  # fmt: skip
+            return device.graphs(vocab_size=decoder.config.vocab_size, max_rows=max_rows)
 
         return make
 

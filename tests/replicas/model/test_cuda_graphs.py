@@ -21,15 +21,13 @@ from mneme.replicas.connector.connector import connect
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.model import decoder as model
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import CudaCapture, DecodeGraphs, MakeGraphs, Run, decode_graphs_for
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, fingerprint_of
-from tests.replicas.played_device import PlayedDevice, RecordingRunner
+from tests.replicas.played_device import PlayedDevice
 from tests.replicas.tiered_engine import run
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`
@@ -42,8 +40,7 @@ VOCAB_SIZE = 320
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory: Path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
-    config = load_model_config(directory)
-    return Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32), share="always")
+    return decoder_of(directory)
 
 
 def engine_of(decoder: Decoder, make_graphs: MakeGraphs | None) -> tuple[Engine, RecordingRunner]:
@@ -58,12 +55,8 @@ def with_played_device(
 
     def make(run: Run, pool: KvPool) -> DecodeGraphs:
         device = make_device(run, pool) if make_device else PlayedDevice(run)
-        graphs = DecodeGraphs(
-            device.run, device.stage, device.capture,
-            max_rows=8, vocab_size=VOCAB_SIZE, device=torch.device("cpu"),
-        )  # fmt: skip
-        made.append((device, graphs))
-        return graphs
+        made.append((device, device.graphs()))
+        return made[0][1]
 
     engine, runner = engine_of(decoder, make)
     return engine, runner, *made[0]
@@ -104,8 +97,8 @@ def test_replayed_steps_give_the_logits_of_eager_ones(decoder: Decoder) -> None:
     assert set(device.shapes) >= {1, 2, 4, 8}
     assert len(device.shapes) == graphs.num_graphs == len(set(device.shapes))  # each bucket once
     assert len(expected) == 8
-    for name, rows in eager.logits.items():
-        assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= TOLERANCE, name
+    for name, rows in eager.logits_by_request.items():
+        assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
 
 
 class TritonDevice(PlayedDevice):
@@ -157,8 +150,8 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
     serve(engine)
     assert graphs.num_replays >= 5
     assert set(device.shapes) == {4}
-    for name, rows in eager.logits.items():
-        assert (torch.stack(runner.logits[name]) - torch.stack(rows)).abs().max() <= TOLERANCE, name
+    for name, rows in eager.logits_by_request.items():
+        assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
 
 
 def cached_engine(decoder: Decoder, store: FakeStore, make_graphs: MakeGraphs | None) -> Engine:
@@ -197,17 +190,14 @@ def test_steps_that_are_captured_and_replayed_save_each_layer_once(
 
         def capture(step: Callable[[], None]) -> Any:
             capturing.append(True)
-            graph = device.capture(step)
+            graph = PlayedDevice.capture(device, step)
             capturing.pop()
             return graph
 
         keys = itertools.count()
         device.key = lambda plan: next(keys) // 2  # every second step is captured
-        made.append(
-            DecodeGraphs(
-                device.run, device.stage, capture, max_rows=8, vocab_size=VOCAB_SIZE, device=torch.device("cpu")
-            )
-        )
+        device.capture = capture  # type: ignore[method-assign]
+        made.append(device.graphs())
         return made[0]
 
     expected = saved_while_decoding(cached_engine(decoder, store := FakeStore(), None), store)
@@ -242,8 +232,7 @@ def test_a_device_captures_again_after_a_capture_that_failed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype) -> None:
     write_checkpoint("llama-3", tmp_path)
-    config = load_model_config(tmp_path)
-    decoder = Decoder(config, load_weights(tmp_path, config, torch.device("cuda", 0), dtype))
+    decoder = decoder_of(tmp_path, dtype, device="cuda:0", share="auto")
     eager_engine, eager = engine_of(decoder, None)
     engine, runner = engine_of(decoder, decode_graphs_for(decoder, 8))
     tokens, eager_tokens = serve(engine), serve(eager_engine)
@@ -252,13 +241,13 @@ def test_cuda_graphs_give_what_launches_give(tmp_path: Path, dtype: torch.dtype)
     assert graphs.num_replays > 20
     if dtype == torch.float32:
         assert tokens == eager_tokens
-    for name, rows in eager.logits.items():
+    for name, rows in eager.logits_by_request.items():
         # A padded step and one that is not differ by rounding, in bfloat16 by whole tokens now and then: what is
         # compared is what was computed for the same tokens.
         pairs = zip(tokens[name], eager_tokens[name], strict=True)
         num_equal = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         seen = slice(num_equal + 1)  # and the logits at which they part
-        difference = (torch.stack(runner.logits[name][seen]) - torch.stack(rows[seen])).abs().max()
+        difference = (torch.stack(runner.logits_by_request[name][seen]) - torch.stack(rows[seen])).abs().max()
         assert difference <= TOLERANCE_BY_DTYPE[dtype], name
 
 

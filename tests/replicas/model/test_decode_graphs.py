@@ -17,10 +17,7 @@ from tests.replicas.played_device import PlayedDevice
 
 
 def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:
-    return DecodeGraphs(
-        device.run, device.stage, device.capture,
-        max_rows=6, vocab_size=3, device=torch.device("cpu"), **options,
-    )  # fmt: skip
+    return device.graphs(vocab_size=3, max_rows=6, **options)
 
 
 def step(graphs: DecodeGraphs, num_rows: int, first: int = 0) -> torch.Tensor:

@@ -17,13 +17,8 @@ import torch
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import load_model_config
-from mneme.replicas.model.decoder import Decoder, StepInputs
-from mneme.replicas.model.runner import Runner
-from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.sequence import Chunk
-from tests.replicas.checkpoints import CHECKPOINTS, write_checkpoint
+from tests.replicas.checkpoints import CHECKPOINTS, RecordingRunner, decoder_of, write_checkpoint
 
 FLOAT32_TOLERANCE = 2e-4
 # The logits have a standard deviation of 1.2. Both sides round to 8 bits at every operation: against float32 each is
@@ -34,23 +29,6 @@ BF16_GAP_TOLERANCE = 0.25  # five times that, twice: where the reference's best 
 NUM_TOKENS = 64
 
 
-class RecordingRunner(Runner):
-    """Keeps every row of logits that is sampled from, by request."""
-
-    logits_by_request: dict[str, list[torch.Tensor]]
-    sampling: list[str]
-
-    def prepare(self, chunks: list[Chunk], fresh_pages: list[int]) -> StepInputs | None:
-        self.sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
-        return super().prepare(chunks, fresh_pages)
-
-    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
-        logits = super().forward(inputs)
-        for request_id, row in zip(self.sampling, logits, strict=True):
-            self.logits_by_request.setdefault(request_id, []).append(row.clone())
-        return logits
-
-
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp(request.param)
@@ -58,10 +36,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def make_engine(directory: Path, dtype: torch.dtype, **options: Any) -> Engine:
-    config = load_model_config(directory)
-    decoder = Decoder(config, load_weights(directory, config, torch.device("cpu"), dtype), share="always")
-    runner = RecordingRunner(decoder, num_pages=64, page_size=16)
-    runner.logits_by_request = {}
+    runner = RecordingRunner(decoder_of(directory, dtype), num_pages=64, page_size=16)
     return Engine(runner, None, EngineConfig(page_size=16, **options))
 
 
@@ -87,7 +62,8 @@ def generate(engine: Engine, ids_by_request: dict[str, list[int]]) -> dict[str, 
 
 
 def recorded(engine: Engine, name: str) -> torch.Tensor:
-    return torch.stack(engine.runner.logits_by_request[name])  # type: ignore[attr-defined]
+    logits: torch.Tensor = engine.runner.logits_of(name)  # type: ignore[attr-defined]
+    return logits
 
 
 def teacher_forced(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:

@@ -25,11 +25,9 @@ from mneme.kernels.attention import (
 )
 from mneme.kernels.native.kv import scatter_pages
 from mneme.replicas.model import decoder as model
-from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.timeline import Span, Timeline
-from mneme.replicas.model.weights import load_weights
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import decoder_of, write_checkpoint
 
 PAGE_SIZE = 16
 NUM_PAGES = 8
@@ -44,8 +42,7 @@ TIMEOUT_S = 60.0
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory: Path = tmp_path_factory.mktemp("llama-3")
     write_checkpoint("llama-3", directory)
-    config = load_model_config(directory)
-    return Decoder(config, load_weights(directory, config, torch.device("cpu"), torch.float32))
+    return decoder_of(directory)
 
 
 @pytest.fixture

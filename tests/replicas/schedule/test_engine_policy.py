@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ def make_engine(
     tokenizer: Any = None,
     runner: FakeRunner | None = None,
     durable: DurableSessions | None = None,
+    clock: Callable[[], float] | None = None,
     **options: Any,
 ) -> Engine:
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
     runner = runner or FakeRunner(num_pages, page_size)
-    clock = itertools.count().__next__
+    clock = clock or itertools.count().__next__
     return Engine(runner, tokenizer, config, clock=clock, durable=durable)  # type: ignore[arg-type]
 
 

@@ -14,14 +14,12 @@ from mneme.replicas.engine.commands import fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import check_default_truncation
 from mneme.replicas.model.config import load_model_config, parse_model_config
-from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.model.weights import load_weights
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
-from tests.replicas.checkpoints import write_checkpoint
+from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.dense_session import DenseSession
-from tests.replicas.model.test_parity import RecordingRunner, teacher_forced
+from tests.replicas.model.test_parity import teacher_forced
 
 WINDOW = 48
 APPROXIMATE_TOLERANCE = 1e-4
@@ -44,11 +42,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 def engine_of(directory: Path, *, window: int = WINDOW, num_pages: int = 64, num_host_pages: int = 0) -> Engine:
     """Its rotary table ends where the window's does."""
-    config = load_model_config(directory)
-    weights = load_weights(directory, config, torch.device("cpu"), torch.float32)
-    decoder = Decoder(config, weights, share="always", max_context=window)
+    decoder = decoder_of(directory, max_context=window)
     runner = RecordingRunner(decoder, num_pages=num_pages, page_size=16, num_host_pages=num_host_pages)
-    runner.logits_by_request = {}
     return Engine(runner, None, EngineConfig(page_size=16))
 
 

@@ -1,4 +1,4 @@
-"""What is rendered for an appended turn, with templates that do odd things to a history."""
+"""What is rendered for an appended turn, with templates that do odd things to a history; what conversations share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mneme.errors import InvalidRequest
-from mneme.replicas.text.prompts import render_appended
+from mneme.replicas.text.prompts import conversation_prefix, render_appended
 from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
 
 DEFAULT_SYSTEM = (
@@ -28,6 +28,7 @@ LAST_OPEN = (  # the last message is not closed
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ '' if loop.last else ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ ';assistant:' }}{% endif %}"
 )
+TOKENIZER = tiny_tokenizer()
 HISTORY = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]
 NEW = [{"role": "user", "content": "and then?"}]
 
@@ -65,3 +66,26 @@ def test_messages_may_say_anything() -> None:
 def test_a_template_that_rewrites_answers_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot go on behind an answer"):
         appended(SHOUTING)
+
+
+@pytest.mark.parametrize("first_words", ["the fox", "\n\nthe", " 1 2 3", "世界", "<|im_end|>", "🙂", "", "\tx", "_"])
+def test_a_conversation_shares_its_beginning_to_the_token_whatever_is_said(first_words: str) -> None:
+    beginning = [{"role": "system", "content": "be brief, and never name the fox"}]
+    prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, beginning)
+    whole = [*beginning, {"role": "user", "content": first_words}]
+    ids = TOKENIZER.encode_rendered(TOKENIZER.render_chat(whole))
+    assert ids[: len(prefix)] == prefix
+    assert len(prefix) >= len(TOKENIZER.encode_rendered(f"<|im_start|>system\n{beginning[0]['content']}<|im_end|>\n"))
+
+
+def test_behind_a_user_the_answer_is_what_comes_next() -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a document"}]
+    prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, messages)
+    assert prefix == TOKENIZER.encode_rendered(TOKENIZER.render_chat(messages))
+
+
+def test_a_template_that_puts_the_user_first_has_no_common_beginning() -> None:
+    template = "{% for message in messages | reverse %}{{ message['content'] }}{% endfor %}"
+    turned = tiny_tokenizer(template)
+    with pytest.raises(InvalidRequest, match="puts what follows before them"):
+        conversation_prefix(turned.render_chat, turned.encode_rendered, [{"role": "system", "content": "s"}])
