@@ -183,7 +183,7 @@ class ProcessChunkStore:
         return frozenset(key for key in keys if key in self.node)
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
-        """See `ChunkStore.put`; never waits for the disk."""
+        """See `ChunkStore.put`; waits up to `ROOM_WAIT_S` for a disk that is behind."""
         outcome = self.node.put(chunk.header, chunk.layers, lineage)
         self._count(f"put_{outcome.value}")
         return outcome is not HostPut.REFUSED

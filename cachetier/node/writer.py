@@ -323,6 +323,7 @@ class WriteBehind:
         self._num_hurries = 0
         self._num_ended = 0  # chunks that were written or cancelled
         self._num_yields = 0
+        self._is_closed = False
         self._is_stalled = False  # somebody waited for room in vain, and nothing was written since
         self._counters: Counter[str] = Counter()
         self._thread = Worker("mneme-write-behind", self.step, lambda: self._count("error"))
@@ -349,7 +350,7 @@ class WriteBehind:
         with self._changed:
             if wait_s and not self._is_stalled and not self._has_room(pending):
                 self._is_stalled = not self._in_a_hurry(lambda: self._has_room(pending), wait_s)
-            if header.key in self._whole or header.key in self._tails:
+            if self._is_closed or header.key in self._whole or header.key in self._tails:
                 return False
             if not self._has_room(pending):
                 self._warn_of_drops()
@@ -390,6 +391,7 @@ class WriteBehind:
         """End after the chunk that is being written; what waits is not written."""
         is_ended = self._thread.close(timeout_s)
         with self._changed:
+            self._is_closed = True  # what ends below makes room for nothing more
             waiting = [*self._whole, *self._tails]
         self.cancel(waiting)
         return is_ended

@@ -160,11 +160,16 @@ class LoadController:
             is_probe=is_small,
         )
 
-    def lookup_wait_s(self, num_resident: int, num_tokens: int) -> float:
-        """How long a prompt waits for what the tier says before its first rows are computed."""
+    def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
+        """How long a prompt waits for what the tier says before its first rows are computed.
+
+        num_stored  tokens behind the resident ones that a session's log says were stored: that a load of them wins is
+                    almost certain, so their answer is waited for as long as computing them would take
+        """
         if self._loads_all:
             return _PATIENT_LOOKUP_S
-        return max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+        wait_s = max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
+        return max(wait_s, self._costs.prefill_s(num_stored, num_resident)) if num_stored else wait_s
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
         """How long the question may take: as long as some of the prompt is still to be computed."""

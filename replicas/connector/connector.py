@@ -93,7 +93,7 @@ class KvConnector:
         if len(context) - num_resident < self.config.min_load_tokens:
             return
         query = self._query(sequence, num_resident)
-        sequence.found = self.fetches.begin(query, num_resident, is_alone=is_alone)
+        sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
     def begin_step(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:

@@ -395,14 +395,16 @@ class Fetches:
         """Fetches that hold something, or are about to."""
         return len(self._open)
 
-    def begin(self, query: ChainQuery, num_resident: int, *, is_alone: bool = True) -> Fetch:
+    def begin(self, query: ChainQuery, num_resident: int, *, num_history: int = 0, is_alone: bool = True) -> Fetch:
         """Look for a sequence of which the engine has the first `num_resident` tokens.
 
-        `is_alone`: nothing else runs or waits.
+        num_history  tokens that its session had before: where the engine lacks full chunks of them, they were stored
+        is_alone     nothing else runs or waits
         """
         num_tokens = len(query.token_ids)
         timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens)
-        look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens)
+        num_stored = num_history - num_resident if num_history - num_resident >= query.chunk_tokens else 0
+        look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens, num_stored)
         fetch = Fetch(
             query, num_resident, look_until_s, self.budget, self._clock,
             is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,

@@ -126,6 +126,8 @@ def test_a_queue_that_is_closed_ends_what_waits() -> None:
     keys = {queue.give(ids)[0] for ids in (whole(1), whole(2), [3])}
     queue.close(TIMEOUT_S)
     assert ({*queue.ended}, queue.written, queue.stats()["bytes"]) == (keys, [], 0)
+    assert not queue.give(whole(3))[1]  # nor is what that makes room for
+    assert queue.stats()["bytes"] == 0
 
 
 def test_a_write_that_raises_is_over_and_the_next_is_written() -> None:

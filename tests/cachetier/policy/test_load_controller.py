@@ -214,6 +214,12 @@ def test_a_lookup_is_waited_for_a_twentieth_and_used_as_long_as_rows_are_left() 
     assert controller.lookup_timeout_s(100, 8292) == pytest.approx(computing_s)
 
 
+def test_a_lookup_of_what_a_session_stored_is_waited_for_as_long_as_that_would_take() -> None:
+    controller = LoadController(make_costs(), PlayedClock())
+    stored_s = make_costs().prefill_s(4096, 100)
+    assert controller.lookup_wait_s(100, 8292, 4096) == pytest.approx(stored_s)
+
+
 def test_who_loads_all_neither_weighs_nor_gives_up() -> None:
     costs = make_costs(disk=(1.0, 1.0, 1e-3))  # far slower than computing
     costs.note_edge("disk", 1, 1, 100.0, is_complete=False)

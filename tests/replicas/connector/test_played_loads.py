@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from typing import Any
 
 import pytest
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.sessions.record import SessionState
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
@@ -115,6 +117,27 @@ def test_what_is_found_while_first_rows_are_computed_is_used_behind_them(store: 
     usage = next(event.usage for event in events if event.usage is not None)
     assert (usage.host_tokens, usage.cached_tokens) == (24 - CHUNK_TOKENS, 24 - CHUNK_TOKENS)
     assert case.cache.cache.stats()["given_up"] == {}
+    case.check_rest()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_session_waits_for_its_stored_history_as_long_as_computing_that_would_take(
+    store: FakeStore, answers: bool
+) -> None:
+    """A row takes a second; anybody else would wait for a twentieth of that."""
+    case = Played(store)
+    case.engine.sessions.restore(("", "s"), SessionState(version=1, ids=array("i", IDS[:25]), num_turns=1), 2)
+    case.submit("a", IDS[25:30], session_id="s", append=True)
+    case.cache.now_s += 24.0
+    assert case.engine.is_blocked
+    if not answers:
+        case.cache.now_s += 2.0
+    else:
+        case.cache.play()
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.usage is not None)
+    assert usage.host_tokens == (24 if answers else 0)
     case.check_rest()
 
 
