@@ -172,7 +172,9 @@ def test_half_a_header_does_not_hold_its_connection(server: str) -> None:
 @pytest.mark.parametrize("num_cycles", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_connecting_and_leaving_leaks_nothing(server: str, server_process: ServerProcess, num_cycles: int) -> None:
     sixteen_streams(server)
-    leave_at_first_token(server, 250)  # what is allocated once, the page pool too, is allocated now
+    # What is allocated once, the page pool too, is allocated now. On a busy machine engines grow by 60 MiB over the
+    # first 5,000 cycles, less each time, and then no more.
+    leave_at_first_token(server, max(250, num_cycles))
     await_idle(server)
     before = footprint(server_process)
     leave_at_first_token(server, num_cycles)
