@@ -259,7 +259,7 @@ class LLM:
         return key.pin_id
 
     def unpin(self, name: str) -> bool:
-        """Let go of what `warm` keeps; returns whether it was kept."""
+        """Unpin what `warm` keeps; returns whether it was kept."""
         return self.engine.pins.drop(PinKey(PUBLIC.name, name))
 
     def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
@@ -270,7 +270,7 @@ class LLM:
         return self._encoded(prompt)[1]
 
     def _encoded(self, prompt: object) -> tuple[str | None, Sequence[int]]:
-        """The text of a prompt, if it has one, and its ids."""
+        """Return the text of a prompt, if it has one, and its ids."""
         form = prompt if isinstance(prompt, Mapping) and len(prompt) == 1 else {}
         text, ids = form.get("prompt", prompt), form.get("prompt_token_ids", prompt)
         if isinstance(text, str):
@@ -301,7 +301,7 @@ class LLM:
         truncation: Truncation | None,
         num_system: int = 0,
     ) -> _Job:
-        """One request per choice."""
+        """Make the requests of a prompt, one per choice."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = f"llm-{next(self._ids)}"
         requests = [
@@ -366,7 +366,7 @@ def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
 
 
 def _listed(prompts: object) -> list[object]:
-    """One prompt is a list of one."""
+    """Make a list of prompts; one alone is a list of one."""
     if isinstance(prompts, str | Mapping) or (prompts and _are_ids(prompts)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
@@ -375,7 +375,7 @@ def _listed(prompts: object) -> list[object]:
 
 
 def _conversations(messages: object) -> tuple[list[Conversation], bool]:
-    """The conversations as templates expect them, and whether it is one alone."""
+    """Return the conversations as templates expect them, and whether it is one alone."""
     listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
     if any(isinstance(each, Mapping) for each in listed):
         return [_checked(listed, "messages")], True
@@ -385,14 +385,14 @@ def _conversations(messages: object) -> tuple[list[Conversation], bool]:
 
 
 def _checked(messages: object, where: str) -> Conversation:
-    """One conversation; raises `InvalidRequest`, which names the message by `where` and its index."""
+    """Check one conversation; an `InvalidRequest` names the message by `where` and its index."""
     if not (isinstance(messages, Sequence) and messages and all(isinstance(each, Mapping) for each in messages)):
         raise InvalidRequest(where, messages, _CONVERSATION_RULE)
     return [_checked_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
 def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Content may be given in parts, as OpenAI's clients do; templates expect one text."""
+    """Join content that is given in parts, as OpenAI's clients do; templates expect one text."""
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role", role, f"each message says who speaks: one of {', '.join(ROLES)}")
@@ -409,7 +409,7 @@ def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any
 
 
 def _one_per_prompt(name: str, value: object, kind: type[_T], num_prompts: int) -> list[_T | None]:
-    """None for each prompt without a value; one `SamplingParams` is for all."""
+    """List a value for each prompt, None for those without one; one `SamplingParams` is for all."""
     if value is None or isinstance(value, SamplingParams):
         value = [value] * num_prompts
     if not isinstance(value, list | tuple) or len(value) != num_prompts:

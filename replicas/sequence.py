@@ -43,7 +43,7 @@ class Origins:
         self._noted: list[Origin] = []  # in order, apart
 
     def note(self, start: int, end: int, source: Source) -> None:
-        """The latest note counts: a suspended request may find less than it had."""
+        """Note a source; the latest note counts, as a suspended request may find less than it had."""
         if start >= end:
             return
         before = [_cut(each, 0, start) for each in self._noted if each.start < start]
@@ -56,7 +56,7 @@ class Origins:
         self._noted = [*before, new, *after]
 
     def ranges(self, num_prompt: int) -> list[Origin]:
-        """The whole prompt, in order; what was not begun counts as computed."""
+        """Cover the whole prompt, in order; what was not begun counts as computed."""
         ranges: list[Origin] = []
         position = 0
         for each in self._noted:
@@ -146,7 +146,7 @@ class Sequence:
         return self.window is not None and len(self.context) > self.window
 
     def see(self, context: list[int]) -> None:
-        """This is all that it sees from now on."""
+        """Replace what the sequence sees; what the cache tier had of it before is of no use then."""
         if self.num_output == 0:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
@@ -166,7 +166,7 @@ class Sequence:
         return self.ids[self.num_prompt - self.request.output_offset :]
 
     def append(self, token_id: int) -> None:
-        """One more output token."""
+        """Add an output token."""
         self.ids.append(token_id)
         if self.context is not self.ids:
             self.context.append(token_id)
@@ -185,12 +185,12 @@ class Sequence:
         return "length" if self.num_output >= self.max_tokens else None
 
     def note_origin(self, start: int, end: int, source: Source) -> None:
-        """Where the KV of [start, end) comes from, as long as that is the prompt's."""
+        """Note where the KV of [start, end) comes from, as long as that is the prompt's."""
         if not self.num_output:
             self.origins.note(start, end, source)
 
     def note_rows(self, rows: Rows) -> None:
-        """These rows of the prompt are computed, before its first output token."""
+        """Note that these rows are computed, as long as they are the prompt's."""
         if self.num_output:
             return
         for start, end in rows.loaded:
@@ -203,7 +203,7 @@ class Sequence:
             num_refilled -= middle - start
 
     def take_usage(self) -> PromptUsage | None:
-        """The prompt's usage, for the first event only."""
+        """Return the prompt's usage for the first event, None for later ones."""
         return None if self.num_reported else self.usage
 
     @property
@@ -254,7 +254,7 @@ class Chunk:
         return self.end == len(self.sequence.context)
 
     def with_rows(self, rows: Rows) -> Chunk:
-        """The same with more rows behind its last."""
+        """Add rows behind its last."""
         return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs)
 
 

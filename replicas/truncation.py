@@ -129,7 +129,7 @@ def plan_truncation(
 
 
 def _important_runs(start: int, end: int, room: int, important: Sequence[float]) -> list[tuple[int, int]]:
-    """Runs in [start, end) with the most mass, in order: half of `room` at most, the rest is the most recent's."""
+    """Choose the runs in [start, end) with the most mass, in order: at most half of `room`, which the recent share."""
     if len(important) != end:
         raise ValueError(f"{len(important)} attention masses for {end} tokens")
     size = max(MIN_RUN_TOKENS, -(-(room // 2) // MAX_RUNS))
@@ -145,7 +145,7 @@ def _mass(masses: Sequence[float]) -> float:
 
 
 def _ranges(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without empty ones, and those that touch as one."""
+    """Drop empty ranges, and join those that touch."""
     joined: list[tuple[int, int]] = []
     for start, end in parts:
         if start == end:

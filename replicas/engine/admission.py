@@ -75,7 +75,7 @@ def make_sequence(
     arrival: int,
     eos_token_ids: tuple[int, ...],
 ) -> Sequence:
-    """The sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
+    """Make the sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
     params, truncation = request.sampling, request.truncation
     sequence = Sequence(
         request=request,
@@ -117,7 +117,7 @@ def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int
 
 
 def _stop_stream(request: GenerationRequest, tokenizer: Tokenizer | None) -> TextStream | None:
-    """What follows the output to find stop strings; it has read what was emitted before a resumption."""
+    """Make what follows the output to find stop strings; it has read what was emitted before a resumption."""
     params, offset = request.sampling, request.output_offset
     if not params.stop:
         return None
@@ -151,11 +151,11 @@ class QueueLimits:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompts that wait; a queued turn's without the history that it may be appended to."""
+        """Count tokens of prompts that wait; a queued turn's without the history that it may be appended to."""
         return self._waiting.num_tokens + self._queued.num_tokens
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Whether it may wait too."""
+        """Whether the request may wait too."""
         return self._excess(request) is None
 
     def check(self, request: GenerationRequest) -> None:
@@ -165,12 +165,12 @@ class QueueLimits:
             raise self.refusal(*excess)
 
     def refusal(self, full: str, message: str) -> Overloaded:
-        """The answer to one more request, and a count of it; `full` says what is."""
+        """Count one more refused request and make its answer; `full` names what is full."""
         self.num_refused[full] += 1
         return Overloaded(message, retry_after_s=self._rate.drain_s(self.num_tokens))
 
     def note_step(self) -> None:
-        """A step begins."""
+        """Measure how the queue drains; called when a step begins."""
         self._rate.note(self._waiting.num_taken_tokens, is_waiting=len(self._waiting) > 0)
 
     def _excess(self, request: GenerationRequest) -> tuple[str, str] | None:
@@ -197,7 +197,7 @@ class DrainRate:
         self._noted_s: float | None = None  # None: nothing waited at the last note
 
     def note(self, num_taken: int, *, is_waiting: bool) -> None:
-        """`num_taken`: tokens that ever left the queue."""
+        """Measure until now; `num_taken` tokens have ever left the queue."""
         now_s = self._clock()
         if self._noted_s is not None:
             elapsed_s = now_s - self._noted_s

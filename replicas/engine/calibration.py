@@ -79,7 +79,7 @@ def remembered_costs(
 
 
 def machine_of(runner: Runner, config: EngineConfig) -> str:
-    """All that a step's duration depends on beside the model."""
+    """Digest all that a step's duration depends on beside the model."""
     device = runner.pool.slot_position.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_features()
     settings = (config.max_batch_tokens, runner.page_size, torch.get_num_threads(), os.cpu_count())
@@ -95,7 +95,7 @@ def calibrate(
     budget_s: float = 5.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Before the first request: all pages are free, and are so again. `disk_folder`: of the tier's files."""
+    """Measure before the first request: all pages are free, and are so again. `disk_folder`: of the tier's files."""
     pool = runner.pool
     assert bool((pool.slot_position == FREE_SLOT_POSITION).all()), "nothing may be in the pool"
     num_layers, num_kv_heads, _, _, head_dim = pool.k_pages.shape
@@ -113,7 +113,7 @@ def calibrate(
 
 
 def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: int) -> Callable[[U8Array], None]:
-    """What a load does with bytes that were read, layer by layer; they go to the spare page, which nobody sees.
+    """Do what a load does with bytes that were read, layer by layer; they go to the spare page, which nobody sees.
 
     token_bytes  of one layer
 
@@ -139,7 +139,7 @@ def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: 
 
 
 def _measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
-    """The same pieces in every pass, of each the fastest: whatever else the machine does only makes them slower."""
+    """Keep the fastest of each piece over all passes: whatever else the machine does only makes them slower."""
     started_s = clock()
     plan: _Plan | None = None
     fastest: dict[tuple[tuple[int, int], ...], float] = {}
@@ -183,7 +183,7 @@ class _Bench:
         self._max_rows, self._max_batch = config.max_batch_tokens, min(_BATCH, config.max_running)
 
     def run(self, plan: _Plan | None) -> _Plan:
-        """Do as was done before, or, the first time, as much as fits."""
+        """Measure what an earlier pass did, or, the first time, as much as fits."""
         pieces = self._prefill(None if plan is None else plan.pieces)
         contexts = self._contexts() if plan is None else plan.context_by_batch
         for batch, context in contexts.items():
@@ -192,7 +192,7 @@ class _Bench:
         return _Plan(pieces, contexts)
 
     def _prefill(self, pieces: list[int] | None) -> list[int]:
-        """Pieces of one prompt, then what is decoded behind all of it; returns the rows of each."""
+        """Compute one prompt by pieces, then decode behind all of it; returns the rows of each piece."""
         ids, done = list[int](), list[int]()
         for wanted in pieces or _PIECES:
             affordable = wanted if pieces or not done else self._affordable()
@@ -209,7 +209,7 @@ class _Bench:
         return done
 
     def _contexts(self) -> dict[int, int]:
-        """A batch behind short prompts, if there is time for them, and one sequence alone."""
+        """Choose what is decoded: a batch behind short prompts, if there is time for them, and one sequence alone."""
         found = {}
         for batch in {self._max_batch, 1}:
             room = min(self._affordable() // batch, self._num_room // batch - self._runner.page_size)
@@ -219,11 +219,11 @@ class _Bench:
         return found
 
     def _affordable(self) -> int:
-        """Rows that take no longer than a piece may."""
+        """Count the rows that take no longer than a piece may."""
         return int(self._piece_s / max(self._row_s, 1e-9))
 
     def _decode(self, prompts: list[list[int]]) -> None:
-        """A few steps, fewer if they are slow; the first makes the plan of the others."""
+        """Measure a few steps, fewer if they are slow; the first makes the plan of the others."""
         sequences = [self._begin(ids) for ids in prompts]
         while any(sequence.num_output == 0 for sequence in sequences):
             self._step()
@@ -235,7 +235,7 @@ class _Bench:
             self._scheduler.remove(sequence)
 
     def _step(self) -> Step:
-        """As `Engine.step`, with the device's work included."""
+        """Run a step as `Engine.step` does, and wait for the device."""
         started_s = self._clock()
         chunks = self._scheduler.schedule()
         inputs = self._runner.prepare(chunks, self._forest.drain_moves(can_copy=False))

@@ -65,7 +65,7 @@ class KvTier:
 
 
 def kv_tier_of(chunks: KvConnector | None) -> KvTier | None:
-    """The tier of an engine, if its store can be managed."""
+    """Return the tier of an engine, if its store can be managed."""
     if chunks is None or not isinstance(chunks.store, Administered):
         return None
     return KvTier(
@@ -83,7 +83,7 @@ class AskedEngine(Protocol):
     kv_tier: KvTier | None
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
-        """What the question gives on the engine's thread; raises what it raises, or `ReplicaUnavailable`.
+        """Return what the question gives on the engine's thread; raises what it raises, or `ReplicaUnavailable`.
 
         recalled  sessions that are looked up in their durable logs before, where nothing newer is known of them
         """
@@ -115,13 +115,13 @@ class KvCommand(Command[P]):
 
 @Command
 def get_session(asked: AskedEngine, key: SessionKey, restores: bool = False) -> Any:
-    """What is known of a session, or None; `restores`: from its durable log, where nothing newer is known of it."""
+    """Describe a session, or None; `restores`: from its durable log, where nothing newer is known of it."""
     return asked.between_steps(lambda engine: _describe(engine, key), (key,) if restores else ())
 
 
 @Command
 def delete_session(asked: AskedEngine, key: SessionKey) -> Any:
-    """Whether there was one, here or in a durable log; raises `ReplicaUnavailable` if the log takes too long."""
+    """Delete a session and its log; whether there was one. Raises `ReplicaUnavailable` if the log takes too long."""
     found = asked.between_steps(lambda engine: engine.sessions.delete(key))
     try:
         return (asked.durable is not None and asked.durable.delete(key)) or found
@@ -131,13 +131,13 @@ def delete_session(asked: AskedEngine, key: SessionKey) -> Any:
 
 @Command
 def leave_session(asked: AskedEngine, key: SessionKey) -> Any:
-    """Whether there was one; it goes on on another replica, with its durable log."""
+    """Forget a session that goes on on another replica, with its durable log; whether there was one."""
     return asked.between_steps(lambda engine: engine.sessions.delete(key, is_elsewhere=True))
 
 
 @Command
 def fork_session(asked: AskedEngine, key: SessionKey, new_id: str) -> Any:
-    """What is known of the new session; `new_id` is namespaced, like all session ids here. Raises `SessionNotFound`."""
+    """Fork a session and describe the new one, whose id is namespaced as all are here. Raises `SessionNotFound`."""
     new_key = (key[0], new_id)
 
     def fork(engine: Engine) -> Any:
@@ -149,7 +149,7 @@ def fork_session(asked: AskedEngine, key: SessionKey, new_id: str) -> Any:
 
 @Command
 def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any:
-    """Token ids of a session, or None: `visible` what its next turn would look for, else all that was said."""
+    """List a session's token ids, or None: `visible` those that its next turn would look for, else all."""
 
     def tokens(engine: Engine) -> Any:
         log = engine.sessions.get(key)
@@ -162,7 +162,7 @@ def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any
 
 @Command
 def explain_prompt(asked: AskedEngine, salt: str, http_id: str) -> Any:
-    """A list of explanations, empty if the request is not remembered."""
+    """Say where a request's KV came from, for each choice; an empty list if it is not remembered."""
     return asked.between_steps(lambda engine: engine.explanations.of(salt, http_id))
 
 
@@ -181,31 +181,31 @@ def warm_prompt(
 
 @Command
 def get_pin(asked: AskedEngine, key: PinKey) -> Any:
-    """How far a prompt is that is warmed or pinned, or None."""
+    """Say how far a prompt is that is warmed or pinned, or None."""
     return asked.between_steps(lambda engine: engine.pins.describe(key))
 
 
 @Command
 def list_pins(asked: AskedEngine, tenant: str) -> Any:
-    """What a tenant has pinned, or is about to have."""
+    """List what a tenant has pinned, or is about to have."""
     return asked.between_steps(lambda engine: engine.pins.of_tenant(tenant))
 
 
 @Command
 def drop_pin(asked: AskedEngine, key: PinKey) -> Any:
-    """Whether there was one."""
+    """Unpin; whether there was such a pin."""
     return asked.between_steps(lambda engine: engine.pins.drop(key))
 
 
 @KvCommand
 def look_up_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
-    """Tokens of a sequence that the engine's device and host have; changes nothing."""
+    """Count the tokens of a sequence that the engine's device and host have; changes nothing."""
     return asked.between_steps(lambda engine: engine.forest.resident(salt, token_ids)._asdict())
 
 
 @KvCommand
 def look_up_kv(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any:
-    """What the tier has of a sequence, and where; changes nothing."""
+    """Say what the tier has of a sequence, and where; changes nothing."""
     if asked.kv_tier is None:
         return None
     chain = asked.kv_tier.chain(salt, token_ids)
@@ -225,13 +225,13 @@ def pin_kv(asked: AskedEngine, salt: str, pin_id: str, token_ids: tuple[int, ...
 
 @KvCommand
 def unpin_kv(asked: AskedEngine, salt: str, pin_id: str) -> Any:
-    """Whether there was such a pin."""
+    """Unpin in the tier; whether there was such a pin."""
     return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(PinName(owner_of(salt), pin_id))
 
 
 @KvCommand
 def list_kv_pins(asked: AskedEngine, salt: str) -> Any:
-    """A tenant's pins in the tier."""
+    """List a tenant's pins in the tier."""
     return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(owner_of(salt))]
 
 
@@ -309,7 +309,7 @@ def drop_tenant_kv(asked: AskedEngine, salt: str) -> Any:
 
 @KvCommand
 def kv_stats(asked: AskedEngine, salt: str | None) -> Any:
-    """Totals over all tenants, and the caller's own share; None: totals alone."""
+    """Sum up all tenants, and the caller's own share; without a salt, totals alone."""
     if asked.kv_tier is None:
         return None
     owner = None if salt is None else owner_of(salt)
@@ -352,14 +352,14 @@ def _settle(asked: AskedEngine) -> None:
 
 
 def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -> None:
-    """What a request computes that runs meanwhile does not come into the tier behind the deletion."""
+    """Keep out of the tier what running requests compute: it would come there after the deletion."""
     for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
         if is_meant(sequence):
             sequence.chain = None
 
 
 def _dropped_pages(engine: Engine, drop: Callable[[Engine], None]) -> dict[str, int]:
-    """Pages that are free now and were not."""
+    """Count the pages that `drop` frees."""
     device, host = engine.forest.device, engine.forest.host
     before = len(device.free), len(host.free)
     drop(engine)
@@ -377,7 +377,7 @@ def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any
 
 
 def _shown_lookup(found: Sequence[FoundChunk], query: ChainQuery) -> dict[str, Any]:
-    """Leading tokens by where they are; one that is in several places counts in each."""
+    """Count leading tokens by where they are; one that is in several places counts in each."""
     run = leading(found, query.chunk_tokens)
     nodes: dict[str, Counter[str]] = {}
     for each in run:
@@ -391,7 +391,7 @@ def _shown_lookup(found: Sequence[FoundChunk], query: ChainQuery) -> dict[str, A
 
 
 def _by_kind(run: Sequence[FoundChunk]) -> dict[str, int]:
-    """Tokens in this node's memory, on its disk, and on other nodes alone."""
+    """Count tokens in this node's memory, on its disk, and on other nodes alone."""
     sums: dict[str, int] = {}
     near = {each.place for each in run if each.is_near}
     for tier in ("host", "disk"):

@@ -178,7 +178,7 @@ class Engine:
         return None if first is None else (finished_turn(first, self._tokenizer), first.request)
 
     def fork(self, key: SessionKey, new_key: SessionKey) -> None:
-        """A new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
+        """Make a new session with a session's past, which then owns its pages too; raises as `Sessions.fork` does."""
         self.sessions.fork(key, new_key, self.turn_so_far(key))
         first = self._first_choice(key)
         share_pages(
@@ -186,14 +186,14 @@ class Engine:
         )
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:
-        """Of the session's running turn."""
+        """Find the first choice of the session's running turn."""
         log = self.sessions.get(key)
         ids = [] if log is None or log.running is None else log.running.answering
         sequences = [self._sequence_by_id[request_id] for request_id in ids if request_id in self._sequence_by_id]
         return next((s for s in sequences if s.request.choice_index == 0), None)
 
     def fail_all(self, message: str) -> list[TokenEvent]:
-        """After a step that raised: every request ends with "error", and no page is trusted any more."""
+        """End every request with "error" after a step that raised; no page is trusted any more."""
         if self.chunks is not None:
             self.chunks.abandon()
         for sequence in list(self._sequence_by_id.values()):
@@ -225,7 +225,7 @@ class Engine:
         return chunks
 
     def _moves(self, chunks: list[Chunk]) -> Moves:
-        """What the step does with pages."""
+        """List what the step does with pages."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
         return moves if self.chunks is None else self.chunks.begin_step(moves, chunks)
 
@@ -245,7 +245,7 @@ class Engine:
         return self.take_events()
 
     def _compute_again(self) -> list[TokenEvent]:
-        """The host tier failed, and the step with it: no page is trusted, and what ran is computed again."""
+        """Queue what ran to be computed again: the host tier failed and the step with it, so no page is trusted."""
         logger.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
         if self.chunks is not None:
             self.chunks.abandon()
@@ -280,7 +280,7 @@ class Engine:
             self._outbox.report_unstarted(request_id, reason, refusal)
 
     def _finish(self, sequence: Sequence, reason: str, error: str | MnemeError | None = None) -> None:
-        """`error`: a message where the engine failed; an error of our own where the request itself is sound so far."""
+        """End a sequence. `error`: a message where the engine failed, a `MnemeError` where the request is sound."""
         request = sequence.request
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
@@ -320,17 +320,17 @@ class Engine:
                 part.close()
 
     def take_events(self) -> list[TokenEvent]:
-        """Events since they were last taken; `step` returns them too."""
+        """Take the events since the last call; `step` returns them too."""
         return self._outbox.take()
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a text that goes on where another ended."""
+        """Encode text that goes on where other text ended."""
         assert self._tokenizer is not None, "only requests with text match by text"
         return self._tokenizer.encode_continuation(text)
 
 
 def _sample_row(sequence: Sequence) -> SampleRow:
-    """How the next token of a sequence is drawn."""
+    """Say how the next token of a sequence is drawn."""
     request = sequence.request
     return SampleRow(
         params=request.sampling,
@@ -344,7 +344,7 @@ def _sample_row(sequence: Sequence) -> SampleRow:
 
 
 def make_forest(runner: Runner, config: EngineConfig, clock: Callable[[], float]) -> PrefixForest:
-    """The forest over the runner's pages, as configured."""
+    """Make the forest over the runner's pages, as configured."""
     return PrefixForest(
         runner.num_pages,
         runner.page_size,

@@ -151,7 +151,7 @@ def compiled_kernels() -> str | None:
 
 
 def load_engine_loop(model: str, config: EngineConfig, **options: Any) -> EngineLoop:
-    """`load_engine` on the thread that will step the engine; not yet started.
+    """Call `load_engine` on the thread that will step the engine; the loop is not yet started.
 
     What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.
     """
@@ -186,7 +186,7 @@ def check_capability(device: torch.device) -> None:
 
 
 def cuda_trouble() -> str | None:
-    """Why torch has no GPU here, and what helps; None where it has one."""
+    """Say why torch has no GPU here, and what helps; None where it has one."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
@@ -259,13 +259,13 @@ def _page_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) 
 
 
 def _useful_pages(config: EngineConfig, model: DecoderConfig) -> int:
-    """Every running sequence with its whole context, and as much again for what is cached."""
+    """Count pages for every running sequence with its whole context, and as many again for what is cached."""
     context = min(model.max_context, config.max_context or model.max_context)
     return 2 * config.max_running * (-(-context // config.page_size) + 1)
 
 
 def _free_bytes(device: torch.device, device_share: float) -> float:
-    """What KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs."""
+    """Bytes that KV may take. An engine's part of a GPU is of all its memory: others may come later and take theirs."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(free, total * device_share - torch.cuda.memory_reserved(device)) * _GPU_POOL_SHARE
@@ -273,7 +273,7 @@ def _free_bytes(device: torch.device, device_share: float) -> float:
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that the machine can still give, or a container under its limit; files in the page cache do not count.
+    """Count bytes that the machine, or a container under its limit, can still give, those of the page cache too.
 
     cgroup   where control groups are mounted, of version 2 or 1
     meminfo  what Linux says of its memory; where it says nothing, only memory that is free counts
@@ -310,7 +310,7 @@ def _described(device: torch.device) -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """False where Linux does not say that it does; products in float32 are then several times faster."""
+    """Whether Linux says that it does; where not, products in float32 are several times faster."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -346,7 +346,7 @@ def open_cache_tier(
 
 
 def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:
-    """Processes that start at once measure one after the other; the later ones read what the first has left."""
+    """Measure or read costs; processes that start at once do so one after the other, and the later ones read."""
     disk_folder = None if cache.disk is None else Path(cache.disk.folder)
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, BuildError):  # then they measure beside each other
@@ -370,7 +370,10 @@ def _kept_folder() -> Path:
 def model_fingerprint(
     model_dir: Path, config: DecoderConfig, dtype: torch.dtype, *, chunk_tokens: int = 256, memory: Path | None = None
 ) -> ModelFingerprint:
-    """`dtype` is what the engine computes in; `memory`: see `weights_digest`. Reads every weight file once."""
+    """Identify all that a model's KV depends on. Reads every weight file once.
+
+    `dtype` is what the engine computes in; `memory`: see `weights_digest`.
+    """
     architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
     return ModelFingerprint(
         weights=weights_digest(shard_paths(model_dir), memory),

@@ -94,7 +94,7 @@ class EngineLoop:
         self._post(lambda: self._abort(request_ids))
 
     def query(self, query: Query) -> Any:
-        """What a command answers (`engine/commands.py`); an error that it raises is returned.
+        """Run a command (`engine/commands.py`) and return its answer, or the error that it raises.
 
         It runs on the caller's thread: what the cache tier says of KV may take milliseconds.
         """
@@ -130,7 +130,7 @@ class EngineLoop:
         return {**self._stats, **beside_steps(self.engine, self._stats), "rss_bytes": _rss_bytes()}
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What `question` gives or raises on the engine's thread; `ReplicaUnavailable` if that has ended."""
+        """Return or raise what `question` does on the engine's thread; `ReplicaUnavailable` if that has ended."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -218,7 +218,7 @@ class EngineLoop:
             self._step_s = time.perf_counter() - started_s
 
     def _recall(self, keys: Iterable[SessionKey | None]) -> list[Recalled]:
-        """What is written of these sessions and not known to the engine, which goes on with its steps meanwhile."""
+        """Read what is written of these sessions and not known to the engine, which goes on with its steps."""
         durable, sessions = self.durable, [key for key in keys if key is not None]
         return [] if durable is None or not sessions else durable.recall(sessions, self.engine.sessions.version_of)
 
@@ -244,7 +244,7 @@ class EngineLoop:
         return None
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Send what happened; that a session's turn has ended, once its log has it."""
+        """Send what happened; the end of a session's turn is sent once the session's log has it."""
         batches: dict[str, list[TokenEvent]] = defaultdict(list)
         ends: dict[str, list[TokenEvent]] = defaultdict(list)
         for event in events:

@@ -50,7 +50,7 @@ class Outbox:
         return events
 
     def note_begun(self, chunks: Iterable[Chunk]) -> None:
-        """These have rows in the step that begins."""
+        """Note when sequences first have rows: in the step of these chunks."""
         begun = [chunk.sequence for chunk in chunks if chunk.sequence.begun_s is None]
         if begun:
             now_s = self._clock()
@@ -60,7 +60,7 @@ class Outbox:
     def report(
         self, sequence: Sequence, finish_reason: str | None = None, error: str | MnemeError | None = None
     ) -> None:
-        """Its output since the last report and, the first time, its prompt's usage."""
+        """Tell of its output since the last report and, the first time, of its prompt's usage."""
         fresh = sequence.ids[sequence.num_prompt + sequence.num_reported :]
         usage = sequence.take_usage()
         if usage is not None and sequence.begun_s is not None:
@@ -85,14 +85,14 @@ class Outbox:
         self._events.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
-        """A request that waited for its session ends without having run; "error" without a refusal is our own fault."""
+        """Tell that a request which waited for its session ends unstarted; "error" without a refusal is our fault."""
         self._on_end(request_id)
         error = str(refusal or "the engine could not take the request") if reason == "error" else None
         self._events.append(TokenEvent(request_id, (), reason, None, None, error, refusal))
 
 
 def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTurn:
-    """What the sequence leaves to its session if it ends now."""
+    """Return what the sequence leaves to its session if it ends now."""
     said = None
     if tokenizer is not None and sequence.request.prompt_text is not None:
         said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
@@ -103,7 +103,7 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
 
 
 def said_to_client(tokenizer: Tokenizer, params: SamplingParams, ids: list[int], stream: TextStream | None) -> Said:
-    """The text of an answer of these ids as its client got it, and how many of the ids stand for it.
+    """Return the text of an answer of these ids as its client got it, and how many of the ids stand for it.
 
     A last token that is not shown is not counted: it closes the answer, the next prompt's template writes it again, and
     its KV was never computed. Where a stop string cut the text, the ids are counted whose text lies wholly before it.
@@ -131,7 +131,7 @@ class Explanations:
         return len(self._entries)
 
     def note(self, sequence: Sequence, usage: PromptUsage) -> None:
-        """A prompt has been computed."""
+        """Keep where the KV of a computed prompt came from."""
         request = sequence.request
         ranges = [origin._asdict() for origin in sequence.origins.ranges(usage.prompt_tokens)]
         explanation = {
@@ -149,7 +149,7 @@ class Explanations:
             self._num_ranges -= len(oldest["ranges"])
 
     def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
-        """One entry for each choice of the HTTP request that ran here, also of those that were moved on."""
+        """List an entry for each choice of the HTTP request that ran here, also of those that were moved on."""
         return [e for owner, e in self._entries if owner == salt and _is_of(e["request_id"], http_id)]
 
 
@@ -182,7 +182,7 @@ class _Held:
 
 
 class WithheldEvents:
-    """The last events of sessions' turns: sent when the logs have them, by the thread that wrote them. Thread-safe."""
+    """Holds the last events of sessions' turns until the logs have them; who wrote sends them. Thread-safe."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class WithheldEvents:
         return bool(self._held)
 
     def send(self, batches: Batches) -> None:
-        """Now, or as soon as what was said until now is written."""
+        """Send as soon as all that was said until now is written."""
         held = _Held(batches, self._clock() + HOLD_S)
         with self._lock:
             self._held.append(held)

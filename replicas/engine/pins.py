@@ -77,7 +77,7 @@ class _Entry:
 
 
 class Pins:
-    """All pins of one engine; called on its thread."""
+    """Keeps the pins of one engine; called on its thread."""
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
         self._engine = engine
@@ -113,7 +113,7 @@ class Pins:
         self._entries[key] = entry
 
     def finished(self, request_id: str, reason: str, error: str | MnemeError | None) -> None:
-        """Told of every request that ends: a prompt that is computed is pinned before a page of it can go."""
+        """Pin a prompt as soon as its request ends, before a page of it can go; told of every request."""
         entry = self._entry_by_request.pop(request_id, None)
         if entry is None:
             return
@@ -130,14 +130,14 @@ class Pins:
             entry.expires_at_s = self._engine.clock() + _OUTCOME_S
 
     def expire(self) -> None:
-        """Let go of what is over its time."""
+        """Remove pins that are over their time."""
         now_s = self._engine.clock()
         for entry in list(self._entries.values()):
             if entry.expires_at_s is not None and entry.expires_at_s <= now_s:
                 self._remove(entry)
 
     def renew(self) -> None:
-        """After a failed step: compute again what it took."""
+        """Compute again what a failed step took."""
         for entry in list(self._entries.values()):
             if entry.pin is not None and not entry.pin.is_held:
                 entry.pin, entry.is_warming = None, True
@@ -147,7 +147,7 @@ class Pins:
                     self._fail(entry, error)
 
     def drop(self, key: PinKey) -> bool:
-        """Let go of a pin, or of a prompt that is being warmed; returns whether there was one."""
+        """Remove a pin, or a prompt that is being warmed; returns whether there was one."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -157,13 +157,13 @@ class Pins:
         return True
 
     def describe(self, key: PinKey) -> dict[str, Any] | None:
-        """One entry, also one that failed: `error` is then a `MnemeError`."""
+        """Describe an entry, also one that failed: `error` is then a `MnemeError`."""
         self.expire()
         entry = self._entries.get(key)
         return None if entry is None else {**self._described(entry), "error": entry.error}
 
     def of_tenant(self, tenant: str) -> list[dict[str, Any]]:
-        """What the tenant has pinned, or is about to have."""
+        """List what the tenant has pinned, or is about to have."""
         self.expire()
         return [self._described(e) for e in self._entries.values() if e.key.tenant == tenant and e.is_listed]
 
@@ -230,7 +230,7 @@ def _num_kept_tokens(engine: Engine, num_tokens: int) -> int:
 
 
 def _num_needed_tokens(sequence: Sequence) -> int:
-    """Tokens that a started request must be able to have."""
+    """Count the tokens that a started request must be able to have."""
     params = sequence.request.sampling
     num_output = sequence.max_tokens
     if params.max_tokens is None:
@@ -240,7 +240,7 @@ def _num_needed_tokens(sequence: Sequence) -> int:
 
 
 def _num_queued_tokens(sessions: Sessions, started: abc.Iterable[Sequence], capacity: int) -> int:
-    """Tokens that the longest turn may need that waits behind its own session; 0 if none waits."""
+    """Count what the longest turn may need that waits behind its own session; 0 if none waits."""
     sequence_by_id = {sequence.request.request_id: sequence for sequence in started}
     logs = sessions.queued.logs
     return min(max((_num_behind(log, sequence_by_id, capacity) for log in logs), default=0), capacity)
@@ -263,7 +263,7 @@ def _num_behind(log: TokenLog, sequence_by_id: abc.Mapping[str, Sequence], capac
 
 
 def _num_prompt(request: GenerationRequest, num_history: int) -> int:
-    """Text may be matched to the ids of the history, which may be more than its own."""
+    """Count prompt tokens; text may be matched to the ids of the history, which may be more than its own."""
     is_matched = request.append or request.prompt_text is not None
     return len(request.prompt_token_ids) + (num_history if is_matched else 0)
 
@@ -271,7 +271,7 @@ def _num_prompt(request: GenerationRequest, num_history: int) -> int:
 def warm_before_traffic(
     engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt], tenants: abc.Sequence[Tenant]
 ) -> None:
-    """Compute and pin all of them for each tenant; raises `ConfigError` if one cannot be, or there is no room."""
+    """Compute and pin the configured prompts for each tenant; raises `ConfigError` if one cannot be."""
     keys: list[tuple[int, PinKey]] = []
     for index, prompt in enumerate(prompts):
         ids = _token_ids(tokenizer, prompt, index)

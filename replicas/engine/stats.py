@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
-    """Plain values."""
+    """Gather counters and gauges as plain values."""
     scheduler, runner, limits = engine.scheduler, engine.runner, engine.limits
     stats = {
         "pages": _page_counts(engine.forest),
@@ -39,17 +39,13 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "device": runner.device,
         "dtype": runner.dtype,
     }
-    return stats if engine.chunks is None else {**stats, "cache": cache_stats(engine)}
-
-
-def cache_stats(engine: Engine) -> dict[str, Any]:
-    """Of this engine's use of the cache tier."""
-    assert engine.chunks is not None
-    return {**engine.chunks.stats(), "retracted": engine.scheduler.num_retracted}
+    if engine.chunks is not None:
+        stats["cache"] = {**engine.chunks.stats(), "retracted": scheduler.num_retracted}
+    return stats
 
 
 def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `engine_stats` other threads change, as of now; an idle engine makes no step. From any thread."""
+    """Read anew what of `engine_stats` other threads change: an idle engine makes no step. From any thread."""
     found: dict[str, Any] = {}
     if engine.chunks is not None and "cache" in stats:
         found["cache"] = {**stats["cache"], **engine.chunks.stats()}
@@ -59,13 +55,13 @@ def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _page_counts(forest: PrefixForest) -> dict[str, int]:
-    """Pages by state; pinned ones are in use too, reclaimable ones are cached, with a copy on the host."""
+    """Count pages by state; pinned ones are in use too, reclaimable ones are cached, with a copy on the host."""
     pinned = {"pinned": forest.num_pages - forest.num_unpinned, "reclaimable": forest.num_reclaimable}
     return {**_by_state(forest.device), **pinned}
 
 
 def _by_state(tier: Tier) -> dict[str, int]:
-    """In use on the host: pages with a copy on the device that sequences hold."""
+    """Count pages by state; those in use on the host have a copy on the device that sequences hold."""
     return {
         "free": len(tier.free),
         "cached": tier.num_cached,

@@ -71,7 +71,7 @@ def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, 
 
 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-    """A greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
+    """Run a greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
     runner.reserve(config.max_running, config.max_batch_tokens)
     with no_trace(runner):
         engine = Engine(runner, tokenizer, config)
@@ -82,7 +82,7 @@ def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig)
 
 
 def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> list[Variant]:
-    """What the runner's launches need: of prefills, of decodes, alone and several, and of all kinds of draws."""
+    """List what the runner's launches need: prefills, decodes, alone and several, and all kinds of draws."""
     recorder = _Recorder(runner)
     with no_trace(runner):
         engine = Engine(recorder, tokenizer, config)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def capture_graphs(
 
 
 def _batch_sizes(most: int) -> list[int]:
-    """Of sequences that decode together, falling: each bucket full, and with the least that need it."""
+    """Sizes of batches that decode, falling: each bucket full, and with the fewest that need it."""
     sizes = {most} if most > 0 else set()
     for exponent in range(most.bit_length()):
         sizes |= {1 << exponent, (1 << exponent) + 1}
@@ -165,7 +165,7 @@ def _batch_sizes(most: int) -> list[int]:
 def _submit(
     runner: Runner, engine: Engine, name: str, num_rows: int, sampling: SamplingParams, *, salt: str = ""
 ) -> None:
-    """A prompt of so many rows, or of those that there is room for."""
+    """Submit a prompt of so many rows, or of those that there is room for."""
     num_rows = min(num_rows, runner.num_pages * runner.page_size // 4, runner.max_context - _NUM_OUTPUT)
     if num_rows > 0:
         ids = tuple(index % runner.vocab_size for index in range(num_rows))
@@ -175,7 +175,7 @@ def _submit(
 
 @contextmanager
 def no_trace(runner: Runner) -> Iterator[None]:
-    """Whatever runs in here, no slot is visible afterwards and no counter of the runner has moved."""
+    """Leave no trace of what runs in here: no slot is visible afterwards, no counter of the runner has moved."""
     num_shared, graphs = runner.num_shared_segments, runner.graphs
     num_replays = 0 if graphs is None else graphs.num_replays
     try:

@@ -102,7 +102,7 @@ class MassObserver:
 
 
 def _slots_of(path: Path, page_size: int) -> tuple[IntArray, IntArray]:
-    """The slot of each token of a path that is whole on the device, and its delta."""
+    """Return the slot of each token of a path that is whole on the device, and its delta."""
     references = references_of(path)
     firsts, counts, deltas = np.array(
         [
@@ -115,6 +115,6 @@ def _slots_of(path: Path, page_size: int) -> tuple[IntArray, IntArray]:
 
 
 def _runs(deltas: IntArray) -> list[_Run]:
-    """Neighbours of one delta together."""
+    """Join neighbours of one delta."""
     starts = np.flatnonzero(np.diff(deltas, prepend=deltas[0] + 1))
     return [_Run(int(start), int(end), int(deltas[start])) for start, end in pairwise([*starts, len(deltas)])]

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class DecodeGraphs:
-    """The captured decode steps of one runner."""
+    """Captures and replays the decode steps of one runner."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class DecodeGraphs:
         return bucket_of(num_rows) if has_graphs and 0 < num_rows <= self.max_rows else None
 
     def inputs(self, arrays: Sequence[IntArray], plan: Plan, num_sampled: int) -> StepInputs:
-        """A padded step's inputs in the buffers of its bucket, which the next step overwrites.
+        """Put a padded step's inputs into the buffers of its bucket, which the next step overwrites.
 
         arrays  token ids, positions, slots, sampled rows; each has as many entries as the bucket has rows
         """
@@ -152,7 +152,7 @@ class DecodeGraphs:
         return self._logits_of(shape.num_rows)
 
     def _try_capture(self, shape: Shape) -> bool:
-        """Whether the shape has a graph now; one that is met for the first time is only noted."""
+        """Capture a shape that was met before; whether it has a graph now. One that is new is only noted."""
         if shape not in self._met:
             self._met[shape] = None
             return False
@@ -178,7 +178,7 @@ class DecodeGraphs:
         return True
 
     def _step(self) -> None:
-        """What is captured: the forward pass, its logits copied to where every graph leaves them."""
+        """Run what is captured: the forward pass, with its logits copied to where every graph leaves them."""
         assert self._inputs is not None
         logits = self._run(replace(self._inputs, layer_done=None))  # a capture runs it twice, and computes nothing
         self._logits_of(len(logits)).copy_(logits)
@@ -202,7 +202,7 @@ class CudaCapture:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], None]) -> Graph:
-        """Runs once before, so that kernels are compiled and libraries have their workspaces.
+        """Record what `run` launches; it runs once before, so that kernels and workspaces of libraries are there.
 
         Raises what `run` raises, and RuntimeError if it cannot be captured; the next capture may succeed.
         """
@@ -243,7 +243,7 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage is not collected: a kernel among it would unload its module, which ends a capture."""
+    """Collect no garbage: a kernel among it would unload its module, which ends a capture."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -254,7 +254,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def decode_graphs_for(decoder: Decoder, max_rows: int) -> MakeGraphs | None:
-    """Graphs of a decoder's steps of up to so many rows; None where there are none to be had."""
+    """Say how graphs of a decoder's steps of up to so many rows are made; None where there can be none."""
     if decoder.device.type != "cuda":
         return None
     try:

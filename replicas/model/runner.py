@@ -102,7 +102,7 @@ class Runner:
         return self._tier.is_idle
 
     def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
-        """Tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
+        """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
         load = self._begin_moves(moves)
         if not chunks:
             if load is not None:  # parts of long histories alone
@@ -177,7 +177,7 @@ class Runner:
         return observer.masses()
 
     def launch(self, inputs: StepInputs) -> torch.Tensor:
-        """`forward` without graphs, with the logits of padding rows."""
+        """Run `forward` without graphs; returns the logits of padding rows too."""
         return self._decoder.forward(inputs, self.pool)
 
     def _begin_moves(self, moves: Moves) -> Load | None:
@@ -238,7 +238,7 @@ class Runner:
         )
 
     def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The kept plan's order if it holds the same sequences, else depth-first through the forest."""
+        """Order chunks as the kept plan does if it holds the same sequences, else depth-first through the forest."""
         chunk_by_path = {id(_path(chunk)): chunk for chunk in chunks}
         kept = [chunk_by_path.get(id(seen.path)) for seen in self._seen]
         if len(kept) == len(chunks) and all(kept):
@@ -246,7 +246,7 @@ class Runner:
         return sorted(chunks, key=lambda chunk: [page_id or 0 for page_id in _path(chunk).page_ids])
 
     def _step_plan(self, ordered: list[Chunk], positions: IntArray, bucket: int | None) -> Plan:
-        """Rows up to the bucket, if there is one, are at position 0 of sequences that have no pages."""
+        """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
         counts = [chunk.num_rows for chunk in ordered]
         num_padding = 0 if bucket is None else bucket - len(ordered)
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
@@ -258,7 +258,7 @@ class Runner:
         return self._plan
 
     def _appended(self, paths: list[Path], num_sequences: int) -> Plan | None:
-        """The kept plan with the pages begun since; None where that is not all that changed."""
+        """Append the pages begun since to the kept plan; None where that is not all that changed."""
         if self._plan is None or [id(path) for path in paths] != [id(seen.path) for seen in self._seen]:
             return None
         if self._plan.num_sequences != num_sequences:
@@ -300,7 +300,7 @@ class Runner:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU from calloc, so that pages of the pool that were never used take no memory."""
+    """Make zeros; on a CPU by calloc, so that pages of the pool that were never used take no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -330,7 +330,7 @@ def _page_table(path: Path) -> PageTable:
 
 
 def _sampled_rows(chunks: list[Chunk], ordered: list[Chunk]) -> IntArray:
-    """The last row of each chunk that samples, in the order of `chunks`."""
+    """Find the last row of each chunk that samples, in the order of `chunks`."""
     ends = np.cumsum([chunk.num_rows for chunk in ordered])
     last_row_by_chunk = {id(chunk): int(end) - 1 for chunk, end in zip(ordered, ends, strict=True)}
     return np.array([last_row_by_chunk[id(chunk)] for chunk in chunks if chunk.samples], np.int64)

@@ -128,7 +128,7 @@ def _on_device(logits: torch.Tensor, edits: Iterable[_Edit]) -> _Edits | None:
 
 
 def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None] | None:
-    """The same as `_draw`, up to rounding; None if the logits' device has no kernel for it."""
+    """Draw as `_draw` does, up to rounding; None if the logits' device has no kernel for it."""
     params = [row.params for row in rows]
     return draw_tokens(
         logits,
@@ -141,7 +141,7 @@ def _draw_by_kernel(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
-    """A token of each row; None where the best logit is not finite."""
+    """Draw a token of each row; None where the best logit is not finite."""
     best_ids, best = best_tokens(logits)
     # A finite best logit: no NaN, not everything barred, and what -inf there is was barred.
     token_ids = [token_id if math.isfinite(logit) else None for token_id, logit in zip(best_ids, best, strict=True)]
@@ -177,7 +177,7 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
 
 
 def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> tuple[list[int], list[bool]]:
-    """A draw from each row's `count` best tokens, and whether no others could have been drawn."""
+    """Draw from each row's `count` best tokens; also says whether no others could have been drawn."""
     values, order = _best_first(scaled, count)
     probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp_()
     top_k = _column([row.params.top_k if row.params.top_k > 0 else scaled.shape[-1] for row in rows], scaled)
@@ -198,7 +198,7 @@ def _draw_among(scaled: torch.Tensor, rows: Sequence[SampleRow], count: int) -> 
 
 
 def _best_first(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest logits of each row and their tokens, equal ones in the order of the vocabulary."""
+    """Sort the `count` largest logits of each row and their tokens, equal ones in the order of the vocabulary."""
     if count == scaled.shape[-1]:
         return scaled.sort(dim=-1, descending=True, stable=True)
     order = scaled.topk(count, sorted=False).indices.sort(dim=-1).values

@@ -48,7 +48,7 @@ class TextStream:
 
     @staticmethod
     def of(tokenizer: Tokenizer, params: SamplingParams, min_tokens: int | None = None) -> TextStream:
-        """The text that a request's client gets; `min_tokens` of the output, where others than the request's."""
+        """Make the stream of a request's client; `min_tokens` of the output, where others than the request's."""
         num_unstoppable = params.min_tokens if min_tokens is None else min_tokens
         includes_stop = params.include_stop_str_in_output
         return TextStream(tokenizer, params.stop, params.skip_special_tokens, num_unstoppable, includes_stop)
@@ -64,11 +64,11 @@ class TextStream:
         return bisect_right(self._num_chars, len(self.text)) - 1
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that has become safe to show; after a stop string, always empty."""
+        """Add tokens and return the text that has become safe to show; after a stop string, always empty."""
         return self._emit("".join(self._push_one(token_id) for token_id in token_ids))
 
     def finish(self) -> str:
-        """What was held back, when no more tokens will come."""
+        """Return what was held back, when no more tokens will come."""
         if self.stopped:
             return ""
         text = self._release(self._characters.finish())
@@ -106,13 +106,13 @@ class TextStream:
         return pending[:num_safe]
 
     def _num_held(self, pending: str) -> int:
-        """Characters of the longest end of `pending` that is the beginning of a stop string."""
+        """Count the characters of the longest end of `pending` that a stop string begins with."""
         sizes = ((stop, size) for stop in self._stop for size in range(1, min(len(stop), len(pending) + 1)))
         return max((size for stop, size in sizes if pending.endswith(stop[:size])), default=0)
 
 
 class _CharacterStream:
-    """Complete characters, by decoding a sliding window of the last tokens again.
+    """Yields complete characters, by decoding a sliding window of the last tokens again.
 
     Invariant: `decode(window)[:given]` has been returned. What follows waits: it ends in U+FFFD, which may be
     the beginning of a character whose other bytes are still to come. Some decoders turn a whole run of byte

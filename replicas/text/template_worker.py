@@ -62,7 +62,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next frame, or None at the end of input."""
+    """Read the next frame; None at the end of input."""
     header = stream.read(4)
     if len(header) < 4:
         return None
@@ -110,7 +110,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML; prompts must not be."""
+    """Write JSON without escaping HTML, as Jinja's own filter would."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -41,7 +41,7 @@ class ChatTemplate:
         self._close = weakref.finalize(self, _close_all, self._workers)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt's text; raises `InvalidRequest` if the template refuses, fails, or breaks a bound."""
+        """Render a prompt's text; raises `InvalidRequest` if the template refuses, fails, or breaks a bound."""
         question = _question({**self._variables, **variables, "messages": list(messages)}, len(messages))
         worker = self._take_worker()
         try:
@@ -101,7 +101,7 @@ class _Worker:
             raise MnemeError("the process for chat templates did not start") from error
 
     def ask(self, question: bytes, deadline: float) -> dict[str, str]:
-        """Raises `TimeoutError` at the deadline, `EOFError` or another `OSError` if the process has ended."""
+        """Return the answer; raises `TimeoutError` at the deadline, `EOFError` or `OSError` if the process ended."""
         self.sound = False
         self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
         self._socket.sendall(struct.pack(">I", len(question)) + question)

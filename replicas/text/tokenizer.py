@@ -23,7 +23,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies 
 
 
 def _byte_by_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -33,7 +33,7 @@ _BYTE_BY_CHAR = _byte_by_char()
 
 
 class Tokenizer:
-    """Thread-safe; ids outside the vocabulary decode to nothing."""
+    """Encodes, decodes and renders chats. Thread-safe; ids outside the vocabulary decode to nothing."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class Tokenizer:
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered chat: its special tokens are in the text, so none is added."""
+        """Encode a rendered chat: its special tokens are in the text, so none is added."""
         return self.encode(text, add_special_tokens=False)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of text that goes on where other text has ended.
+        """Encode text that goes on where other text has ended.
 
         Encoded behind a special token, which is then dropped: some tokenizers put a space before the first word.
         """
@@ -109,11 +109,11 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special or not; U+FFFD where it is a part of a character."""
+        """Decode one token alone, special or not; U+FFFD where it is a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, also where they are only a part of a character."""
+        """Return the bytes that one token stands for, also where they are only a part of a character."""
         token = self._backend.id_to_token(token_id) or ""
         if self._is_byte_level and all(char in _BYTE_BY_CHAR for char in token):
             return bytes(_BYTE_BY_CHAR[char] for char in token)
@@ -122,7 +122,7 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def min_num_tokens(self, text: str) -> int:
-        """A lower bound on the tokens of any way to write `text`, from its size alone."""
+        """Bound from below the tokens of any way to write `text`, from its size alone."""
         num_bytes = len(text.encode("utf-8", "surrogatepass"))
         return num_bytes // (self._longest_token_bytes * _NORMALIZER_SHRINKAGE)
 
@@ -133,7 +133,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, special tokens included.
+        """Render the text of a conversation, special tokens included.
 
         Raises `InvalidRequest` if the model has no template, or the template refuses the messages, does not
         end in time, or grows without bound. Blocks for up to that time; `template_variables` are JSON values.
@@ -175,14 +175,14 @@ def _load_with_transformers(model_dir: Path) -> Any:
 
 
 def _default_template(templates: object) -> str | None:
-    """Checkpoints with several named templates call the usual one "default"."""
+    """Choose the template; checkpoints with several named ones call the usual one "default"."""
     if isinstance(templates, Mapping):
         templates = templates.get("default")
     return templates if isinstance(templates, str) else None
 
 
 def _eos_token_ids(model_dir: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The tokenizer's, and those that generation stops at: generation_config.json, else config.json."""
+    """Collect the tokenizer's end tokens, and those of generation_config.json, else of config.json."""
     listed = None
     for name in ("generation_config.json", "config.json"):
         listed = _read_json(model_dir / name).get("eos_token_id") if listed is None else listed
