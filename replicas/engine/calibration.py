@@ -108,7 +108,7 @@ def calibrate(
         chunk_tokens * token_bytes, disk_folder, bring=bring, budget_s=_EDGE_SHARE * budget_s, clock=clock
     )
     with no_trace(runner):
-        steps = _measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
+        steps = measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
     return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
 
 
@@ -138,7 +138,7 @@ def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: 
     return bring
 
 
-def _measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
+def measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
     """Keep the fastest of each piece over all passes: whatever else the machine does only makes them slower."""
     started_s = clock()
     plan: _Plan | None = None

@@ -83,7 +83,7 @@ def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig)
 
 def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> list[Variant]:
     """List what the runner's launches need: prefills, decodes, alone and several, and all kinds of draws."""
-    recorder = _Recorder(runner)
+    recorder = Recorder(runner)
     with no_trace(runner):
         engine = Engine(recorder, tokenizer, config)  # type: ignore[arg-type]
         # Three at first, which leaves a row of padding, at last one.
@@ -94,7 +94,7 @@ def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfi
     return list(recorder.variants.values())
 
 
-class _Recorder:
+class Recorder:
     """A runner whose launches are recorded and do not run. Every token is 0: nothing follows from what is undefined."""
 
     def __init__(self, runner: Runner) -> None:

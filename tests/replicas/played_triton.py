@@ -68,7 +68,7 @@ def runner_of(directory: Path, dtype: torch.dtype, max_rows: int) -> Runner:
 
 def traffic(runner: Runner, config: EngineConfig) -> list[Variant]:
     """What requests of all lengths need that begin and end at different times, some with a beginning in common."""
-    recorder = warm_up._Recorder(runner)
+    recorder = warm_up.Recorder(runner)
     engine = Engine(recorder, None, config)  # type: ignore[arg-type]
     generator = np.random.default_rng(0)
     for step in range(60):

@@ -136,8 +136,8 @@ def test_sequences_that_part_in_the_middle_of_a_page_do_not_see_each_other(llm: 
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=penalty)
         for penalty in (0.0, 0.7, 1.4, 2.0)
     ]
-    alone = [LLM(dtype="float32").generate([prompt], one)[0].outputs[0].token_ids for one in params]
     together = LLM(dtype="float32").generate([prompt] * 4, params)
+    alone = [llm.generate([prompt], one)[0].outputs[0].token_ids for one in params]
     assert [out.outputs[0].token_ids for out in together] == alone
     assert len(set(alone)) > 1
 
@@ -341,12 +341,12 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     assert llm.stats["requests"] == {"running": 0, "waiting": 0, "suspended_total": 0}
 
 
-def test_a_warm_prompt_is_cached_until_it_is_let_go() -> None:
+def test_a_warm_prompt_is_cached_until_it_is_let_go(llm: LLM) -> None:
     system = [{"role": "system", "content": "You answer in one short sentence, and you never mention tea."}]
     document = "The server keeps a table of its sessions in memory."
     config = {"warm_prompts": [{"text": document}], "num_pages": 64}
+    cold = llm.chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
     llm = LLM("mneme-tiny", dtype="float32", config=config)
-    cold = LLM("mneme-tiny", dtype="float32").chat([*system, {"role": "user", "content": "Who are you?"}], GREEDY)
     name = llm.warm(system)
     llm.warm([5, 6, 7], ttl_s=60)
     llm.generate([[3 + index, *[9] * 600] for index in range(6)], GREEDY)  # more than the pool holds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine import calibration as module
-from mneme.replicas.engine.calibration import calibrate, machine_of, remembered_costs
+from mneme.replicas.engine.calibration import Step, calibrate, machine_of, measured_steps, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import load_engine
-from mneme.replicas.model.runner import Runner
 from tests.kernels.cases import needs_native
 from tests.replicas.tiered_engine import answers, draw, run, submit
 
@@ -30,10 +30,6 @@ SMALL = EngineConfig(
     max_running=32,
     host_cache_bytes=1 << 20,
 )
-
-
-def runner_of(engine: Engine) -> Runner:
-    return engine.runner
 
 
 def small_engine(**changes: Any) -> Engine:
@@ -51,7 +47,7 @@ def settled(engine: Engine) -> dict[str, Any]:
 
 
 def test_the_engine_is_as_it_was(engine: Engine) -> None:
-    before, runner = settled(engine), runner_of(engine)
+    before, runner = settled(engine), engine.runner
     found = calibrate(runner, SMALL, budget_s=0.5)
     assert settled(engine) == before
     assert engine.forest.num_free == SMALL.num_pages
@@ -69,7 +65,7 @@ def test_answers_are_those_of_an_engine_that_was_not_measured() -> None:
     for is_measured in (False, True):
         engine = small_engine()
         if is_measured:
-            calibrate(runner_of(engine), SMALL, budget_s=0.2)
+            calibrate(engine.runner, SMALL, budget_s=0.2)
         for name, ids in prompts.items():
             submit(engine, name, ids, 12)
         given.append(answers(run(engine)))
@@ -91,7 +87,7 @@ def test_small_pools_and_short_contexts_are_measured_too(changes: dict[str, Any]
     engine = small_engine(**changes)
     config = replace(SMALL, **changes)
     before = settled(engine)
-    found = calibrate(runner_of(engine), config, budget_s=0.1)
+    found = calibrate(engine.runner, config, budget_s=0.1)
     costs = CostModel(found)
     assert costs.prefill_s(10, 0) > 0
     assert costs.decode_s(2, 20) > 0
@@ -100,11 +96,11 @@ def test_small_pools_and_short_contexts_are_measured_too(changes: dict[str, Any]
 
 def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> None:
     """On a clock that says a tenth of a second has passed whenever it is asked."""
-    runner = runner_of(engine)
+    runner = engine.runner
 
-    def measured(budget_s: float, config: EngineConfig = SMALL) -> list[module.Step]:
+    def measured(budget_s: float, config: EngineConfig = SMALL) -> list[Step]:
         ticks = itertools.count()
-        steps = module._measured_steps(runner, config, budget_s, lambda: 0.1 * next(ticks))
+        steps = measured_steps(runner, config, budget_s, lambda: 0.1 * next(ticks))
         runner.pool.slot_position.fill_(FREE_SLOT_POSITION)
         return steps
 
@@ -118,19 +114,19 @@ def test_pieces_grow_with_the_context_and_end_with_the_time(engine: Engine) -> N
 
 @needs_native  # without, nothing is worth sharing here
 def test_what_prompts_share_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, runner = engine.stats(), engine.runner
     counted: list[int] = []
-    monkeypatch.setattr(module._Bench, "_drawn", lambda _, num_tokens: [7] * num_tokens)
+
+    def watched(chunks: Any, moves: Any, prepare: Any = runner.prepare) -> Any:
+        inputs = prepare(chunks, moves)
+        counted.append(runner.num_shared_segments)
+        return inputs
+
+    monkeypatch.setattr(runner, "prepare", watched)
+    monkeypatch.setattr(module, "random", SimpleNamespace(Random=lambda _: SimpleNamespace(randrange=lambda _: 7)))
     monkeypatch.setattr(module, "measured_edges", lambda *_, **__: {})
-    decode = module._Bench._decode
-
-    def watched(bench: Any, prompts: list[list[int]]) -> None:
-        decode(bench, prompts)
-        counted.append(runner_of(engine).num_shared_segments)
-
-    monkeypatch.setattr(module._Bench, "_decode", watched)
-    before = settled(engine)
-    calibrate(runner_of(engine), SMALL, budget_s=1.0)
-    assert counted[-1] > before["shared_segments"]
+    calibrate(runner, SMALL, budget_s=1.0)
+    assert max(counted) > before["shared_segments"]
     assert settled(engine) == before
 
 
@@ -139,11 +135,11 @@ def test_a_pool_in_use_is_not_measured() -> None:
     submit(engine, "a", draw(1, 40), 4)
     run(engine)
     with pytest.raises(AssertionError, match="pool"):
-        calibrate(runner_of(engine), SMALL)
+        calibrate(engine.runner, SMALL)
 
 
 def test_an_earlier_start_is_remembered(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(engine)
+    runner = engine.runner
     file = CostFile(tmp_path, bytes(32), machine_of(runner, SMALL))
     first = remembered_costs(runner, SMALL, file, budget_s=0.1)
     measured: list[Calibration] = []
@@ -163,6 +159,6 @@ def test_an_earlier_start_is_remembered(engine: Engine, tmp_path: Path, monkeypa
 
 
 def test_machines_differ_by_what_steps_depend_on(engine: Engine) -> None:
-    runner = runner_of(engine)
+    runner = engine.runner
     assert machine_of(runner, SMALL) == machine_of(runner, replace(SMALL, max_waiting=7))
     assert machine_of(runner, SMALL) != machine_of(runner, replace(SMALL, max_batch_tokens=128))
