@@ -139,25 +139,6 @@ def test_a_fork_in_the_middle_of_an_answer_shares_to_the_token() -> None:
     assert engine.forest.num_in_use == 0
 
 
-def test_a_session_deleted_while_it_answers_ends_well() -> None:
-    engine = make_engine()
-    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
-    engine.submit(make_request("two.0", [1], session_id=KEY[1]))
-    engine.submit(make_request("three.0", [4], session_id=KEY[1], append=True))
-    events = engine.step()
-    assert answer(engine, delete_session(KEY)) is True
-    assert session(engine) is None
-    events += run(engine)
-    assert tokens_of(events, "one.0") == continuation([1, 2, 3], 4, 5)
-    assert tokens_of(events, "two.0") == continuation([1], 4, 5)
-    assert tokens_of(events, "three.0") == continuation([1, *continuation([1], 4, 5), 4], 4, 5)
-    assert session(engine)["turns"] == 2
-    assert answer(engine, delete_session(KEY)) is True
-    assert answer(engine, delete_session(KEY)) is False
-    assert len(engine.sessions) == 0
-    assert engine.forest.num_in_use == 0
-
-
 def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() -> None:
     engine = make_engine()
     engine.submit(make_request("one.0", [1, 2], session_id=KEY[1]))
@@ -170,18 +151,6 @@ def test_a_turn_appended_to_a_session_deleted_before_it_ends_with_its_error() ->
     with pytest.raises(SessionNotFound):
         engine.submit(make_request("three.0", [4], session_id=KEY[1], append=True))
     assert len(engine.sessions) == 0
-
-
-def test_choices_share_the_session() -> None:
-    engine = make_engine()
-    engine.submit(make_request("one.0", [1, 2, 3], session_id=KEY[1]))
-    run(engine)
-    for index in range(3):
-        engine.submit(make_request(f"two.{index}", [4], session_id=KEY[1], append=True, choice_index=index))
-    events = run(engine)
-    answers = [tokens_of(events, f"two.{index}") for index in range(3)]
-    assert answers == [continuation([1, 2, 3, *continuation([1, 2, 3], 4, 5), 4], 4, 5)] * 3
-    assert session(engine)["tokens"] == 12
 
 
 def test_a_loop_returns_errors_and_outlives_questions(caplog: pytest.LogCaptureFixture) -> None:
