@@ -40,7 +40,7 @@ from mneme.cachetier.distributed.announcer import BATCH_CHANGES, Announcer
 from mneme.cachetier.distributed.directory import Announcement, Directory, Reply
 from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.folder import OWN_FOLDER, ChunkName, folder_of, folders
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 
 NUM_CHUNKS, QUICK_CHUNKS = 1_000_000, 100_000
 BATCHES = (1, 16, 256)  # keys of a lookup
@@ -171,7 +171,7 @@ def disk_row(folder: Path, num_chunks: int) -> dict[str, Any]:
     seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s
     assert tier is not None
     found = tier.stats()
-    assert (found.num_chunks, found.counters.get("scan_removed", 0)) == (num_chunks, 0)
+    assert (found["chunks"], found.get("scan_removed", 0)) == (num_chunks, 0)
     used = (rss_bytes() - before) / num_chunks
     tier.close()
     return {

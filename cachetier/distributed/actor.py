@@ -32,8 +32,8 @@ from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
+from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.sessions.log import open_session_logs
 from mneme.cachetier.store import ChainQuery, TierName

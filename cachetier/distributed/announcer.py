@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mneme.cachetier.distributed.directory import Announcement, Clock, Reply, shard_of
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 from mneme.primitives import Worker
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`

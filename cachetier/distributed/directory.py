@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import ChainQuery, TierName
 
 Clock = Callable[[], float]

@@ -19,11 +19,11 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.disk import DiskTier
-from mneme.cachetier.node.index import BLOCK_BYTES
+from mneme.cachetier.node.index import BLOCK_BYTES, Change
 from mneme.cachetier.node.memory import ChunkMemory
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
-from mneme.cachetier.node.tiers import Change, NodeTiers, OnChange
+from mneme.cachetier.node.tiers import NodeTiers, OnChange
 from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, HostPut, Saver
 from mneme.cachetier.store import ChainQuery, TierName
 from mneme.primitives import Worker
@@ -54,7 +54,7 @@ class NodeCache:
         self._config, self._clock = config, clock
         self._tiers = tiers = NodeTiers(config, memory, host_bytes, disk, clock, on_change)
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
-        self._search = ChainSearch(tiers.host, tiers.lock, disk, clock)
+        self._search = ChainSearch(tiers.host, disk)
         self._promoter = Promoter(tiers)
         self._expired_s = clock()
         self._thread = Worker(
@@ -74,7 +74,7 @@ class NodeCache:
                 self.writer.start()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._host.index or (self._disk is not None and key in self._disk)
+        return key in self._tiers.index
 
     def locate(self, query: ChainQuery, timeout_s: float = math.inf) -> list[Located]:
         """The longest run of chunks from `query.first` on, the last of them perhaps short or usable in part.
@@ -96,7 +96,7 @@ class NodeCache:
 
     def read(self, keys: Sequence[bytes]) -> list[Located | None]:
         """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""
-        with self._tiers.holding(*keys):  # none of them goes for another
+        with self._tiers.index.holding(*keys):  # none of them goes for another
             return [self._promoter.fetch(key) for key in keys]
 
     def loading(self) -> AbstractContextManager[None]:
@@ -140,44 +140,31 @@ class NodeCache:
 
         What they descend from stays as well, pinned or not.
         """
-        num_pinned = 0
         with self._lock:
-            for key in keys:
-                is_new = key not in self._tiers.pins
-                self._tiers.pins.keep(key, ttl_s)
-                is_pinned = [self._tiers.pin_in_host(key), self._tiers.pin_on_disk(key)]
-                if any(is_pinned):
-                    num_pinned += 1
-                elif is_new:
-                    self._tiers.pins.unpin([key])
-        return num_pinned
+            return sum([self._tiers.index.pin(key, ttl_s) for key in keys])
 
     def unpin(self, keys: Iterable[bytes]) -> int:
         """How many were pinned."""
         with self._lock:
-            return self._tiers.pins.unpin(keys)
+            return self._tiers.index.unpin(keys)
 
     def expire(self) -> int:
         """End pins whose time is over, remove what was not used for `ttl_s`; how many chunks went in all tiers."""
         with self._lock:
-            self._tiers.pins.expire()
-            expired = []
-            if self._config.ttl_s is not None:
-                expired = self._host.index.unused_since(self._clock() - self._config.ttl_s)
-            for entry in expired:
-                self._host.discard(entry)
-            self._host.counters["expired"] += len(expired)
-        num_expired = len(expired) + (0 if self._disk is None else self._disk.expire())
+            self._tiers.index.expire_pins()
+            num_expired = self._host.expire(self._config.ttl_s)
+        num_expired += 0 if self._disk is None else self._disk.expire()
         self._tiers.settle()
         return num_expired
 
     def snapshot(self) -> list[Change]:
         """All chunks of all tiers, for a directory that lost its memory; changes that follow may be in it already."""
         with self._lock:
-            found = [Change(entry.key, "host", entry.num_bytes, True) for entry in self._host.index]
-            if self._disk is not None:
-                found += [Change(entry.key, "disk", entry.num_bytes, True) for entry in self._disk.index]
-        return found
+            return [
+                Change(entry.key, tier.name, tier.num_bytes(entry), True)
+                for tier in self._tiers.index.tiers
+                for entry in tier
+            ]
 
     def search(self, query: ChainQuery, deadline_s: float) -> list[Located]:
         """As `locate` finds it, for whoever manages the cache: no use is noted, and nobody as waiting.
@@ -188,27 +175,22 @@ class NodeCache:
 
     def places(self, key: bytes) -> dict[TierName, int]:
         """Bytes by the tier that has the chunk."""
-        found: dict[TierName, int] = {}
         with self._lock:
-            if (in_host := self._host.index.get(key)) is not None:
-                found["host"] = in_host.num_bytes
-            if self._disk is not None and (on_disk := self._disk.index.get(key)) is not None:
-                found["disk"] = on_disk.num_bytes
-        return found
+            tiers = self._tiers.index.tiers
+            return {tier.name: tier.num_bytes(entry) for tier in tiers if (entry := tier.get(key)) is not None}
 
     def children(self, parent: bytes) -> frozenset[bytes]:
         """Keys of the chunks behind a chunk or a lineage's root, in all tiers."""
         with self._lock:
-            found = self._host.index.children(parent)
-            return found if self._disk is None else found | self._disk.index.children(parent)
+            return self._tiers.index.children(parent)
 
     def header(self, key: bytes) -> ChunkHeader | None:
         """What a chunk is, from its file if it must be."""
         with self._lock:
-            entry = self._host.index.get(key)
-        if entry is not None:
-            return entry.header
-        header = Miss.ABSENT if self._disk is None else self._disk.header(key)
+            entry = self._tiers.index.get(key)
+            if entry is None or entry.header is not None or self._disk is None:
+                return None if entry is None else entry.header
+        header = self._disk.header(key)
         return None if isinstance(header, Miss) else header
 
     def num_left(self, owner: bytes) -> int:
@@ -220,7 +202,7 @@ class NodeCache:
         with self._lock:
             keys = self._host.keys_of(owner)
             if self._disk is not None:
-                keys += [entry.key for entry in self._disk.index if entry.owner == owner]
+                keys += [entry.key for entry in self._disk if entry.tenant == owner]
         return list(dict.fromkeys(keys))
 
     def stats(self) -> dict[str, Any]:
@@ -231,29 +213,20 @@ class NodeCache:
         is disk.written_bytes / disk.(written_bytes - superseded_bytes); of the bytes given to `put`, host.put_bytes,
         those of tails that were replaced in time are writer.cancelled_bytes.
         """
-        tiers, owners = self._tiers, dict[bytes, dict[str, int]]()
+        index, owners = self._tiers.index, dict[bytes, dict[str, int]]()
         with self._lock:
-            host: dict[str, int] = {
-                "chunks": len(self._host.index),
-                "bytes": self._host.used_blocks * BLOCK_BYTES,
-                "capacity_bytes": self._host.max_blocks * BLOCK_BYTES,
-                **self._host.counters,
-            }
-            pins = {"keys": len(tiers.pins), "host_bytes": tiers.host_pins.num_bytes}
-            if tiers.disk_pins is not None:
-                pins["disk_bytes"] = tiers.disk_pins.num_bytes
-            by_tier = {"host": self._host.index.blocks_by_owner}
-            if self._disk is not None:
-                by_tier["disk"] = self._disk.index.blocks_by_owner
-            for tier, blocks_by_owner in by_tier.items():
-                for owner, num_blocks in blocks_by_owner.items():
-                    owners.setdefault(owner, {"host": 0, "disk": 0})[tier] = num_blocks * BLOCK_BYTES
+            tiers = {tier.name: tier.stats() for tier in index.tiers}
+            pins = {"keys": len(index.pinned_until_s)}
+            for tier in index.tiers:
+                pins[f"{tier.name}_bytes"] = tier.pinned_blocks * BLOCK_BYTES
+                for owner, num_blocks in tier.blocks_by_tenant.items():
+                    owners.setdefault(owner, {"host": 0, "disk": 0})[tier.name] = num_blocks * BLOCK_BYTES
         return {
-            "host": host,
-            "disk": None if self._disk is None else self._disk.stats().as_mapping(),
+            "host": tiers["host"],
+            "disk": tiers.get("disk"),
             "writer": None if self.writer is None else self.writer.stats(),
             "owners": {owner.hex(): sizes for owner, sizes in owners.items()},
-            "waiting": len(tiers.waiting),
+            "waiting": len(self._tiers.waiting),
             "pins": pins,
         }
 
@@ -287,28 +260,26 @@ class NodeCache:
     def _used(self, found: Sequence[Located]) -> list[Located]:
         """Notes that these are used, up to the first that went meanwhile; with the paths of files."""
         chain: list[Located] = []
-        for each in found:
-            if each.tier == "disk":
-                assert self._disk is not None
-                path = self._disk.use(each.header.key)
-                if path is None:
-                    break
-                each = each._replace(path=path)
-            chain.append(each)
-        now_s, in_host = self._clock(), [each.header.key for each in chain if each.tier == "host"]
-        if self._disk is not None:
-            self._disk.used(in_host)
         with self._lock:
-            for entry in filter(None, map(self._host.index.get, in_host)):
-                self._host.index.use(entry, now_s)
-            self._host.counters["hit"] += len(in_host)
-            self._host.counters["located_on_disk"] += len(chain) - len(in_host)
+            for each in found:
+                entry = (self._host if each.tier == "host" else self._tiers.index).get(each.header.key)
+                if each.tier == "disk":
+                    assert self._disk is not None
+                    if entry is None or entry.key not in self._disk:
+                        break
+                    each = each._replace(path=self._disk.path(entry))
+                if entry is not None:
+                    self._tiers.index.use(entry)
+                chain.append(each)
+            num_in_host = sum(each.tier == "host" for each in chain)
+            self._host.counters["hit"] += num_in_host
+            self._host.counters["located_on_disk"] += len(chain) - num_in_host
         return chain
 
     def _delete_in_host(self, keys: Collection[bytes]) -> set[bytes]:
         """Those that were there or on their way."""
         with self._lock:
-            self._tiers.pins.unpin(keys)
+            self._tiers.index.unpin(keys)
             return {key for key in keys if self._host.delete(key)}
 
     def _count(self, name: str) -> None:

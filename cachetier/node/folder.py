@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
@@ -18,12 +19,12 @@ from typing import NamedTuple
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import KEY_BYTES, LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock, is_ours
+from mneme.cachetier.node.index import MODEL_BYTES
 from mneme.errors import ConfigError
 
 OWN_FOLDER = "mneme-kv-1"  # 1: of the names and of what lies where
 LOCK = "lock"
 NUM_FOLDERS = 256  # by the first byte of the key
-MODEL_BYTES = 8  # of the fingerprint
 
 _LETTER_BY_KIND = {LineageKind.PREFIX: "p", LineageKind.DOCUMENT: "d", LineageKind.SESSION: "s"}
 _KIND_BY_LETTER = {letter: kind for kind, letter in _LETTER_BY_KIND.items()}
@@ -160,9 +161,8 @@ class DiskFolder:
         self._number += 1
         return os.path.join(self._root, folder_of(key), temporary_name(key, self._number))
 
-    def scan(self, counters: Counter[str]) -> list[tuple[float, ChunkName]]:
+    def scan(self, counters: Counter[str]) -> Iterator[tuple[float, ChunkName]]:
         """Sound chunks with the times of their files, unsorted; removes what a crash left. Reads no file."""
-        found: list[tuple[float, ChunkName]] = []
         for folder in folders():
             path = os.path.join(self._root, folder)
             try:
@@ -173,10 +173,9 @@ class DiskFolder:
             for text, status in listed:
                 kind, name = kind_of(folder, text, status)
                 if kind is Kind.CHUNK and name is not None:
-                    found.append((status.st_mtime, name))
+                    yield status.st_mtime, name
                 else:
                     self._reject(kind, os.path.join(path, text), counters)
-        return found
 
     def close(self) -> None:
         """Let the lock go; twice is as once."""

@@ -58,16 +58,13 @@ class Promoter:
     def fetch(self, key: bytes) -> Located | None:
         """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
         found, disk = self._in_host(key), self._tiers.disk
-        if disk is None:
-            return found
-        if found is not None:
-            disk.used([key])
+        if disk is None or found is not None:
             return found
         with self.loading():
             reader = disk.open_key(key)
             if isinstance(reader, Miss):
                 return None
-            with reader, self._tiers.holding(reader.header.parent):
+            with reader, self._tiers.index.holding(reader.header.parent):
                 found = self._load(reader, is_reserved=self._reserve(disk, reader.header, None))
         self._tiers.settle()
         return found
@@ -84,7 +81,7 @@ class Promoter:
         request_id, key = wanted
         outcome = _Prefetch.FAILED
         try:
-            outcome = _Prefetch.DONE if key in tiers.host.index else self._prefetch(tiers.disk, key)
+            outcome = _Prefetch.DONE if key in tiers.host else self._prefetch(tiers.disk, key)
         finally:  # what raises must not be the next again: others wait behind it
             if outcome is _Prefetch.DONE:
                 tiers.waiting.brought(request_id, key)
@@ -97,7 +94,7 @@ class Promoter:
         with self.loading():
             reader = disk.open_key(key)
             if not isinstance(reader, Miss):
-                with reader, self._tiers.holding(reader.header.parent):
+                with reader, self._tiers.index.holding(reader.header.parent):
                     if not self._reserve(disk, reader.header, self._tiers.waiting.exempt()):
                         outcome = _Prefetch.NO_ROOM
                     elif self._load(reader, is_reserved=True) is not None:
@@ -108,16 +105,16 @@ class Promoter:
 
     def _in_host(self, key: bytes) -> Located | None:
         with self._tiers.lock:
-            entry = self._tiers.host.index.get(key)
-            if entry is None:
+            entry = self._tiers.host.get(key)
+            if entry is None or entry.header is None:
                 return None
-            self._tiers.host.index.use(entry, self._tiers.clock())
+            self._tiers.index.use(entry)
             return Located(entry.header, entry.num_tokens, "host", entry.held, None)
 
     def _reserve(self, disk: DiskTier, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
         """Not what was deleted since it was opened."""
         with self._tiers.lock:
-            is_reserved = header.key in disk and self._tiers.host.reserve(header, spared)
+            is_reserved = header.key in disk and self._tiers.host.make_room(header, spared)
         self._tiers.settle()  # the bytes of what goes for it are free before its own come
         return is_reserved
 
@@ -130,19 +127,12 @@ class Promoter:
                 if is_reserved and held is None:
                     self._tiers.host.cancel(header.key)
                 elif is_reserved:
-                    self._arrive(header, held)
+                    self._tiers.arrive(header, held)
         if held is None:
             self._count("promote_failed")
             return None
         self._count("promoted" if is_reserved else "promote_no_room")
         return Located(header, header.num_tokens, "host", held, None)
-
-    def _arrive(self, header: ChunkHeader, held: Held) -> None:
-        """Under the lock. It is here because it is wanted again: that is a use."""
-        self._tiers.arrive(header, held, self._tiers.waiting.exempt())
-        entry = self._tiers.host.index.get(header.key)
-        if entry is not None:
-            self._tiers.host.index.use(entry, self._tiers.clock())
 
     def _held(self, reader: DiskRead) -> Held | None:
         header = reader.header

@@ -6,8 +6,6 @@ miss.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.disk import DiskTier
-from mneme.cachetier.node.memory import Held, HostEntry, HostTier
+from mneme.cachetier.node.memory import Held, HostTier
 from mneme.cachetier.store import ChainQuery, TierName
 
 _MAX_CHILDREN = 64  # in each tier, that are compared
@@ -35,10 +33,11 @@ class Located(NamedTuple):
 
 
 class ChainSearch:
-    """Takes the node's lock; never while a file is read."""
+    """Takes the index's lock; never while a file is read."""
 
-    def __init__(self, host: HostTier, lock: threading.Lock, disk: DiskTier | None, clock: Callable[[], float]) -> None:
-        self._host, self._lock, self._disk, self._clock = host, lock, disk, clock
+    def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
+        self._host, self._disk = host, disk
+        self._lock, self._clock = host.index.lock, host.index.clock
 
     def locate(self, query: ChainQuery, deadline_s: float) -> list[Located]:
         """From `query.first` on, without a gap; the last may be usable in part."""
@@ -51,22 +50,21 @@ class ChainSearch:
 
     def _whole_chunks(self, query: ChainQuery, deadline_s: float) -> list[Located]:
         with self._lock:
-            index = self._host.index
-            entries = {key: entry for key in query.keys[query.first :] if (entry := index.get(key)) is not None}
+            here = {key: located for key in query.keys[query.first :] if (located := self._in_host(key)) is not None}
         found: list[Located] = []
         for place in range(query.first, len(query.keys)):
-            located = self._at(query, place, entries.get(query.keys[place]))
+            key = query.keys[place]
+            located = self._at(query, place, here.get(key) or self._on_disk(key))
             if located is None or self._clock() >= deadline_s:
                 break
             found.append(located)
         return found
 
-    def _at(self, query: ChainQuery, place: int, entry: HostEntry | None) -> Located | None:
+    def _at(self, query: ChainQuery, place: int, located: Located | None) -> Located | None:
         """The whole chunk at a place of the chain."""
-        key = query.keys[place]
-        located = self._on_disk(key) if entry is None else Located(entry.header, 0, "host", entry.held, None)
         if located is None:
             return None
+        key = query.keys[place]
         num_usable = usable(located.header, query, place)
         if located.header.key != key:
             num_usable = Miss.OTHER_KEY
@@ -92,31 +90,23 @@ class ChainSearch:
         """The longest chunk that holds the sequence's next tokens and no others."""
         parent, ids = query.parent(place), query.tokens_of(place)[: query.chunk_tokens - 1]
         with self._lock:
-            lengths = self._host.index.child_lengths(parent)
+            lengths = self._host.child_lengths(parent)
             if self._disk is not None and lengths is not None:
-                on_disk = self._disk.index.child_lengths(parent)
+                on_disk = self._disk.child_lengths(parent)
                 lengths = None if on_disk is None else lengths | on_disk
         keys = query.lineage.beginnings(parent, ids, lengths)
         with self._lock:
-            entry = next((entry for key in keys if (entry := self._host.index.get(key)) is not None), None)
-        for key in keys:
-            if entry is not None and key == entry.key:
-                return Located(entry.header, 0, "host", entry.held, None)
-            if (located := self._on_disk(key)) is not None:
-                return located
-        return None
+            here = {key: located for key in keys if (located := self._in_host(key)) is not None}
+        return next((located for key in keys if (located := here.get(key) or self._on_disk(key)) is not None), None)
 
     def _children(self, parent: bytes, open_until_s: float) -> list[Located]:
         """Some, those of the host first; on disk those whose headers are known, and others as far as there is time."""
         with self._lock:
-            index = self._host.index
-            keys = index.some_children(parent, _MAX_CHILDREN)
-            entries = [entry for key in keys if (entry := index.get(key)) is not None]
-            on_disk = [] if self._disk is None else self._disk.index.some_children(parent, _MAX_CHILDREN)
-        found = [Located(entry.header, 0, "host", entry.held, None) for entry in entries]
+            found = [*filter(None, map(self._in_host, self._host.some_children(parent, _MAX_CHILDREN)))]
+            on_disk = [] if self._disk is None else self._disk.some_children(parent, _MAX_CHILDREN)
         if self._disk is None:
             return found
-        others = [key for key in on_disk if key not in index]
+        others = [key for key in on_disk if key not in self._host]
         unknown = [key for key in others if not self._disk.knows_header(key)]
         found += [located for key in others if key not in unknown and (located := self._on_disk(key)) is not None]
         for key in unknown[:_MAX_OPENED]:
@@ -125,6 +115,13 @@ class ChainSearch:
             if (located := self._on_disk(key)) is not None:
                 found.append(located)
         return found
+
+    def _in_host(self, key: bytes) -> Located | None:
+        """Under the lock."""
+        entry = self._host.get(key)
+        if entry is None or entry.header is None:
+            return None
+        return Located(entry.header, 0, "host", entry.held, None)
 
     def _on_disk(self, key: bytes) -> Located | None:
         if self._disk is None or key not in self._disk:

@@ -1,34 +1,25 @@
-"""What the parts of a node's cache share: its tiers under one lock, pins, the requests that wait, and
-what came and went for a directory."""
+"""What the parts of a node's cache share: its tiers over one index, the requests that wait, changes for a directory."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from mneme.cachetier.chunk.header import ChunkHeader
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.disk import DiskEntry, DiskTier
-from mneme.cachetier.node.index import BLOCK_BYTES
-from mneme.cachetier.node.memory import ChunkMemory, Held, HostEntry, HostTier, chunk_bytes
+from mneme.cachetier.node.disk import DiskTier
+from mneme.cachetier.node.index import BLOCK_BYTES, Change, NodeIndex
+from mneme.cachetier.node.memory import ChunkMemory, Held, HostTier, chunk_bytes
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.policy.eviction import make_policy
-from mneme.cachetier.store import TierName
 from mneme.primitives import Bounded
 
-
-class Change(NamedTuple):
-    """A chunk that a tier has now, or has no more."""
-
-    key: bytes
-    tier: TierName
-    num_bytes: int
-    is_added: bool
+_MAX_REQUESTS = 1024
+_MAX_AGE_S = 600.0
+_LATE_S = 30.0  # by which a request may come after it was forgotten
 
 
 OnChange = Callable[[list[Change]], None]
@@ -46,9 +37,8 @@ class ChangeLog:
         self._announcing = threading.Lock()
 
     def note(self, change: Change) -> None:
-        """Cheap; under the lock of the tier, so that changes of a key are in order."""
-        if self._on_change is not None:
-            self._changes.append(change)
+        """Cheap; under the lock of the index, so that changes of a key are in order."""
+        self._changes.append(change)
 
     def announce(self) -> None:
         """Outside of all locks. Who comes while another thread is at it leaves its changes to that one."""
@@ -59,71 +49,8 @@ class ChangeLog:
                 self._announcing.release()
 
 
-class TierPins:
-    """Counts what of one tier is pinned: at most `max_bytes` of it."""
-
-    def __init__(self, max_bytes: int, hold: Callable[[bytes], None], let_go: Callable[[bytes], None]) -> None:
-        self._max_bytes, self._hold, self._let_go = max_bytes, hold, let_go
-        self._bytes_by_key: dict[bytes, int] = {}
-        self.num_bytes = 0
-
-    def pin(self, key: bytes, num_bytes: int) -> bool:
-        """Whether it is pinned now."""
-        if key in self._bytes_by_key:
-            return True
-        if self.num_bytes + num_bytes > self._max_bytes:
-            return False
-        self._bytes_by_key[key] = num_bytes
-        self.num_bytes += num_bytes
-        self._hold(key)
-        return True
-
-    def unpin(self, key: bytes) -> None:
-        num_bytes = self._bytes_by_key.pop(key, None)
-        if num_bytes is not None:
-            self.num_bytes -= num_bytes
-            self._let_go(key)
-
-
-class NodePins:
-    """Keeps chunks for a while, by key, in each tier that has them. No locks: the node cache's."""
-
-    def __init__(self, tiers: Collection[TierPins], clock: Callable[[], float]) -> None:
-        self._tiers, self._clock = tiers, clock
-        self._until_s: dict[bytes, float] = {}
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._until_s
-
-    def __len__(self) -> int:
-        return len(self._until_s)
-
-    def keep(self, key: bytes, ttl_s: float) -> None:
-        """A key that a tier has pinned; a later end replaces an earlier one."""
-        self._until_s[key] = max(self._until_s.get(key, 0.0), self._clock() + ttl_s)
-
-    def unpin(self, keys: Iterable[bytes]) -> int:
-        """How many were pinned."""
-        found = [key for key in keys if self._until_s.pop(key, None) is not None]
-        for key in found:
-            for tier in self._tiers:
-                tier.unpin(key)
-        return len(found)
-
-    def inherit(self, keys: Iterable[bytes], heir: bytes) -> None:
-        """A tail that was pinned has grown."""
-        until_s = [self._until_s[key] for key in keys if key in self._until_s]
-        self.unpin(keys)
-        if until_s:
-            self._until_s[heir] = max(until_s)
-
-    def expire(self) -> int:
-        now_s = self._clock()
-        return self.unpin([key for key, until_s in self._until_s.items() if until_s < now_s])
-
-
 class NodeTiers:
-    """One lock is over all that is known of both tiers, and over the pins; it is never held during I/O."""
+    """The host tier over the disk tier. The index's lock is over all that is known of both, and never held in I/O."""
 
     def __init__(
         self,
@@ -135,61 +62,28 @@ class NodeTiers:
         on_change: OnChange | None,
     ) -> None:
         self.clock, self.memory, self.disk = clock, memory, disk
-        self.lock = threading.Lock() if disk is None else disk.lock
-        self.changes = ChangeLog(on_change)
+        self.index = NodeIndex(clock) if disk is None else disk.index
+        self.lock = self.index.lock
         self.waiting = WaitingRequests(clock)
+        self._changes = ChangeLog(on_change)
+        if on_change is not None:
+            self.index.on_change = self._changes.note
         policy = make_policy(config.eviction, clock, host_bytes // BLOCK_BYTES)
         policy.set_queue(self.waiting.host_queue)
         self.host = HostTier(
-            policy,
-            host_bytes,
-            free_share=config.free_share,
-            tenant_bytes=config.tenant_bytes,
-            on_change=self._host_changed,
+            self.index, policy, host_bytes, free_share=config.free_share, tenant_bytes=config.tenant_bytes
         )
-        self.host_pins = TierPins(host_bytes // 2, self.host.index.hold, self.host.index.let_go)
-        self.disk_pins: TierPins | None = None
         if disk is not None:
-            self.disk_pins = TierPins(disk.stats().capacity_bytes // 2, disk.index.hold, disk.index.let_go)
-            disk.on_change = self._disk_changed
             disk.policy.set_queue(self.waiting.disk_queue)
-        tiers = [tier for tier in (self.host_pins, self.disk_pins) if tier is not None]
-        self.pins = NodePins(tiers, clock)
 
-    def arrive(
-        self, header: ChunkHeader, held: Held, spared: Container[bytes] = (), lineage: Lineage | None = None
-    ) -> list[bytes]:
-        """Under the lock: a chunk for which there is room is there; the keys of those that it supersedes."""
-        superseded = self.host.arrive(header, held, self.clock(), spared, lineage)
-        if self.pins:
-            self.pins.inherit(superseded, header.key)
-            self.pin_in_host(header.key)
+    def arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None) -> list[bytes]:
+        """Under the lock: a chunk for which there is room is there; the keys of those that it supersedes, which went
+        from memory. The free share is free again, but for what requests wait for."""
+        self.host.arrive(header, held)
+        superseded = self.host.supersede(header, lineage) if header.key in self.host else []
+        self.index.inherit_pin(superseded, header.key)
+        self.host.keep_share_free(self.waiting.exempt())
         return superseded
-
-    @contextmanager
-    def holding(self, *keys: bytes) -> Iterator[None]:
-        """Outside of the lock: they do not go from memory while this lasts, whether they are there yet or not."""
-        with self.lock:
-            for key in keys:
-                self.host.index.hold(key)
-        try:
-            yield
-        finally:
-            with self.lock:
-                for key in keys:
-                    self.host.index.let_go(key)
-
-    def pin_in_host(self, key: bytes) -> bool:
-        """Under the lock: if it is to be pinned and is there."""
-        entry = self.host.index.get(key)
-        return entry is not None and key in self.pins and self.host_pins.pin(key, entry.num_blocks * BLOCK_BYTES)
-
-    def pin_on_disk(self, key: bytes) -> bool:
-        """Under the lock: if it is to be pinned and is there."""
-        if self.disk is None or self.disk_pins is None or key not in self.pins:
-            return False
-        entry = self.disk.index.get(key)
-        return entry is not None and self.disk_pins.pin(key, entry.num_blocks * BLOCK_BYTES)
 
     def settle(self) -> None:
         """Outside of the lock: drop the bytes of what is gone, tell of what has changed."""
@@ -197,18 +91,7 @@ class NodeTiers:
             gone = self.host.claim_gone()
         for held in gone:
             self.memory.drop(held)
-        self.changes.announce()
-
-    def _host_changed(self, entry: HostEntry, is_added: bool) -> None:
-        self.changes.note(Change(entry.key, "host", entry.num_bytes, is_added))
-
-    def _disk_changed(self, entry: DiskEntry, is_added: bool) -> None:
-        self.changes.note(Change(entry.key, "disk", entry.num_bytes, is_added))
-
-
-_MAX_REQUESTS = 1024
-_MAX_AGE_S = 600.0
-_LATE_S = 30.0  # by which a request may come after it was forgotten
+        self._changes.announce()
 
 
 class _Request:

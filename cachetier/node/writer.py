@@ -70,11 +70,9 @@ class Saver:
         outcome = self._put(header, payload, lineage)
         with self._lock:
             if outcome is HostPut.REFUSED:
-                self._host.index.note_refused(header.key)
+                self._tiers.index.note_gone(header.key)
             self._host.counters[outcome.value] += 1
             self._host.counters["put_bytes"] += chunk_bytes(header)
-        if outcome is HostPut.KEPT and self._tiers.disk is not None:
-            self._tiers.disk.used([header.key])
         self._tiers.settle()
         return outcome
 
@@ -87,19 +85,25 @@ class Saver:
         """Some of what a fault has kept from the disk; to be called now and then."""
         with self._lock:
             keys = list(islice(self._failed, _MAX_RETRIED))
-            entries = [entry for key in keys if (entry := self._host.index.get(key)) is not None]
+            again = [found for key in keys if (found := self._take_up(key)) is not None]
             for key in keys:
                 del self._failed[key]
-            for entry in entries:
-                self._host.index.hold(entry.key)
-            self._again.update(entry.key for entry in entries)
-        for entry in entries:
-            self._submit(entry.header, entry.held, is_passing=False)
+        for header, held in again:
+            self._submit(header, held, is_passing=False)
+
+    def _take_up(self, key: bytes) -> tuple[ChunkHeader, Held] | None:
+        """Under the lock: a chunk that memory still has is to be written after all, and held until then."""
+        entry = self._host.get(key)
+        if entry is None or entry.header is None:
+            return None
+        self._tiers.index.hold(key)
+        self._again.add(key)
+        return entry.header, entry.held
 
     def _put(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
         if self._tiers.disk is not None and header.parent in self._tiers.disk:
             return self._put_held(header, payload, lineage)  # what went before it is found there
-        with self._tiers.holding(header.parent):
+        with self._tiers.index.holding(header.parent):
             return self._put_held(header, payload, lineage)
 
     def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
@@ -113,7 +117,7 @@ class Saver:
                 if self._is_orphan(header):
                     self._host.counters["orphan"] += 1
                     return HostPut.REFUSED
-                is_admitted = self._host.admits(header, self._tiers.clock()) and self._host.reserve(header)
+                is_admitted = self._host.admits(header) and self._host.make_room(header)
                 if is_admitted or (is_to_write and self._host.reserve_passage(header)):
                     break
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
@@ -133,16 +137,16 @@ class Saver:
         return HostPut.TO_DISK if is_queued else HostPut.REFUSED
 
     def _is_kept(self, key: bytes) -> bool:
-        entry = self._host.index.get(key)
+        entry = self._host.get(key)
         if entry is not None:  # whoever computed it anew would have used it
-            self._host.index.use(entry, self._tiers.clock())
+            self._tiers.index.use(entry)
         return self._host.holds(key)
 
     def _is_orphan(self, header: ChunkHeader) -> bool:
         """It follows a chunk that went, so nobody would find it; what went before it stays instead."""
         parent = header.parent
         is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
-        return not is_here and self._host.index.was_here(parent)
+        return not is_here and self._tiers.index.was_here(parent)
 
     def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
         """The bytes, now ours; without them the room is given back."""
@@ -164,8 +168,8 @@ class Saver:
     def _arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None, *, is_to_write: bool) -> None:
         with self._lock:
             if is_to_write:
-                self._host.index.hold(header.key)  # first: room that is made for the free share must not be this
-            superseded = self._tiers.arrive(header, held, self._tiers.waiting.exempt(), lineage)
+                self._tiers.index.hold(header.key)  # first: room that is made for the free share must not be this
+            superseded = self._tiers.arrive(header, held, lineage)
         self.cancel(superseded)
 
     def _submit(
@@ -190,22 +194,21 @@ class Saver:
         """Of what is late, the first that memory still has: into the queue, if there is room."""
         assert self.writer is not None
         with self._lock:
-            while self._late and next(iter(self._late)) not in self._host.index:
+            while self._late and next(iter(self._late)) not in self._host:
                 del self._late[next(iter(self._late))]
-            entry = self._host.index.get(next(iter(self._late), b""))
-            if entry is None:
-                return
-            self._host.index.hold(entry.key)
-            self._again.add(entry.key)
-        if self.writer.submit(entry.header, entry.held):
+            found = self._take_up(next(iter(self._late), b""))
+        if found is None:
+            return
+        header, held = found
+        if self.writer.submit(header, held):
             with self._lock:
-                self._late.pop(entry.key, None)
+                self._late.pop(header.key, None)
         else:
-            self._let_go(Pending(entry.header, entry.held, 0.0, is_passing=False))
+            self._let_go(Pending(header, held, 0.0, is_passing=False))
 
     def _try_later(self, late: dict[bytes, None], key: bytes) -> None:
         with self._lock:
-            if key in self._host.index:
+            if key in self._host:
                 late[key] = None
             if len(late) > _MAX_LATE:
                 del late[next(iter(late))]
@@ -228,7 +231,6 @@ class Saver:
             disk.delete([key])
         with self._lock:
             self._host.counters["written_late"] += outcome is Put.WRITTEN and key in self._again
-            self._tiers.pin_on_disk(key)
         self._tiers.settle()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
@@ -237,7 +239,7 @@ class Saver:
         if parent in disk:
             return False
         with self._lock:
-            is_cut_off = self._host.holds(parent) or self._host.index.was_here(parent) or disk.index.was_here(parent)
+            is_cut_off = self._host.holds(parent) or self._tiers.index.was_here(parent)
             is_to_retry = parent in self._failed or parent in self._late
         if is_cut_off:
             self._not_written(header.key, "not_written_orphan", is_to_retry=is_to_retry)
@@ -246,7 +248,7 @@ class Saver:
     def _not_written(self, key: bytes, counter: str, *, is_to_retry: bool) -> None:
         """What follows it is not to be written either, until it is."""
         with self._lock:
-            self._host.index.note_refused(key)
+            self._tiers.index.note_gone(key)
             self._host.counters[counter] += 1
         if is_to_retry:
             self._try_later(self._failed, key)
@@ -269,7 +271,7 @@ class Saver:
             if pending.is_passing:
                 self._host.passed(key)
             else:
-                self._host.index.let_go(key)
+                self._tiers.index.release(key)
         if pending.is_passing:
             self._tiers.memory.drop(pending.held)
 

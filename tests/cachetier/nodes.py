@@ -15,9 +15,9 @@ from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
+from mneme.cachetier.node.index import Change
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.search import Located
-from mneme.cachetier.node.tiers import Change
 from mneme.cachetier.store import ChainQuery
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, is_payload, read_all
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mneme.cachetier.distributed import announcer as announcer_module
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES, SEND_TIMEOUT_S, SIGN_OF_LIFE_S, Announcer
 from mneme.cachetier.distributed.directory import SILENT_S, Announcement, Directory, Place, Reply, shard_of
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import TierName
 
 NUM_SHARDS = 2

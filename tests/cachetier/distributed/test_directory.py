@@ -24,7 +24,7 @@ from mneme.cachetier.distributed.directory import (
     spans_of,
     with_tier,
 )
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import ChainQuery, TierName
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE
 

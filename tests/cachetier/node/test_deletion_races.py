@@ -62,7 +62,7 @@ def check_gone(node: NodeCache, folder: Path) -> None:
     assert CHUNK.header.key not in node
     assert found(node, IDS) == []
     assert chunk_files(folder) == []
-    assert (node.stats()["host"]["bytes"], node._tiers.host.used_blocks) == (0, 0)
+    assert (node.stats()["host"]["bytes"], node._tiers.host.taken_blocks) == (0, 0)
     assert put(node, CHUNK) == "taken"
     assert found(node, IDS) == [("host", 8)]
 
@@ -74,7 +74,7 @@ def test_what_is_deleted_while_it_is_brought_up(
 ) -> None:
     put(node, CHUNK)
     write_due(node)
-    node._tiers.host.discard(node._tiers.host.index.get(CHUNK.header.key))  # type: ignore[arg-type]
+    node._tiers.host.remove(node._tiers.host.get(CHUNK.header.key))  # type: ignore[arg-type]
     found(node, IDS, request_id="r" if is_prefetch else "")
 
     def delete() -> None:

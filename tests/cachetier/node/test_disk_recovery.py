@@ -11,8 +11,7 @@ import pytest
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk import DiskRoom, Put
-from mneme.cachetier.policy.eviction import make_policy
+from mneme.cachetier.node.disk import Litter, Put
 from mneme.errors import ReplicaUnavailable
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files, chunk_of
 from tests.cachetier.node.test_disk_tier import make_tier
@@ -154,16 +153,15 @@ def test_a_tier_says_whether_there_is_no_room_or_none_yet(tmp_path: Path, files:
 
 def test_of_many_files_that_cannot_be_removed_each_is_tried_again() -> None:
     """Though those that are tried first never go."""
-    room = DiskRoom(make_policy("lru", Clock(), 100), 1 << 20, 100, lambda _name: "", on_change=lambda *_: None)
-    paths = {f"/{number}" for number in range(20)}
-    for path in paths:
-        room.add_litter(path, 1)
-    for path in room.claim_litter():
-        room.swept(path, is_gone=False)
-    stuck = {*room.claim_litter()}
+    litter = Litter()
+    for number in range(20):
+        litter.add(f"/{number}", 1)
+    for path in litter.claim():
+        litter.swept(path, is_gone=False)
+    stuck = {*litter.claim()}
     for path in stuck:
-        room.swept(path, is_gone=False)
+        litter.swept(path, is_gone=False)
     for _ in range(10):
-        for path in room.claim_litter():
-            room.swept(path, is_gone=path not in stuck)
-    assert room.used_blocks == len(stuck)
+        for path in litter.claim():
+            litter.swept(path, is_gone=path not in stuck)
+    assert litter.num_blocks == len(stuck)

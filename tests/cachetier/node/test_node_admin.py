@@ -114,10 +114,10 @@ def test_a_lookup_names_every_place(disk_node: Node) -> None:
 def test_looking_is_no_use_and_nobody_waits(node: Node) -> None:
     node.put([1] * 8)
     node.put([2] * 8)
-    order = [entry.key for entry in node.cache._tiers.host.index]
+    order = [entry.key for entry in node.cache._tiers.host]
     before = node.cache.stats()
     assert node.found([1] * 8) == 8
-    assert [entry.key for entry in node.cache._tiers.host.index] == order
+    assert [entry.key for entry in node.cache._tiers.host] == order
     assert node.cache.stats() == before
     assert before["waiting"] == 0
 

@@ -16,9 +16,8 @@ from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import encoded, prefix_lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.index import descendants
+from mneme.cachetier.node.index import Change, descendants
 from mneme.cachetier.node.search import num_common
-from mneme.cachetier.node.tiers import Change
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -438,7 +437,7 @@ def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for
     prefetch(node)
     assert found(node, [1]) == [("disk", 1)]
     assert found(node, [2]) == [("host", 1)]
-    assert node._tiers.host.used_blocks == 1
+    assert node._tiers.host.taken_blocks == 1
     node.close(flush=False)
 
 

@@ -1,4 +1,4 @@
-"""The queue of writes, the thread under it, pins and the log of changes, each alone."""
+"""The queue of writes, the thread under it and the log of changes, each alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.node.tiers import Change, ChangeLog, NodePins, TierPins
+from mneme.cachetier.node.index import Change
+from mneme.cachetier.node.tiers import ChangeLog
 from mneme.cachetier.node.writer import Pending, WriteBehind
 from mneme.primitives import Worker
 from tests.cachetier.chunks import CHUNK_TOKENS, chunk_of
@@ -196,23 +197,3 @@ def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert [[c.num_bytes for c in told if c.key == bytes([n])] for n in range(4)] == [[*range(200)]] * 4
-
-
-def test_pins_hold_what_they_count() -> None:
-    clock, held = Clock(), list[bytes]()
-    tier = TierPins(10, held.append, held.remove)
-    pins = NodePins([tier], clock)
-    for key, until_s in ((b"a", 5.0), (b"b", 9.0)):
-        pins.keep(key, until_s)
-        assert tier.pin(key, 4)
-    assert not tier.pin(b"c", 4)
-    assert tier.pin(b"a", 4)
-    assert (held, tier.num_bytes) == ([b"a", b"b"], 8)
-    pins.inherit([b"a"], b"longer")
-    assert tier.pin(b"longer", 6)
-    assert held == [b"b", b"longer"]
-    clock.now_s += 6
-    assert pins.expire() == 1
-    clock.now_s += 6
-    assert pins.expire() == 1
-    assert (held, tier.num_bytes, len(pins)) == ([], 0, 0)

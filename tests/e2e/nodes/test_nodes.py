@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.directory import Announcement, shard_of
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
-from mneme.cachetier.node.tiers import Change
+from mneme.cachetier.node.index import Change
 from tests.e2e.nodes.cache_cluster import (
     CALL_LIMIT_S,
     CHUNK_TOKENS,
