@@ -28,7 +28,6 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, make_chunk_pages
 from mneme.replicas.engine.engine import make_forest
-from mneme.replicas.engine.warm_up import no_trace
 from mneme.replicas.model.sampler import SampleRow, sample
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -107,7 +106,7 @@ def calibrate(
     edges = measured_edges(
         chunk_tokens * token_bytes, disk_folder, bring=bring, budget_s=_EDGE_SHARE * budget_s, clock=clock
     )
-    with no_trace(runner):
+    with runner.no_trace():
         steps = measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
     return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
 

@@ -16,15 +16,13 @@ the second time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mneme.errors import ConfigError
-from mneme.kernels.page_table import FREE_SLOT_POSITION
 from mneme.kernels.sampling import draw_tokens
 from mneme.kernels.triton.modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
@@ -73,7 +71,7 @@ def _compile(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig, 
 def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
     """Run a greedy and a drawn request; buffers of graphs grow to what the largest step needs."""
     runner.reserve(config.max_running, config.max_batch_tokens)
-    with no_trace(runner):
+    with runner.no_trace():
         engine = Engine(runner, tokenizer, config)
         for name, sampling in (("greedy", _GREEDY), ("drawn", _ALL_OPTIONS)):
             _submit(runner, engine, name, _NUM_ROWS, sampling)
@@ -84,7 +82,7 @@ def _run_once(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig)
 def variants_of(runner: Runner, tokenizer: Tokenizer | None, config: EngineConfig) -> list[Variant]:
     """List what the runner's launches need: prefills, decodes, alone and several, and all kinds of draws."""
     recorder = Recorder(runner)
-    with no_trace(runner):
+    with runner.no_trace():
         engine = Engine(recorder, tokenizer, config)  # type: ignore[arg-type]
         # Three at first, which leaves a row of padding, at last one.
         for name, num_output in (("long", 4), ("short", 2), ("twin", 2)):
@@ -143,7 +141,7 @@ def capture_graphs(
     if not sizes or num_steps >= runner.max_context:
         return
     ends_s = clock() + _CAPTURE_S
-    with no_trace(runner):
+    with runner.no_trace():
         engine = Engine(runner, tokenizer, replace(config, max_waiting=max(config.max_waiting, sizes[0])))
         for index in range(sizes[0]):
             num_output = _STEPS_PER_SHAPE * sum(index < size for size in sizes)
@@ -171,17 +169,3 @@ def _submit(
         ids = tuple(index % runner.vocab_size for index in range(num_rows))
         name = f"warm-up-{name}"
         engine.submit(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=sampling, salt=salt))
-
-
-@contextmanager
-def no_trace(runner: Runner) -> Iterator[None]:
-    """Leave no trace of what runs in here: no slot is visible afterwards, no counter of the runner has moved."""
-    num_shared, graphs = runner.num_shared_segments, runner.graphs
-    num_replays = 0 if graphs is None else graphs.num_replays
-    try:
-        yield
-    finally:
-        runner.pool.slot_position.fill_(FREE_SLOT_POSITION)
-        runner.num_shared_segments = num_shared
-        if graphs is not None:
-            graphs.num_replays = num_replays

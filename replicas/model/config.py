@@ -172,6 +172,14 @@ class _Fields:
             raise self.error(name, "must be a number between 0 and 1")
         return float(value)
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise self.error(name, "must be a positive number")
+        return float(value)
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
@@ -224,53 +232,32 @@ def _parse_rope(raw: Mapping[str, Any], head_dim: int, max_context: int, where: 
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"{where}: rope_scaling: must be an object (got {shown(scaling)})")
-    reader = _RopeFields(scaling, raw, where)
-    rotary_dim = int(head_dim * reader.number("partial_rotary_factor", 1.0))
+    fields = _Fields({**raw, **scaling}, where)
+    rotary_dim = int(head_dim * fields.positive("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(f"{where}: partial_rotary_factor: must leave an even rotary dimension")
-    theta = reader.number("rope_theta", 10_000.0)
+    theta = fields.positive("rope_theta", 10_000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = [theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     if kind == "default":
         return RopeConfig(inv_freq=tuple(plain))
     if kind == "linear":
-        factor = reader.number("factor")
+        factor = fields.positive("factor")
         return RopeConfig(inv_freq=tuple(f / factor for f in plain))
     if kind == "llama3":
-        return RopeConfig(inv_freq=tuple(_llama3(plain, reader, max_context)))
+        return RopeConfig(inv_freq=tuple(_llama3(plain, fields, max_context)))
     if kind == "yarn":
-        return _yarn(plain, rotary_dim, theta, reader, max_context)
+        return _yarn(plain, rotary_dim, theta, fields, max_context)
     raise CheckpointError(
         f"{where}: rope_scaling.rope_type: must be one of default, linear, llama3, yarn (got {shown(kind)})"
     )
 
 
-class _RopeFields:
-    """Numbers from the scaling mapping, falling back to the configuration's top level."""
-
-    def __init__(self, scaling: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> None:
-        self._scaling, self._raw, self._where = scaling, raw, where
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._scaling.get(name, self._raw.get(name))
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise CheckpointError(f"{self._where}: rope {name}: must be a positive number (got {shown(value)})")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self._scaling.get(name, default))
-
-    def has(self, name: str) -> bool:
-        return self._scaling.get(name) is not None
-
-
-def _llama3(plain: list[float], reader: _RopeFields, max_context: int) -> list[float]:
+def _llama3(plain: list[float], fields: _Fields, max_context: int) -> list[float]:
     """Divide long wavelengths by `factor`, keep short ones, with a linear ramp between."""
-    factor = reader.number("factor")
-    low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
-    original = reader.number("original_max_position_embeddings", max_context)
+    factor = fields.positive("factor")
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    original = fields.positive("original_max_position_embeddings", max_context)
 
     def scaled(frequency: float) -> float:
         wavelength = 2 * math.pi / frequency
@@ -284,17 +271,17 @@ def _llama3(plain: list[float], reader: _RopeFields, max_context: int) -> list[f
     return [scaled(frequency) for frequency in plain]
 
 
-def _yarn(plain: list[float], rotary_dim: int, theta: float, reader: _RopeFields, max_context: int) -> RopeConfig:
+def _yarn(plain: list[float], rotary_dim: int, theta: float, fields: _Fields, max_context: int) -> RopeConfig:
     """Interpolate slow dimensions, keep fast ones, with a ramp between; scale cos and sin by the attention factor."""
-    original = reader.number("original_max_position_embeddings", max_context)
-    factor = reader.number("factor")
+    original = fields.positive("original_max_position_embeddings", max_context)
+    factor = fields.positive("factor")
 
     def dimension_of(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension_of(reader.number("beta_fast", 32.0))
-    high = dimension_of(reader.number("beta_slow", 1.0))
-    if reader.flag("truncate", True):
+    low = dimension_of(fields.positive("beta_fast", 32.0))
+    high = dimension_of(fields.positive("beta_slow", 1.0))
+    if fields.boolean("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low or 0.001
@@ -304,15 +291,15 @@ def _yarn(plain: list[float], rotary_dim: int, theta: float, reader: _RopeFields
         return interpolated * frequency / factor + (1 - interpolated) * frequency
 
     inv_freq = tuple(scaled(i, f) for i, f in enumerate(plain))
-    return RopeConfig(inv_freq=inv_freq, attention_factor=_yarn_attention_factor(reader, factor))
+    return RopeConfig(inv_freq=inv_freq, attention_factor=_yarn_attention_factor(fields, factor))
 
 
-def _yarn_attention_factor(reader: _RopeFields, factor: float) -> float:
+def _yarn_attention_factor(fields: _Fields, factor: float) -> float:
     def mscale(scale: float, weight: float) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
-    if reader.has("attention_factor"):
-        return reader.number("attention_factor")
-    if reader.has("mscale") and reader.has("mscale_all_dim"):
-        return mscale(factor, reader.number("mscale")) / mscale(factor, reader.number("mscale_all_dim"))
+    if fields.raw.get("attention_factor") is not None:
+        return fields.positive("attention_factor")
+    if None not in (fields.raw.get("mscale"), fields.raw.get("mscale_all_dim")):
+        return mscale(factor, fields.positive("mscale")) / mscale(factor, fields.positive("mscale_all_dim"))
     return mscale(factor, 1.0)

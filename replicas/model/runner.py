@@ -8,6 +8,8 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from mneme.kernels.attention import (
     new_slot_position,
     share_cost_of,
 )
-from mneme.kernels.page_table import IntArray
+from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver
@@ -157,6 +159,19 @@ class Runner:
         sequence = np.sort(np.arange(num_rows) % num_sequences)
         positions = np.array([max(len(own[:longest]) * self.page_size - 1, 0) for own in pages])[sequence]
         self.graphs.stage(self._plan_of(tables, QueryRows(sequence, positions)))
+
+    @contextmanager
+    def no_trace(self) -> Iterator[None]:
+        """Leave no trace of what runs in here: no slot is visible afterwards, no counter has moved."""
+        num_shared, graphs = self.num_shared_segments, self.graphs
+        num_replays = 0 if graphs is None else graphs.num_replays
+        try:
+            yield
+        finally:
+            self.pool.slot_position.fill_(FREE_SLOT_POSITION)
+            self.num_shared_segments = num_shared
+            if graphs is not None:
+                graphs.num_replays = num_replays
 
     def attention_mass(self, path: Path, context: list[int]) -> list[float] | None:
         """Return the attention mass of each token on the path, as its last tokens see it; writes no KV.

@@ -31,14 +31,10 @@ class Timeline:
     """Spans of any threads, in the seconds of one clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, max_spans: int = MAX_SPANS) -> None:
-        self._clock = clock
+        self.clock = clock
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._lock = threading.Lock()
         self._flushes: list[Callable[[], None]] = []
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        return self._clock
 
     def span(self, name: str, start_s: float, end_s: float, track: str, **args: int | str) -> None:
         """Add a span; from any thread."""
