@@ -60,18 +60,17 @@ def remembered_costs(
     chunk_tokens: int = 256,
     disk_folder: Path | None = None,
     budget_s: float = 5.0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> CostModel:
     """The cost model that an earlier start has left, or a new one, which is left to the next.
 
     One whose steps have turned out far from what was measured, on a machine that was busy then, is measured again.
     """
-    found = file.read(clock)
+    found = file.read()
     if found is not None and all(1 / _FAR <= scale <= _FAR for scale in found.step_scales):
         return found
     started_s = time.perf_counter()
     calibration = calibrate(runner, config, chunk_tokens=chunk_tokens, disk_folder=disk_folder, budget_s=budget_s)
-    costs = CostModel(calibration, clock)
+    costs = CostModel(calibration)
     logger.info("measured costs in %.1f s: %s", time.perf_counter() - started_s, calibration)
     file.write(costs)
     return costs
@@ -92,7 +91,6 @@ def calibrate(
     chunk_tokens: int = 256,
     disk_folder: Path | None = None,
     budget_s: float = 5.0,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """Measure before the first request: all pages are free, and are so again. `disk_folder`: of the tier's files."""
     pool = runner.pool
@@ -103,11 +101,9 @@ def calibrate(
     if pool.k_pages.device.type != "cpu":
         pages = make_chunk_pages(pool, chunk_tokens * token_bytes // num_layers)
         bring = bringing(pages, chunk_tokens, token_bytes // num_layers, runner.page_size)
-    edges = measured_edges(
-        chunk_tokens * token_bytes, disk_folder, bring=bring, budget_s=_EDGE_SHARE * budget_s, clock=clock
-    )
+    edges = measured_edges(chunk_tokens * token_bytes, disk_folder, bring=bring, budget_s=_EDGE_SHARE * budget_s)
     with runner.no_trace():
-        steps = measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s, clock)
+        steps = measured_steps(runner, config, (1 - _EDGE_SHARE) * budget_s)
     return calibrated(steps, edges, step_rows=config.max_batch_tokens, kv_bytes_per_token=token_bytes)
 
 
@@ -137,7 +133,9 @@ def bringing(pages: ChunkPages, chunk_tokens: int, token_bytes: int, page_size: 
     return bring
 
 
-def measured_steps(runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float]) -> list[Step]:
+def measured_steps(
+    runner: Runner, config: EngineConfig, budget_s: float, clock: Callable[[], float] = time.perf_counter
+) -> list[Step]:
     """Keep the fastest of each piece over all passes: whatever else the machine does only makes them slower."""
     started_s = clock()
     plan: _Plan | None = None

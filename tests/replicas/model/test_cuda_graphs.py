@@ -138,7 +138,7 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
 
     def serve(engine: Engine) -> None:
         for name, ids in prompts.items():
-            engine.submit(request(name, ids, 9))  # "a" and "c" begin pages on the way
+            engine.submit(request(name, ids, 6))  # "a" and "c" begin pages on the way
         while engine.has_work:
             assert all(event.error is None for event in engine.step())
 
@@ -148,7 +148,7 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
     make_device = partial(TritonDevice, decoder=decoder, monkeypatch=monkeypatch)
     engine, runner, device, graphs = with_played_device(decoder, make_device)
     serve(engine)
-    assert graphs.num_replays >= 5
+    assert graphs.num_replays >= 3
     assert set(device.shapes) == {4}
     for name, rows in eager.logits_by_request.items():
         assert (runner.logits_of(name) - torch.stack(rows)).abs().max() <= TOLERANCE, name
