@@ -82,7 +82,7 @@ def rebuilt_s(num_chunks: int, send: Callable[[int, Announcement], Reply | None]
     """Until a shard that knew nothing was told everything."""
     announcer = Announcer(NODE, 1, lambda: changes(num_chunks), send, epoch=1)
     started_s = time.perf_counter()
-    announcer.step()
+    announcer.shards[0].step()
     return time.perf_counter() - started_s
 
 
@@ -122,7 +122,7 @@ def in_process(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[
 
 def through_ray(num_chunks: int, num_lookups: int, seed: int) -> tuple[list[dict[str, Any]], float]:
     """A shard's actor, asked by this process; somebody speaks for the node once a second, as its announcer does."""
-    from mneme.cachetier.distributed.directory_shards import DirectoryShards
+    from mneme.cachetier.distributed.directory import DirectoryShards
 
     shards = DirectoryShards("bench-directory", 1)
     seqs: list[int] = []

@@ -38,7 +38,7 @@ SAMPLE_S = 30.0
 NUM_CLIENTS, PAUSE_S = 4, 0.25
 MAX_REQUESTS = 100_000
 GROWTH_LIMIT_MIB_PER_HOUR = 16.0  # of private memory, of one process, in the second half
-WATCHED = ("engine", "ingress", "NodeActor", "DirectoryActor", "ServeController", "HAProxyManager", "haproxy")
+WATCHED = ("engine", "ingress", "NodeActor", "Directory", "ServeController", "HAProxyManager", "haproxy")
 WORDS = ("book", "reader", "shelf", "lamp", "river", "stone", "winter", "letter", "garden", "bridge", "clock", "window")
 
 

@@ -24,8 +24,7 @@ from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer
-from mneme.cachetier.distributed.directory import Span, spans_of
-from mneme.cachetier.distributed.directory_shards import DirectoryShards
+from mneme.cachetier.distributed.directory import DirectoryShards, Span, spans_of
 from mneme.cachetier.distributed.nodes import NodeIdentity, PeerActors, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs

@@ -3,44 +3,32 @@
 A shard that missed something, or that is new, says so and is told everything. An announcement whose answer does not
 come is not repeated: its number is used up, so the shard sees a gap at the next one, at the latest at a sign of life.
 A shard that is silent is sent signs of life alone until it answers: an account of all that a node holds takes a second.
+Each shard has a thread of its own, so none that hangs silences the node at others.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mneme.cachetier.distributed.directory import Announcement, Clock, Reply, shard_of
+from mneme.cachetier.distributed.directory import SEND_TIMEOUT_S, Announcement, Clock, Reply, shard_of
 from mneme.cachetier.node.index import Change
 from mneme.primitives import Worker
 
 SIGN_OF_LIFE_S = 1.0  # see `directory.SILENT_S`
-SEND_TIMEOUT_S = 2.0  # of one announcement; with the time between signs of life less than `directory.SILENT_S`
 BATCH_CHANGES = 1000  # of one announcement: a shard takes some 3 ms for it
+MAX_PENDING = 100_000  # changes of a shard; more, and it is told everything instead
 _SETTLE_S = 0.05  # that changes may wait for others to go with them
 _RETRY_S = 0.5  # after an announcement that was not answered
-_MAX_PENDING = 100_000  # changes of a shard; more, and it is told everything instead
 
 Send = Callable[[int, Announcement], Reply | None]  # to a shard, in bounded time; None: there was no answer
 
 
-class _Shard:
-    """What a shard is still to be told."""
-
-    def __init__(self) -> None:
-        self.seq = 0
-        self.wants_all = True
-        self.pending: deque[Change] = deque()
-        self.sent_s = float("-inf")
-        self.next_try_s: float | None = None  # of a shard that did not answer
-
-
 class Announcer:
-    """`changed` may be called from any thread; all else comes from one, the announcer's own once it is started."""
+    """Tells all shards; `changed` may be called from any thread."""
 
     def __init__(
         self,
@@ -56,123 +44,106 @@ class Announcer:
 
         `epoch`: above that of all who announced for this node before. The wall clock will do: shards say if it is not.
         """
-        self._node, self._snapshot, self._send = node, snapshot, send
-        self._epoch, self._clock = epoch, clock
-        self._shards = [_Shard() for _ in range(num_shards)]
-        self._lock = threading.Lock()
+        self.snapshot, self.send = snapshot, send
         self.counters: Counter[str] = Counter()
-        self._is_stopped = False
-        self._thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
+        self.shards = [ShardAnnouncer(self, number, node, epoch, clock) for number in range(num_shards)]
 
     def start(self) -> None:
-        self._thread.start()
+        for shard in self.shards:
+            shard.thread.start()
 
     def stop(self) -> None:
-        self._is_stopped = True
-        self._thread.close(SEND_TIMEOUT_S)
+        for timeout_s in (0.0, SEND_TIMEOUT_S):  # all are told before one is waited for
+            for shard in self.shards:
+                shard.is_stopped = True
+                shard.thread.close(timeout_s)
 
     def changed(self, changes: Sequence[Change]) -> None:
         """To be announced in this order."""
-        with self._lock:
-            for change in changes:
-                self._shards[shard_of(change[0], len(self._shards))].pending.append(change)
-        self._thread.wake()
+        for change in changes:
+            shard = self.shards[shard_of(change.key, len(self.shards))]
+            with shard.lock:
+                shard.pending.append(change)
+            shard.thread.wake()
+
+    def held_of(self, number: int) -> list[Change]:
+        """What the node holds of a shard's keys."""
+        return [change for change in self.snapshot() if shard_of(change.key, len(self.shards)) == number]
+
+
+class ShardAnnouncer:
+    """Tells one shard; calls come from one thread, its own once that is started."""
+
+    def __init__(self, announcer: Announcer, number: int, node: str, epoch: int, clock: Clock) -> None:
+        self._announcer, self._number, self._node, self._epoch, self._clock = announcer, number, node, epoch, clock
+        self._seq = 0
+        self._wants_all = True
+        self._sent_s = float("-inf")
+        self._retry_at_s: float | None = None  # while it does not answer
+        self.lock = threading.Lock()  # of what is pending
+        self.pending: deque[Change] = deque()
+        self.is_stopped = False
+        self.thread = Worker("announcer", self.step, self._count_error, settle_s=_SETTLE_S)
 
     def step(self) -> float:
-        """Send what is due, until a shard does not answer: then it is the turn of the others again.
+        """Tell what is due; for how many seconds nothing is, but for changes."""
+        if len(self.pending) > MAX_PENDING:
+            self._wants_all = True
+            self._clear_pending()
+        if self._retry_at_s is not None:
+            if self._clock() < self._retry_at_s:
+                return self._retry_at_s - self._clock()
+            self._tell(())
+        if self._retry_at_s is None:
+            self._tell_changes()
+        if self._retry_at_s is None and self._wants_all:
+            self._tell_all()
+        due_s = self._sent_s + (_SETTLE_S if self._wants_all else SIGN_OF_LIFE_S)
+        return max(0.0, (self._retry_at_s or due_s) - self._clock())
 
-        For how many seconds nothing is due, but for changes.
-        """
-        for shard in self._shards:
-            if len(shard.pending) > _MAX_PENDING:
-                shard.wants_all = True
-                with self._lock:  # a snapshot will have them
-                    shard.pending.clear()
-        silent = self._silent()
-        answering = [each for each in enumerate(self._shards) if each[1].next_try_s is None]
-        if self._tell_due(answering) and silent is not None:
-            number, shard = silent
-            shard.next_try_s = None
-            self._tell(number, shard, ())
-            if shard.next_try_s is None:
-                self._tell_due([silent])
-        return max(0.0, min(map(self._due_s, self._shards)) - self._clock())
-
-    def _due_s(self, shard: _Shard) -> float:
-        if shard.next_try_s is not None:
-            return shard.next_try_s
-        return shard.sent_s + (_SETTLE_S if shard.wants_all else SIGN_OF_LIFE_S)
-
-    def _silent(self) -> tuple[int, _Shard] | None:
-        """Of the shards that did not answer, the one whose turn it is to be tried again."""
-        tries = [(each.next_try_s, number) for number, each in enumerate(self._shards) if each.next_try_s is not None]
-        next_try_s, number = min(tries, default=(math.inf, 0))
-        return (number, self._shards[number]) if next_try_s <= self._clock() else None
-
-    def _tell_due(self, shards: Sequence[tuple[int, _Shard]]) -> bool:
-        """Whether all answered. Changes come first, as signs of life."""
-        for number, shard in shards:
-            self._tell_changes(number, shard)
-            if shard.next_try_s is not None:
-                return False
-        return self._tell_all([each for each in shards if each[1].wants_all])
-
-    def _tell_all(self, shards: Sequence[tuple[int, _Shard]]) -> bool:
-        if not shards:
-            return True
-        with self._lock:  # the snapshot, taken after this, has them
-            for _, shard in shards:
-                shard.pending.clear()
-        changes_by_shard: list[list[Change]] = [[] for _ in self._shards]
-        for change in self._snapshot():
-            changes_by_shard[shard_of(change[0], len(self._shards))].append(change)
-        for number, shard in shards:
-            shard.wants_all = False
-            self.counters["told_all"] += 1
-            for part in _parts(changes_by_shard[number]):
-                if not self._tell(number, shard, *part):
-                    shard.wants_all = True
-                    break
-            if shard.next_try_s is not None:
-                return False
-        return True
-
-    def _tell_changes(self, number: int, shard: _Shard) -> None:
-        while not shard.wants_all and not self._is_stopped:
-            with self._lock:
-                changes = [shard.pending.popleft() for _ in range(min(BATCH_CHANGES, len(shard.pending)))]
-            is_silent = self._clock() - shard.sent_s >= SIGN_OF_LIFE_S
-            if not (changes or is_silent) or not self._tell(number, shard, changes):
+    def _tell_changes(self) -> None:
+        """Or, where there are none, that the node lives."""
+        while not self._wants_all and not self.is_stopped:
+            with self.lock:
+                changes = [self.pending.popleft() for _ in range(min(BATCH_CHANGES, len(self.pending)))]
+            is_silent = self._clock() - self._sent_s >= SIGN_OF_LIFE_S
+            if not (changes or is_silent) or not self._tell(changes):
                 return
 
-    def _tell(
-        self, number: int, shard: _Shard, changes: Sequence[Change], is_first: bool = False, is_last: bool = False
-    ) -> bool:
+    def _tell_all(self) -> None:
+        self._clear_pending()
+        self._wants_all = False
+        self._announcer.counters["told_all"] += 1
+        for part in _parts(self._announcer.held_of(self._number)):
+            if not self._tell(*part):
+                self._wants_all = True
+                return
+
+    def _clear_pending(self) -> None:
+        """The snapshot that is taken after this has them."""
+        with self.lock:
+            self.pending.clear()
+
+    def _tell(self, changes: Sequence[Change], is_first: bool = False, is_last: bool = False) -> bool:
         """Whether to go on."""
         said = Announcement(
-            node=self._node, epoch=self._epoch, seq=shard.seq, changes=changes, is_first=is_first, is_last=is_last
+            node=self._node, epoch=self._epoch, seq=self._seq, changes=changes, is_first=is_first, is_last=is_last
         )
-        shard.seq += 1
-        reply = self._send(number, said)
-        shard.sent_s = self._clock()
+        self._seq += 1
+        reply = self._announcer.send(self._number, said)
+        self._sent_s = self._clock()
+        self._retry_at_s = self._sent_s + _RETRY_S if reply is None else None
         if reply is None:
-            self.counters["announce_unanswered"] += 1
-            shard.next_try_s = shard.sent_s + _RETRY_S
+            self._announcer.counters["announce_unanswered"] += 1
             return False
-        if reply.epoch > self._epoch:
-            self._begin(reply.epoch + 1)
+        if reply.epoch > self._epoch:  # another of this node's name announced, or the clock was set back
+            self._epoch, self._seq, self._wants_all = reply.epoch + 1, 0, True
             return False
-        shard.wants_all = shard.wants_all or reply.wants_all
+        self._wants_all = self._wants_all or reply.wants_all
         return not reply.wants_all
 
-    def _begin(self, epoch: int) -> None:
-        """Another of this node's name announced under a higher epoch, or the clock was set back."""
-        self._epoch = epoch
-        for shard in self._shards:
-            shard.seq, shard.wants_all = 0, True
-
     def _count_error(self) -> None:
-        self.counters["announce_error"] += 1
+        self._announcer.counters["announce_error"] += 1
 
 
 def _parts(changes: Sequence[Change]) -> Iterator[tuple[Sequence[Change], bool, bool]]:

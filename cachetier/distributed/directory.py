@@ -1,4 +1,4 @@
-"""One shard of the directory: which nodes hold which chunks, as far as they have said.
+"""The directory: which nodes hold which chunks, as far as they have said; in shards, each a Ray actor.
 
 Soft state: every entry is some node's word, kept no longer than that node speaks. A node numbers what it announces
 within an *epoch*, which ends with its process or earlier. A higher epoch voids all that was said in lower ones; a gap
@@ -6,41 +6,39 @@ in the numbers makes the shard ask for everything anew, and what the node said b
 has come. A node that is silent is not offered, later forgotten. So no entry outlives its node; and a node that is asked
 in vain announces that what it was asked for is gone.
 
-Calls come from one thread, and each takes milliseconds at most: what a lost node had is removed a part at a time, while
-others announce.
+A shard is a detached actor under a name of its own, restarted wherever there is room when it dies. It comes back empty,
+asks each node for everything, and is whole again a moment later. Its calls come one after the other, and each takes
+milliseconds at most: what a lost node had is removed a part at a time, while others announce.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from mneme.cachetier.distributed.nodes import Breaker
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import ChainQuery, TierName
 
 Clock = Callable[[], float]
 
+SEND_TIMEOUT_S = 2.0  # of one announcement; with the second between signs of life less than `SILENT_S`
 SILENT_S = 4.0  # a node not heard of for so long is not offered; it speaks once a second
 FORGOTTEN_S = 60.0  # and after so long all it said is removed
 _EPOCH_KEPT_S = 600.0  # and after so long its epoch: nothing that it said before is still on its way
 _SWEPT_BUCKETS = 4  # with each announcement
 _MAX_SPANS = 8  # of a chain: each is a call to a node
 
-NUM_BUCKETS = 256  # by the key's last byte
-
-_SIZE_BITS, _TIER_BITS, _HOLDER_BITS = 38, 2, 20  # 60 in all: two digits of a Python integer
-_HOLDER_SHIFT = _SIZE_BITS + _TIER_BITS
-_MAX_SIZE = (1 << _SIZE_BITS) - 1
-_TIER_MASK = {"host": 1 << _SIZE_BITS, "disk": 2 << _SIZE_BITS}
-_ANY_TIER = _TIER_MASK["host"] | _TIER_MASK["disk"]
+_NUM_BUCKETS = 256  # by the key's last byte: no table takes long to grow or to go through
 _MAX_SHARED = 1 << 16
-
-MAX_HOLDERS = 1 << _HOLDER_BITS
-
-Words = int | tuple[int, ...]
 
 
 class Reply(NamedTuple):
@@ -70,66 +68,16 @@ class Place(NamedTuple):
     num_bytes: int
 
 
-class PlaceTable:
-    """Keeps the places of each key, in about 150 bytes a key. No lock: the directory's.
+class _Held(NamedTuple):
+    """A chunk in one tier of a holder: a number for one complete account of what a node holds."""
 
-    A place is one integer: [holder, tiers, bytes]. A key that is at one place carries that integer alone, and equal
-    integers are one object: full chunks of one holder are alike. Keys are spread over many small tables, so that none
-    takes long to grow or to go through.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: list[dict[bytes, Words]] = [{} for _ in range(NUM_BUCKETS)]
-        self._shared: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._buckets))
-
-    def get(self, key: bytes) -> tuple[int, ...]:
-        words = self._buckets[key[-1]].get(key, ())
-        return (words,) if isinstance(words, int) else words
-
-    def put(self, key: bytes, words: tuple[int, ...]) -> None:
-        """A key without a place is forgotten."""
-        bucket = self._buckets[key[-1]]
-        if not words:
-            bucket.pop(key, None)
-            return
-        if len(self._shared) >= _MAX_SHARED:
-            self._shared.clear()
-        shared = [self._shared.setdefault(word, word) for word in words]
-        bucket[key] = shared[0] if len(shared) == 1 else tuple(shared)
-
-    def remove_holders(self, index: int, holders: Set[int]) -> None:
-        """From one bucket."""
-        bucket = self._buckets[index]
-        for key, words in list(bucket.items()):
-            each = (words,) if isinstance(words, int) else words
-            if any(holder_of(word) in holders for word in each):
-                self.put(key, tuple(word for word in each if holder_of(word) not in holders))
-
-
-def with_tier(word: int | None, holder: int, tier: TierName, num_bytes: int) -> int:
-    """A holder's place that has one more tier; None: it had none."""
-    tiers = 0 if word is None else word & _ANY_TIER
-    return holder << _HOLDER_SHIFT | tiers | _TIER_MASK[tier] | min(num_bytes, _MAX_SIZE)
-
-
-def without_tier(word: int, tier: TierName) -> int | None:
-    left = word & ~_TIER_MASK[tier]
-    return left if left & _ANY_TIER else None
-
-
-def holder_of(word: int) -> int:
-    return word >> _HOLDER_SHIFT
-
-
-def place_at(node: str, word: int) -> Place:
-    return Place(node, "host" if word & _TIER_MASK["host"] else "disk", word & _MAX_SIZE)
+    holder: int
+    tier: TierName
+    num_bytes: int
 
 
 class _Node:
-    """What is known of a node in its present epoch. A *holder* is a number: one complete account of what it holds."""
+    """What is known of a node in its present epoch."""
 
     __slots__ = ("epoch", "heard_s", "holder", "next_holder", "next_seq", "wants_all")
 
@@ -147,14 +95,14 @@ class _Node:
 
 
 class Directory:
-    """See the module."""
+    """One shard."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._table = PlaceTable()
+        self._buckets: list[dict[bytes, tuple[_Held, ...]]] = [{} for _ in range(_NUM_BUCKETS)]
+        self._shared: dict[tuple[_Held, ...], tuple[_Held, ...]] = {}  # one object for chunks held alike
         self._nodes: dict[str, _Node] = {}  # those forgotten too: their epochs stay for a while
-        self._num_holders = 0
-        self._free: list[int] = []  # holders that no entry names
+        self._holders = itertools.count()
         self._swept: set[int] = set()  # holders whose entries this pass over the table removes
         self._unswept: set[int] = set()  # that the next pass will
         self._next_bucket = 0
@@ -175,13 +123,16 @@ class Directory:
         self._sweep()
         return Reply(known.wants_all, known.epoch)
 
-    def lookup(self, keys: Sequence[bytes], exclude_node: str = "") -> list[tuple[Place, ...]]:
-        """Places of each key at nodes that live, but for one node."""
-        node_by_holder, table = self._offered(exclude_node), self._table
+    def lookup(self, keys: Sequence[bytes]) -> list[tuple[Place, ...]]:
+        """Places of each key at nodes that live."""
+        node_by_holder = self._offered()
+        places: dict[tuple[_Held, ...], tuple[Place, ...]] = {}  # neighbours in a chain are held alike
         found = []
         for key in keys:
-            words = table.get(key)
-            found.append(tuple([place_at(n, w) for w in words if (n := node_by_holder.get(holder_of(w))) is not None]))
+            helds = self._buckets[key[-1]].get(key, ())
+            if helds not in places:
+                places[helds] = _places(helds, node_by_holder)
+            found.append(places[helds])
         self._counters["lookups"] += 1
         self._counters["keys_asked"] += len(keys)
         self._counters["keys_found"] += sum(map(bool, found))
@@ -195,8 +146,9 @@ class Directory:
 
     def stats(self) -> dict[str, Any]:
         """Of a moment; counters since the start."""
-        live = sorted(set(self._offered("").values()))
-        return {"num_keys": len(self._table), "live_nodes": live, "counters": dict(self._counters)}
+        live = sorted(set(self._offered().values()))
+        num_keys = sum(map(len, self._buckets))
+        return {"num_keys": num_keys, "live_nodes": live, "counters": dict(self._counters)}
 
     def _begin(self, name: str, epoch: int) -> _Node:
         if name in self._nodes:
@@ -211,7 +163,7 @@ class Directory:
         if said.is_first:
             if node.next_holder is not None:
                 self._retire((node.next_holder,))
-            node.next_holder, node.wants_all = self._new_holder(), False
+            node.next_holder, node.wants_all = next(self._holders), False
         elif is_gap or node.wants_all:
             self._counters["gaps"] += not node.wants_all
             node.wants_all = True
@@ -225,31 +177,31 @@ class Directory:
     def _apply(self, node: _Node, changes: Iterable[Change]) -> None:
         holder = node.holder if node.next_holder is None else node.next_holder
         assert holder is not None
+        gone = self._swept | self._unswept
         for key, tier, num_bytes, is_added in changes:
-            words = self._table.get(key)
-            own = next((word for word in words if holder_of(word) in node.holders), None) if words else None
-            others = self._others(key, node) if words else ()
-            if is_added:
-                is_same_account = own is not None and holder_of(own) == holder
-                word = with_tier(own if is_same_account else None, holder, tier, num_bytes)
-                self._table.put(key, (*others, word))
-            elif own is not None:
-                left = without_tier(own, tier)
-                self._table.put(key, others if left is None else (*others, left))
+            before = self._buckets[key[-1]].get(key, ())
+            kept = [
+                held
+                for held in before
+                if held.holder not in gone
+                and (held.holder not in node.holders or (held.tier != tier and (held.holder == holder or not is_added)))
+            ]
+            self._set(key, (*kept, _Held(holder, tier, num_bytes)) if is_added else tuple(kept))
 
-    def _others(self, key: bytes, node: _Node) -> tuple[int, ...]:
-        """A key's places, but for those of a node and of holders that are gone."""
-        gone = self._swept.union(self._unswept, node.holders)
-        return tuple(word for word in self._table.get(key) if holder_of(word) not in gone)
+    def _set(self, key: bytes, helds: tuple[_Held, ...]) -> None:
+        """A key that nobody holds is forgotten."""
+        if not helds:
+            self._buckets[key[-1]].pop(key, None)
+            return
+        if len(self._shared) >= _MAX_SHARED:
+            self._shared.clear()
+        self._buckets[key[-1]][key] = self._shared.setdefault(helds, helds)
 
-    def _offered(self, exclude_node: str) -> dict[int, str]:
+    def _offered(self) -> dict[int, str]:
         """Nodes that live, by holder."""
         oldest_s = self._clock() - SILENT_S
         return {
-            holder: name
-            for name, node in self._nodes.items()
-            if name != exclude_node and node.heard_s >= oldest_s
-            for holder in node.holders
+            holder: name for name, node in self._nodes.items() if node.heard_s >= oldest_s for holder in node.holders
         }
 
     def _forget_silent(self) -> None:
@@ -262,29 +214,34 @@ class Directory:
                 node.holder, node.next_holder, node.wants_all = None, None, True
                 self._counters["nodes_forgotten"] += 1
 
-    def _new_holder(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._num_holders += 1
-        assert self._num_holders < MAX_HOLDERS
-        return self._num_holders
-
     def _retire(self, holders: Iterable[int]) -> None:
         """Entries that name these are void from now on, and removed by and by."""
         self._unswept.update(holders)
 
     def _sweep(self) -> None:
-        """A part of a pass over the table; a holder is free again when a whole pass has removed it."""
+        """A part of a pass over the table, which removes what was void when the pass began."""
         if not self._swept:
             self._swept, self._unswept, self._next_bucket = self._unswept, set(), 0
         if not self._swept:
             return
-        for index in range(self._next_bucket, min(self._next_bucket + _SWEPT_BUCKETS, NUM_BUCKETS)):
-            self._table.remove_holders(index, self._swept)
+        for bucket in self._buckets[self._next_bucket : self._next_bucket + _SWEPT_BUCKETS]:
+            for key, helds in list(bucket.items()):
+                if any(held.holder in self._swept for held in helds):
+                    self._set(key, tuple(held for held in helds if held.holder not in self._swept))
         self._next_bucket += _SWEPT_BUCKETS
-        if self._next_bucket >= NUM_BUCKETS:
-            self._free += self._swept
+        if self._next_bucket >= _NUM_BUCKETS:
             self._swept = set()
+            self._shared.clear()  # some of them named holders that are gone
+
+
+def _places(helds: Iterable[_Held], node_by_holder: dict[int, str]) -> tuple[Place, ...]:
+    """One for each node that is offered, in its faster tier."""
+    places: dict[str, Place] = {}
+    for holder, tier, num_bytes in helds:
+        node = node_by_holder.get(holder)
+        if node is not None and (node not in places or tier == "host"):
+            places[node] = Place(node, tier, num_bytes)
+    return tuple(places.values())
 
 
 def shard_of(key: bytes, num_shards: int) -> int:
@@ -341,3 +298,67 @@ def _preference(
             break
         length += 1
     return place.node == own_node, place.tier == "host", length, place.node
+
+
+def directory_shard(namespace: str, number: int) -> Any:
+    """The shard's actor, made if there is none."""
+    options = {"name": f"directory-{number}", "namespace": namespace, "lifetime": "detached", "get_if_exists": True}
+    return ray.remote(Directory).options(num_cpus=0, max_restarts=-1, **options).remote()
+
+
+class DirectoryShards:
+    """All shards, as one node sees them."""
+
+    def __init__(self, namespace: str, num_shards: int) -> None:
+        """Blocks until Ray knows the actors, not until they are up."""
+        self._namespace = namespace
+        self._shards = [directory_shard(namespace, number) for number in range(num_shards)]
+        self._breaker = Breaker()
+        self.counters: Counter[str] = Counter()
+
+    def send(self, number: int, said: Announcement) -> Reply | None:
+        """See `announcer.Send`; not from an event loop."""
+        try:
+            reply: Reply = ray.get(self._shards[number].announce.remote(said), timeout=SEND_TIMEOUT_S)
+        except ActorDiedError:  # for good: somebody ended it
+            self._shards[number] = directory_shard(self._namespace, number)
+            self.counters["shard_lost"] += 1
+            return None
+        except RayError:
+            return None
+        return reply
+
+    async def lookup(self, keys: Sequence[bytes], timeout_s: float) -> list[tuple[Place, ...]]:
+        """Places of each key; nothing of a shard that does not answer in time."""
+        if not keys:
+            return []
+        if not self._breaker.allows():
+            self.counters["lookup_not_asked"] += 1
+            return [()] * len(keys)
+        by_shard: dict[int, list[int]] = {}
+        for index, key in enumerate(keys):
+            by_shard.setdefault(shard_of(key, len(self._shards)), []).append(index)
+        asked = [self._shards[shard].lookup.remote([keys[i] for i in indices]) for shard, indices in by_shard.items()]
+        answers = await asyncio.gather(*(_answer(ref, timeout_s) for ref in asked))
+        places: list[tuple[Place, ...]] = [()] * len(keys)
+        for indices, answer in zip(by_shard.values(), answers, strict=True):
+            for index, each in zip(indices, answer or (), strict=answer is not None):
+                places[index] = each
+        if None in answers:
+            self.counters["lookup_unanswered"] += answers.count(None)
+            self._breaker.failed()
+        else:
+            self._breaker.succeeded()
+        return places
+
+    def not_reached(self, node: str) -> None:
+        """Nobody waits for it to arrive."""
+        for shard in self._shards:
+            shard.not_reached.remote(node)
+
+
+async def _answer(ref: Any, timeout_s: float) -> list[tuple[Place, ...]] | None:
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
+    except (TimeoutError, RayError):
+        return None

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mneme.cachetier.distributed.announcer import BATCH_CHANGES
 from mneme.cachetier.distributed.directory import (
     FORGOTTEN_S,
-    MAX_HOLDERS,
     SILENT_S,
     Announcement,
     Directory,
@@ -22,30 +21,22 @@ from mneme.cachetier.distributed.directory import (
     Span,
     query_of,
     spans_of,
-    with_tier,
 )
 from mneme.cachetier.node.index import Change
 from mneme.cachetier.store import ChainQuery, TierName
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE
+from tests.cachetier.nodes import Clock
 
 KEYS = [bytes([number, *range(14), number % 3]) for number in range(6)]
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def directory(clock: FakeClock) -> Directory:
+def directory(clock: Clock) -> Directory:
     return Directory(clock)
 
 
@@ -74,7 +65,7 @@ def tell_all(directory: Directory, seq: int, *changes: Change, node: str = "a", 
     return tell(directory, seq, *changes, node=node, epoch=epoch, first=True, last=True)
 
 
-def test_what_was_announced_is_found_but_not_by_the_node_itself(directory: Directory) -> None:
+def test_what_was_announced_is_found(directory: Directory) -> None:
     tell_all(directory, 0, added(KEYS[0]), added(KEYS[1], "disk", 7))
     tell_all(directory, 0, added(KEYS[0], "disk", 200), node="b")
     assert directory.lookup(KEYS[:3]) == [
@@ -82,7 +73,6 @@ def test_what_was_announced_is_found_but_not_by_the_node_itself(directory: Direc
         (Place("a", "disk", 7),),
         (),
     ]
-    assert directory.lookup(KEYS[:2], "a") == [(Place("b", "disk", 200),), ()]
 
 
 def test_a_chunk_is_there_until_it_has_left_both_tiers(directory: Directory) -> None:
@@ -120,7 +110,7 @@ def test_a_delayed_or_repeated_announcement_changes_nothing(directory: Directory
     assert directory.lookup(KEYS[:1]) == [()]
 
 
-def test_a_silent_node_is_not_offered_then_forgotten(directory: Directory, clock: FakeClock) -> None:
+def test_a_silent_node_is_not_offered_then_forgotten(directory: Directory, clock: Clock) -> None:
     tell_all(directory, 0, added(KEYS[0]))
     clock.now_s += SILENT_S + 0.1
     assert directory.lookup(KEYS[:1]) == [()]
@@ -141,7 +131,7 @@ def test_a_node_found_dead_is_offered_again_when_it_speaks(directory: Directory)
     assert directory.lookup(KEYS[:1]) != [()]
 
 
-def test_nodes_that_are_gone_for_good_are_not_gone_through(directory: Directory, clock: FakeClock) -> None:
+def test_nodes_that_are_gone_for_good_are_not_gone_through(directory: Directory, clock: Clock) -> None:
     """A node that joins again has another name."""
     for number in range(100):
         tell_all(directory, 0, added(KEYS[0]), node=str(number))
@@ -153,19 +143,17 @@ def test_nodes_that_are_gone_for_good_are_not_gone_through(directory: Directory,
 
 
 def test_restarts_without_end_use_up_nothing(directory: Directory) -> None:
-    for epoch in range(3000):
-        tell_all(directory, 0, *map(added, KEYS), epoch=epoch)
+    tracemalloc.start()
+    try:
+        for epoch in range(3000):
+            tell_all(directory, 0, *map(added, KEYS), epoch=epoch)
+            if epoch == 1000:
+                before = tracemalloc.get_traced_memory()[0]
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
     assert directory.stats()["num_keys"] == len(KEYS)
-    assert directory._num_holders < 200
-
-
-def test_a_place_is_packed_without_loss_at_its_bounds() -> None:
-    table = Directory()._table
-    word = with_tier(None, MAX_HOLDERS - 1, "disk", 2**38 - 1)
-    table.put(KEYS[0], (word,))
-    assert table.get(KEYS[0]) == (word,)
-    assert word < 2**60
-    assert with_tier(None, 1, "host", 2**50) >> 40 == 1
+    assert grown < 2000 * 50
 
 
 @pytest.mark.parametrize("num_holders", [1, 2])
