@@ -1,8 +1,8 @@
 """Asks nodes' actors in bounded time: what they are, how they are found, and who asks them.
 
 Ray's own look-ups of names have no timeout, so each is made beside whoever waits for it. An engine's process asks
-through `NodeCalls`, a node's actor asks others through `PeerActors`, and what concerns all nodes is asked through
-`AllNodes`. A node that does not answer is left alone for a while (`Breaker`).
+through `NodeCalls`, a node's actor asks others through `PeerActors`; `admin` asks all nodes. A node that does not
+answer is left alone for a while (`Breaker`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -24,7 +23,6 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from mneme.cachetier.config import CacheConfig
-from mneme.errors import ReplicaUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -308,49 +306,3 @@ class PeerActors:
 def rendezvous(name: bytes, nodes: Iterable[str]) -> list[str]:
     """Nodes in the order of a session: highest random weight (Thaler and Ravishankar 1998)."""
     return sorted(nodes, key=lambda node: blake2b(node.encode(), digest_size=8, key=name).digest())
-
-
-class Answer(NamedTuple):
-    """What one node said."""
-
-    actor: str  # its name
-    value: Any  # None where it did not answer
-
-
-class AllNodes:
-    """Every node of an application, asked at once."""
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
-        self._naming = ThreadPoolExecutor(1, "node-names")
-
-    def ask(
-        self, method: str, *args: Any, timeout_s: float, among: Collection[str] | None = None, **options: Any
-    ) -> list[Answer]:
-        """Answers of all nodes, or of these actors, in the order of their names.
-
-        Raises `ReplicaUnavailable` if the nodes could not be listed in time.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            actors = self._naming.submit(self._actors).result(timeout_s)
-        except (TimeoutError, RayError) as error:
-            raise ReplicaUnavailable("the nodes of the cache tier could not be listed") from error
-        calls = [
-            (name, getattr(actor, method).remote(*args, **options))
-            for name, actor in actors.items()
-            if among is None or name in among
-        ]
-        return [self._answer(name, call, deadline_s) for name, call in calls]
-
-    def _answer(self, name: str, call: Any, deadline_s: float) -> Answer:
-        try:
-            return Answer(name, ray.get(call, timeout=max(0.0, deadline_s - time.monotonic())))
-        except RayError as error:  # a timeout too
-            logger.warning("cache tier: actor=%s did not answer: %s", name, type(error).__name__)
-            return Answer(name, None)
-
-    def _actors(self) -> dict[str, Any]:
-        names = [name for name in named_actors(self._namespace) if name.startswith(NODE_PREFIX)]
-        found = {name: find_actor(name, self._namespace) for name in names}
-        return {name: actor for name, actor in found.items() if actor is not None}

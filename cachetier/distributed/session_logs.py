@@ -23,6 +23,7 @@ from mneme.cachetier.distributed.nodes import NodeCalls, PeerActors
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import RecordFields, fields_of, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
+from mneme.primitives import Bounded
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class LogCopies:
     def __init__(self, peers: PeerActors, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
         self._peers, self._read_own = peers, read_own
         self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
-        self._alone: OrderedDict[LogKey, None] = OrderedDict()  # sessions that wait for a peer to be there
+        self._alone = Bounded[LogKey, None](MAX_COPIES)  # sessions that wait for a peer to be there
         self._is_some = asyncio.Event()
         self.counters: Counter[str] = Counter()
 
@@ -278,9 +279,8 @@ class LogCopies:
 
     def note_alone(self) -> None:
         """There may be a peer now."""
-        alone, self._alone = self._alone, OrderedDict()
-        for key in alone:
-            self.note(key)
+        while self._alone:
+            self.note(self._alone.popitem(last=False)[0])
 
     def forget(self, keys: Iterable[LogKey]) -> None:
         for key in keys:
@@ -313,7 +313,7 @@ class LogCopies:
         """How that ended, as a counter's name."""
         peers = (await self._peers.in_order(key.name))[:_MAX_PEERS]
         if not peers:
-            self._leave_alone(key)
+            self._alone[key] = None
             return "copy_alone"
         self.note_alone()
         if records and await self._is_taken(peers[0], "append_here", key, records):
@@ -325,12 +325,6 @@ class LogCopies:
             if await self._is_taken(peer, "install_here", key, found):
                 return "copied_whole"
         return "copy_failed"
-
-    def _leave_alone(self, key: LogKey) -> None:
-        self._alone[key] = None
-        self._alone.move_to_end(key)
-        if len(self._alone) > MAX_COPIES:
-            self._alone.popitem(last=False)
 
     async def _is_taken(self, peer: Any, call: LogCall, *args: Any) -> bool:
         """Whether the peer has this now, or what is newer."""

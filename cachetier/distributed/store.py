@@ -7,15 +7,14 @@ this process. All calls are bounded in time; a node that does not answer is left
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import ray
 from ray.exceptions import RayError
 
 from mneme.cachetier.admin import CacheAdmin
@@ -38,8 +37,7 @@ from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
-
-logger = logging.getLogger(__name__)
+from mneme.primitives import Bounded
 
 _SourceAndHeader = tuple[ChunkSource, ChunkHeader]
 
@@ -47,8 +45,6 @@ _PUT_WAIT_S = 5.0  # for the node, which may wait for its disk
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_WAITING = 4096  # requests whose nodes are remembered
 _MAX_KEYS = 1 << 16  # that are known: 20 MB
-_MAX_AGE_S = 20.0  # of a put that is not answered
-_POLL_S = 0.5
 
 
 class RayChunkStore:
@@ -72,11 +68,10 @@ class RayChunkStore:
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
         self._load_notices = LoadNotices(lambda: self._nodes.own.loads.remote())
         self._lock = threading.Lock()
-        self._asked: dict[str, list[Any]] = {}  # by request: the actors that it waits at
+        self._asked = Bounded[str, list[Any]](_MAX_WAITING)  # by request: the actors that it waits at
         self._counters: Counter[str] = Counter()
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
-        """See `ChunkStore.locate`."""
         start_s = time.monotonic()
         found = self._ask_own(query, timeout_s, start_s + timeout_s)
         if found is None:
@@ -97,7 +92,6 @@ class RayChunkStore:
         return sources
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """See `ChunkStore.forget`."""
         by_actor: dict[Any, list[str]] = {}
         with self._lock:
             for request_id in request_ids:
@@ -107,11 +101,10 @@ class RayChunkStore:
             actor.forget.remote(ids)
 
     def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """See `ChunkStore.known`."""
         return self._known.among(keys)
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
-        """See `ChunkStore.put`. What becomes of it is learned later: a chunk that was refused is not known any more."""
+        """What becomes of it is learned later: a chunk that was refused is not known any more."""
         header = chunk.header
         self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
         is_put = False
@@ -123,16 +116,14 @@ class RayChunkStore:
         return is_put
 
     def stats(self) -> dict[str, int]:
-        """See `ChunkStore.stats`."""
         return {**self._counters, **self._nodes.counters, **self._puts.stats()}
 
     def settle(self, timeout_s: float) -> bool:
-        """See `ChunkStore.settle`."""
         return self._puts.settle(timeout_s)
 
     def close(self) -> None:
-        """See `ChunkStore.close`; the node's actor stays."""
-        self._puts.close(_CLOSE_TIMEOUT_S)
+        """The node's actor stays."""
+        self._puts.settle(_CLOSE_TIMEOUT_S)
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
         call = self._nodes.call(self._node_id, "locate", self._nodes.own.locate, query, timeout_s)
@@ -203,7 +194,7 @@ class RayChunkStore:
         self._known.drop([key])
 
     def _put_done(self, header: ChunkHeader, answer: PutAnswer | None) -> None:
-        """On the thread of puts. A chunk that was refused as what it follows went has all of its chain put again."""
+        """A chunk that was refused as what it follows went has all of its chain put again."""
         if answer is not None:
             self._note_epoch(answer.epoch)
         if answer is None or answer.outcome is HostPut.REFUSED:
@@ -224,8 +215,6 @@ class RayChunkStore:
             return
         with self._lock:
             self._asked.setdefault(request_id, []).append(actor)
-            while len(self._asked) > _MAX_WAITING:
-                del self._asked[next(iter(self._asked))]
 
 
 def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[Located]:
@@ -260,9 +249,9 @@ class KnownKeys:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """What was seen `max_age_s` ago is not known: to put it again is the use that keeps it there."""
-        self._max_keys, self._max_age_s, self._clock = max_keys, max_age_s, clock
+        self._max_age_s, self._clock = max_age_s, clock
         self._lock = threading.Lock()
-        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+        self._seen = Bounded[bytes, _Seen](max_keys)
 
     def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         since_s = self._clock() - self._max_age_s
@@ -270,23 +259,20 @@ class KnownKeys:
             return frozenset(key for key in keys if key in self._seen and self._seen[key].time_s > since_s)
 
     def note(self, parents: Mapping[bytes, bytes]) -> None:
-        """These keys, each with its parent's, are there."""
+        """Remember that the tier has these chunks, each with its parent's key."""
         now_s = self._clock()
         with self._lock:
             for key, parent in parents.items():
                 self._seen[key] = _Seen(parent, now_s)
-                self._seen.move_to_end(key)
-            while len(self._seen) > self._max_keys:
-                self._seen.popitem(last=False)
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """They are not."""
+        """Forget them: the tier does not have them."""
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)
 
     def drop_chain(self, key: bytes) -> None:
-        """It is not, nor need be what it follows: all of that is asked for anew, up to what is not known anyway."""
+        """Forget a chunk and those before it in its chain, up to one that is not known anyway."""
         with self._lock:
             while (seen := self._seen.pop(key, None)) is not None:
                 key = seen.parent
@@ -296,28 +282,19 @@ class KnownKeys:
             self._seen.clear()
 
 
-class _Put(NamedTuple):
-    refs: Refs  # the objects live as long as these
-    header: ChunkHeader
-    num_bytes: int
-    since_s: float
-
-
 class PutsUnderWay:
     """Sends chunks to this node's actor, bounded in bytes; nobody waits for the answers.
 
-    `done` hears of each put once, on this object's thread: its header, and the answer; None: there is none.
+    `done` hears of each put once, on a thread of Ray's: its header, and the answer; None: there is none. An actor that
+    hangs holds up as many bytes as may be under way, and no more is put.
     """
 
     def __init__(self, max_bytes: int, wait_s: float, done: Callable[[ChunkHeader, PutAnswer | None], None]) -> None:
         self._max_bytes, self._wait_s, self._done = max_bytes, wait_s, done
         self._changed = threading.Condition()
-        self._puts: dict[Any, _Put] = {}  # by answer
+        self._answers: set[Future[PutAnswer]] = set()
         self._num_bytes = 0
         self._counters: Counter[str] = Counter()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="mneme-puts", daemon=True)
-        self._thread.start()
 
     def stats(self) -> dict[str, int]:
         with self._changed:
@@ -328,34 +305,25 @@ class PutsUnderWay:
         num_bytes = sum(layer.nbytes for layer in chunk.layers)
         if not self._reserve(num_bytes):
             return False
-        answer = None
+        answer: Future[PutAnswer] | None = None
         try:
             refs = put_runs(runs_of(chunk.layers))
-            answer = node.put.remote(chunk.header, refs, lineage)
+            answer = node.put.remote(chunk.header, refs, lineage).future()
         except (MemoryError, RayError):
             return False
         finally:
             if answer is None:
                 self._release(num_bytes, "put_failed")
         with self._changed:
-            self._puts[answer] = _Put(refs, chunk.header, num_bytes, time.monotonic())
-            self._changed.notify_all()
+            self._answers.add(answer)
+        answer.add_done_callback(lambda each: self._finish(each, chunk.header, refs, num_bytes))
         return True
 
     def settle(self, timeout_s: float) -> bool:
         """Whether all that was under way when this was called was answered in time."""
         with self._changed:
-            before = set(self._puts)
-            return self._changed.wait_for(lambda: before.isdisjoint(self._puts), timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """Whether all that is under way was answered in time; the rest is let go."""
-        with self._changed:
-            is_empty = self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join(2 * _POLL_S)
-        return is_empty
+            before = set(self._answers)
+            return self._changed.wait_for(lambda: before.isdisjoint(self._answers), timeout_s)
 
     def _reserve(self, num_bytes: int) -> bool:
         """Room for one more: there always is when nothing is under way."""
@@ -363,11 +331,11 @@ class PutsUnderWay:
             has_room = self._changed.wait_for(
                 lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes, self._wait_s
             )
-            if self._is_closed or not has_room:
+            if has_room:
+                self._num_bytes += num_bytes
+            else:
                 self._counters["put_dropped"] += 1
-                return False
-            self._num_bytes += num_bytes
-            return True
+            return has_room
 
     def _release(self, num_bytes: int, counter: str) -> None:
         with self._changed:
@@ -375,40 +343,11 @@ class PutsUnderWay:
             self._counters[counter] += 1
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._puts or self._is_closed)
-                answers = list(self._puts)
-                if self._is_closed:
-                    return
-            try:
-                self._look_at(answers)
-            except Exception:  # the thread's edge
-                logger.exception("puts under way could not be looked at")
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed, _POLL_S)
-
-    def _look_at(self, answers: list[Any]) -> None:
-        ready, waiting = ray.wait(answers, timeout=_POLL_S)
-        for answer in ready:
-            self._finish(answer, _said(answer))
-        oldest_s = time.monotonic() - _MAX_AGE_S
-        for answer in waiting:
-            if self._puts[answer].since_s < oldest_s:
-                self._finish(answer, None)
-
-    def _finish(self, answer: Any, said: PutAnswer | None) -> None:
-        put = self._puts.pop(answer)
+    def _finish(self, answer: Future[PutAnswer], header: ChunkHeader, refs: Refs, num_bytes: int) -> None:
+        """`refs` kept the objects alive until now."""
+        said = None if answer.exception() else answer.result()
         try:
-            self._done(put.header, said)
+            self._done(header, said)
         finally:
-            self._release(put.num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")
-
-
-def _said(answer: Any) -> PutAnswer | None:
-    try:
-        said: PutAnswer = ray.get(answer, timeout=1.0)  # it is ready
-    except RayError:
-        return None
-    return said
+            self._answers.discard(answer)
+            self._release(num_bytes, "put_lost" if said is None else f"put_{said.outcome.value}")

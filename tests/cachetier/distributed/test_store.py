@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from mneme.cachetier.chunk.file import write_chunk
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader
@@ -290,51 +290,48 @@ def test_a_chain_is_dropped_up_to_what_is_not_known_anyway() -> None:
 
 CHUNK = chunk_of(list(range(8)))
 ANSWER = PutAnswer(HostPut.TAKEN, True, 1)
-WAIT_S = 30.0
-
-
-class FakeRay:
-    """Answers are those that a node gave; `wait` says that all are ready."""
-
-    def __init__(self) -> None:
-        self.wait: Callable[..., Any] = lambda answers, timeout: (answers, [])
-
-    def get(self, answer: object, timeout: float) -> PutAnswer:
-        return ANSWER
 
 
 class Node:
-    """`error` is raised instead of a put."""
-
-    error: Exception | None = None
+    """Puts are answered by who sets the futures in `answers`; `error` is raised instead of a put."""
 
     def __init__(self) -> None:
+        self.answers: list[Future[PutAnswer]] = []
+        self.error: Exception | None = None
         self.put = SimpleNamespace(remote=self._put)
 
     def _put(self, *args: object) -> object:
         if self.error is not None:
             raise self.error
-        return object()
+        self.answers.append(Future())
+        return SimpleNamespace(future=lambda: self.answers[-1])
 
 
 @pytest.fixture
-def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    fake = FakeRay()
-    monkeypatch.setattr(ray_store, "ray", fake)
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChunkHeader, PutAnswer | None]]:
     monkeypatch.setattr(ray_store, "put_runs", lambda runs: ())
-    return fake
-
-
-@pytest.fixture
-def heard() -> list[ChunkHeader]:
     return []
 
 
 @pytest.fixture
-def puts(fake_ray: FakeRay, heard: list[ChunkHeader]) -> Iterator[PutsUnderWay]:
-    puts = PutsUnderWay(1, 0.0, lambda header, answer: heard.append(header))
-    yield puts
-    puts.close(WAIT_S)
+def puts(heard: list[tuple[ChunkHeader, PutAnswer | None]]) -> PutsUnderWay:
+    return PutsUnderWay(1, 0.0, lambda header, answer: heard.append((header, answer)))
+
+
+def test_a_put_is_under_way_until_it_is_answered_or_lost(
+    puts: PutsUnderWay, heard: list[tuple[ChunkHeader, PutAnswer | None]]
+) -> None:
+    node = Node()
+    assert puts.put(node, CHUNK, LINEAGE)
+    assert not puts.put(node, CHUNK, LINEAGE)  # no room
+    assert not puts.settle(0.0)
+    node.answers[0].set_result(ANSWER)
+    assert puts.settle(0.0)
+    assert puts.put(node, CHUNK, LINEAGE)
+    node.answers[1].set_exception(ActorDiedError())
+    assert puts.settle(0.0)
+    assert heard == [(CHUNK.header, ANSWER), (CHUNK.header, None)]
+    assert puts.stats() == {"put_bytes_under_way": 0, "put_dropped": 1, "put_taken": 1, "put_lost": 1}
 
 
 def test_a_put_that_raises_is_not_under_way(puts: PutsUnderWay) -> None:
@@ -345,45 +342,15 @@ def test_a_put_that_raises_is_not_under_way(puts: PutsUnderWay) -> None:
     assert puts.stats() == {"put_bytes_under_way": 0, "put_failed": 1}
     node.error = None
     assert puts.put(node, CHUNK, LINEAGE)  # there is room
-    assert puts.settle(WAIT_S)
 
 
-def test_an_answer_that_cannot_be_taken_in_is_over(
-    puts: PutsUnderWay, heard: list[ChunkHeader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("heard")
+def test_an_answer_that_cannot_be_taken_in_is_over() -> None:
     def fails(header: ChunkHeader, answer: PutAnswer | None) -> None:
-        heard.append(header)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(puts, "_done", fails)
-    assert puts.put(Node(), CHUNK, LINEAGE)
-    assert puts.settle(WAIT_S)
-    assert puts.close(WAIT_S)
-    assert (puts.stats()["put_bytes_under_way"], heard) == (0, [CHUNK.header])
-
-
-def test_answers_that_cannot_be_waited_for_are_looked_at_now_and_then(
-    fake_ray: FakeRay, puts: PutsUnderWay, heard: list[ChunkHeader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    sound, num_failures = fake_ray.wait, threading.Semaphore(3)
-
-    def wait(answers: list[object], timeout: float) -> object:
-        if num_failures.acquire(blocking=False):
-            raise RuntimeError("Ray is gone")
-        return sound(answers, timeout)
-
-    fake_ray.wait = wait
-    monkeypatch.setattr(ray_store, "_POLL_S", 0.001)
-    waits = puts._changed.wait_for
-
-    def wait_for(predicate: Callable[[], object], timeout: float | None = None) -> object:
-        if timeout == 0.001:
-            pauses.append(timeout)
-        return waits(predicate, timeout)
-
-    monkeypatch.setattr(puts._changed, "wait_for", wait_for)
-    assert puts.put(Node(), CHUNK, LINEAGE)
-    assert puts.settle(WAIT_S)
-    assert len(pauses) == 3
-    assert heard == [CHUNK.header]
+    puts, node = PutsUnderWay(1, 0.0, fails), Node()
+    assert puts.put(node, CHUNK, LINEAGE)
+    node.answers[0].set_result(ANSWER)
+    assert puts.settle(0.0)
+    assert puts.stats()["put_bytes_under_way"] == 0
