@@ -21,8 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from mneme.cachetier.chunk.private_file import read_private, write_private
-from mneme.cachetier.policy.cost_model import CostEdge, CostModel
-from mneme.cachetier.policy.linear_cost import Point
+from mneme.cachetier.policy.cost_model import CostEdge, CostModel, Point
 from mneme.errors import ConfigError
 
 logger = logging.getLogger(__name__)

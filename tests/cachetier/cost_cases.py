@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mneme.cachetier.policy.cost_model import Calibration, CostModel
-from mneme.cachetier.policy.linear_cost import Terms
+from mneme.cachetier.policy.cost_model import Calibration, CostModel, Terms
 
 PREFILL: Terms = (5e-3, 1e-4, 1e-8)  # 10,000 tokens per second, 5 ms for each step
 DECODE: Terms = (3e-3, 1e-3, 2e-8)

@@ -13,8 +13,7 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel
-from mneme.cachetier.policy.linear_cost import Terms
+from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import connect

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.policy.calibration import CostFile, measured_edges
-from mneme.cachetier.policy.linear_cost import fit
+from mneme.cachetier.policy.cost_model import fit
 from mneme.cachetier.simulate.costs import load_costs
 from mneme.errors import ConfigError
 from tests.cachetier.cost_cases import make_costs

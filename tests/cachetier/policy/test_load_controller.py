@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.cachetier.policy.cost_model import CostModel
-from mneme.cachetier.policy.linear_cost import Terms
+from mneme.cachetier.policy.cost_model import CostModel, Terms
 from mneme.cachetier.policy.load_controller import TOLERANCE, Loadable, LoadController, LoadPlan, overlapped_s
 from mneme.cachetier.store import EDGES, Edge
 from tests.cachetier.cost_cases import TOKEN_BYTES, PlayedClock, make_costs
