@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array
 from mneme.cachetier.chunk.keys import Lineage, TokenIds, U32Array, encoded
-from mneme.cachetier.chunk.misses import Miss
 
 TierName = Literal["host", "disk"]
 Edge = Literal["host", "disk", "peer_host", "peer_disk"]  # where bytes come from, as rates are measured

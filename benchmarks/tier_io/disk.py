@@ -10,7 +10,7 @@ from tier_io.chunks import Chain
 from tier_io.page_cache import make_cold
 from tier_io.rounds import Arm
 
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.policy.eviction import LruPolicy

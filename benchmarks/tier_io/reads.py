@@ -7,8 +7,7 @@ import time
 import numpy as np
 from tier_io.chunks import Chain
 
-from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.errors import MnemeError
 

@@ -31,6 +31,7 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    Miss,
     Placement,
     StreamedChecksum,
     U8Array,
@@ -41,7 +42,6 @@ from mneme.cachetier.chunk.header import (
     parse_header,
     unexpected,
 )
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations, is_ours
 
 _MAX_BUFFERS = 512  # of one call; systems take 1024

@@ -1,13 +1,27 @@
-"""What a chunk's bytes depend on beside its tokens: the model, how KV is laid out, how keys were rotated."""
+"""What a chunk's bytes depend on beside its tokens: the model, how KV is laid out, how keys were rotated.
+
+A model's weights are told by every byte of every file: headers, sizes and samples would not do, as two fine-tunes of
+one model differ in nothing but values, perhaps in few of them. A full hash reads the files once, 64 MB at a time in
+several threads. It is remembered by what the file system says of each file (device, inode, size, both times in
+nanoseconds), in a small file that only its owner may write; the time of the last status change cannot be set back by a
+program, so a file that was changed in place is hashed anew.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 
-from mneme.errors import ConfigError, shown
+from mneme.cachetier.chunk.private_file import read_private, write_private
+from mneme.errors import CheckpointError, ConfigError, shown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 1024
@@ -15,6 +29,11 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
 MAX_CHUNK_TOKENS = 4096
 
+_BLOCK_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+_DIGEST_BYTES = 32
+_MAX_REMEMBERED = 1024  # files
+_SETTLED_S = 2.0  # since the last change: a later one has another time, however coarse the file system's clock is
 _KV_VERSION = 1  # raised when the same weights and tokens no longer give KV that may be mixed with what is stored
 _BOUNDS = {
     "num_layers": MAX_LAYERS,
@@ -74,3 +93,83 @@ class ModelFingerprint:
         }
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return blake2b(text.encode(), digest_size=32, person=b"mneme model").digest()
+
+
+def weights_digest(paths: Sequence[Path], memory: Path | None = None, num_threads: int = 4) -> str:
+    """Hex digest of the files' contents, in the order of their names; where they lie does not matter.
+
+    `memory`: the file that digests are remembered in; None: every call hashes. Raises `CheckpointError` for a file that
+    cannot be read, or that changes meanwhile.
+    """
+    remembered = _remembered(memory)
+    total = blake2b(digest_size=_DIGEST_BYTES, person=b"mneme weights")
+    found: dict[str, str] = {}
+    for path in sorted(paths, key=lambda path: path.name):
+        try:
+            digest = _file_digest(path, remembered, found, num_threads)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        total.update(path.name.encode() + b"\0" + bytes.fromhex(digest))
+    if memory is not None and found.items() - remembered.items():
+        _remember(memory, remembered | found)
+    return total.hexdigest()
+
+
+def _file_digest(path: Path, remembered: dict[str, str], found: dict[str, str], num_threads: int) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        before = os.fstat(fd)
+        identity = _identity(before)
+        digest = remembered.get(identity) or _hash(fd, before.st_size, num_threads)
+        if _identity(os.fstat(fd)) != identity:
+            raise CheckpointError(f"{path}: changed while it was read")
+    finally:
+        os.close(fd)
+    if time.time() - before.st_ctime > _SETTLED_S:
+        found[identity] = digest
+    return digest
+
+
+def _identity(status: os.stat_result) -> str:
+    parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return "-".join(map(str, parts))
+
+
+def _hash(fd: int, num_bytes: int, num_threads: int) -> str:
+    """Of the blocks' digests, so that blocks can be hashed side by side."""
+    total = blake2b(num_bytes.to_bytes(8, "little"), digest_size=_DIGEST_BYTES, person=b"mneme file")
+    with ThreadPoolExecutor(num_threads) as threads:
+        for digest in threads.map(lambda start: _hash_block(fd, start), range(0, num_bytes, _BLOCK_BYTES)):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def _hash_block(fd: int, start: int) -> bytes:
+    block, buffer = blake2b(digest_size=_DIGEST_BYTES, person=b"mneme block"), bytearray(_READ_BYTES)
+    for offset in range(start, start + _BLOCK_BYTES, _READ_BYTES):
+        num_read = os.preadv(fd, [buffer], offset)  # a short read in mid-file is a change, which the caller sees
+        block.update(memoryview(buffer)[:num_read])
+        if num_read < _READ_BYTES:
+            break
+    return block.digest()
+
+
+def _remembered(memory: Path | None) -> dict[str, str]:
+    """What the file says, if it is ours alone to write and sound; a cache that is neither is empty."""
+    try:
+        found = None if memory is None else read_private(memory)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) and _is_digest(value) for value in found.values()):
+        return {}
+    return found
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 2 * _DIGEST_BYTES and all(c in "0123456789abcdef" for c in text)
+
+
+def _remember(memory: Path, digests: dict[str, str]) -> None:
+    """As good as it can: what is not remembered is hashed again."""
+    with suppress(OSError):
+        write_private(memory, dict(list(digests.items())[-_MAX_REMEMBERED:]))

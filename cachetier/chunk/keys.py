@@ -34,7 +34,7 @@ class LineageKind(IntEnum):
 
     PREFIX = 1  # exact KV of a prefix; anyone of the tenant with that prefix may use it
     DOCUMENT = 2  # tokens behind an attention sink; usable at any position through the fusor
-    SESSION = 3  # approximate KV, after a truncation or a blend; only its session may use it
+    SESSION = 3  # approximate KV, after a truncation or a blend; only its session may use it; nothing saves that yet
 
 
 class KeyedRange(NamedTuple):
@@ -55,12 +55,8 @@ class Lineage:
     owner: bytes  # names the tenant, for quotas and deletion; says nothing of the salt
     _secret: bytes = field(repr=False)
 
-    @property
-    def is_exact(self) -> bool:
-        return self.kind is not LineageKind.SESSION
-
     def key(self, parent: bytes, token_ids: TokenIds) -> bytes:
-        """Of the chunk that holds these tokens behind `parent`."""
+        """Return the key of the chunk that holds these tokens behind `parent`."""
         return self._key(parent, memoryview(encoded(token_ids).tobytes()))
 
     def chain(self, token_ids: TokenIds, chunk_tokens: int) -> list[KeyedRange]:
@@ -104,19 +100,8 @@ def prefix_lineage(fingerprint: ModelFingerprint, salt: str) -> Lineage:
 
 
 def document_lineage(fingerprint: ModelFingerprint, salt: str, sink_ids: TokenIds) -> Lineage:
-    """Of documents that were encoded behind these tokens; positions count from behind them."""
+    """The lineage of documents that were encoded behind these tokens; positions count from behind them."""
     return _lineage(LineageKind.DOCUMENT, fingerprint, salt, encoded(sink_ids).tobytes())
-
-
-def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, nonce: bytes, epoch: int) -> Lineage:
-    """Of one session after one event; `nonce` is drawn for the event, so nobody else makes the same lineage.
-
-    The format's, for KV of truncated sessions: nothing saves that yet.
-    """
-    if len(nonce) < 16:
-        raise ValueError(f"nonce: must be at least 16 bytes (got {len(nonce)})")
-    parts = (session_id.encode("utf-8", "surrogatepass"), nonce, epoch.to_bytes(8, "little"))
-    return _lineage(LineageKind.SESSION, fingerprint, salt, *parts)
 
 
 def tenant_of(salt: str) -> str:

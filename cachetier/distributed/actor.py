@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import ray
 
 from mneme.cachetier.admin import ADMIN_CALLS, AdminCall
-from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayError
 
 from mneme.cachetier.admin import CacheAdmin
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.distributed.actor import Found, PutAnswer
 from mneme.cachetier.distributed.directory import Span, query_of
 from mneme.cachetier.distributed.nodes import NodeCalls

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.index import BLOCK_BYTES, Change

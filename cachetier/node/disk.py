@@ -23,9 +23,8 @@ from dataclasses import replace
 from enum import Enum
 
 from mneme.cachetier.chunk.file import ChunkReader, file_bytes, open_chunk, write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, Wanted, is_beginning
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, Wanted, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.folder import ChunkName, DiskFolder, make_root, name_of, parse_name

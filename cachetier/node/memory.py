@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import ChunkHeader, U8Array, is_beginning
+from mneme.cachetier.chunk.header import ChunkHeader, Miss, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.index import Entry, NodeIndex, Tier, blocks_of, entry_of
 from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.chunk.header import ChunkHeader
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import U32Array
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import Held, HostTier
 from mneme.cachetier.store import ChainQuery, TierName

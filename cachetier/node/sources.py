@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from mneme.cachetier.chunk.file import ChunkReader, open_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum, differs
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum, differs
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.admin import NodeAdmin

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import islice
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.cachetier.node.index import BLOCK_BYTES, blocks_of
 from mneme.cachetier.node.memory import Held, chunk_bytes

@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -38,7 +37,6 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.folder import make_root
 from mneme.cachetier.sessions.record import RecordFields, RecordKind, deleted, fields_of, replayed, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
-from mneme.config import check_range
 from mneme.errors import ConfigError
 
 Clock = Callable[[], float]
@@ -75,22 +73,6 @@ SELECT {_ROW}, record, checksum FROM sessions LEFT JOIN records
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLogConfig:
-    """Of one node."""
-
-    folder: str
-    capacity_bytes: int = 1 << 30  # of the database, without its write-ahead log
-    max_sessions: int = 200_000  # tombstones are as many at most, and have half of the bytes
-    ttl_s: float = 3600.0  # since the last turn; a session's own may be shorter
-    sync: bool = False  # wait for the disk at each record
-
-    def __post_init__(self) -> None:
-        check_range("capacity_bytes", self.capacity_bytes, 0, 2**60)
-        check_range("max_sessions", self.max_sessions, 0, 2**32)
-        check_range("ttl_s", self.ttl_s, 0, 1e9)
-
-
 class _Session(NamedTuple):
     """One row of `sessions`."""
 
@@ -121,25 +103,35 @@ class SessionLogs:
 
     def __init__(
         self,
-        config: SessionLogConfig,
+        folder: str,
         *,
+        capacity_bytes: int = 1 << 30,
+        max_sessions: int = 200_000,
+        ttl_s: float = 3600.0,
+        sync: bool = False,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         connect: Callable[..., sqlite3.Connection] = sqlite3.connect,
     ) -> None:
-        """`clock` must not jump; `wall_clock` may: versions are made of it, and ages at the start."""
-        self._config, self._connect = config, connect
+        """`capacity_bytes` are the database's, without its write-ahead log; of them tombstones have half.
+
+        `max_sessions`: as many tombstones at most beside them. `ttl_s`: since the last turn; a session's own may be
+        shorter. `sync`: wait for the disk at each record. `clock` must not jump; `wall_clock` may: versions are made of
+        it, and ages at the start.
+        """
+        self._folder, self._capacity_bytes, self._max_sessions = folder, capacity_bytes, max_sessions
+        self._ttl_s, self._sync, self._connect = ttl_s, sync, connect
         self._clock, self._wall_clock = clock, wall_clock
         self._started_s = wall_clock() - clock()
         self._last_s = float("-inf")  # no two writes are at one time
         self._swept_s = self._now_s()
-        self._max_pages = config.capacity_bytes // PAGE_BYTES
-        self._max_tombstones = min(config.max_sessions, max(config.capacity_bytes // 2 // _TOMBSTONE_BYTES, 1))
+        self._max_pages = capacity_bytes // PAGE_BYTES
+        self._max_tombstones = min(max_sessions, max(capacity_bytes // 2 // _TOMBSTONE_BYTES, 1))
         self._lock, self._read_lock = threading.Lock(), threading.Lock()  # in this order
         self._counters: Counter[str] = Counter()
         self._counts = [0, 0]  # sessions, tombstones
         self._used_pages = 0
-        self._root = os.path.join(config.folder, _OWN_FOLDER)
+        self._root = os.path.join(folder, _OWN_FOLDER)
         self._folder_lock = self._open_folder()
         try:
             self._open()
@@ -148,7 +140,7 @@ class SessionLogs:
             raise
 
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """See `SessionLogStore`. Raises ValueError for what is no record."""
+        """Raises ValueError for what is no record."""
         heads = [head for head in map(fields_of, records) if head is not None]
         if not heads or len(heads) != len(records):
             raise ValueError("records: must be records of a session's log")
@@ -170,7 +162,6 @@ class SessionLogs:
         return self._outcome(install)
 
     def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
-        """See `SessionLogStore`."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
             found = self._reads.execute(_READ, (key.name, _stored(newer_than))).fetchall()
         session = _Session(*found[0][:-2]) if found else None
@@ -187,7 +178,7 @@ class SessionLogs:
         return records
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
-        """See `SessionLogStore`; what is not known here leaves no tombstone, unless `at_least` names a version."""
+        """What is not known here leaves no tombstone, unless `at_least` names a version."""
         with self._errors("tombstone_failed", lambda: self._db), self._transaction():
             row, session = self._find(key)
             if session is None and not at_least:
@@ -203,7 +194,7 @@ class SessionLogs:
         return was_there
 
     def delete_owned(self, owner: bytes) -> int:
-        """See `SessionLogStore`; looks at every session."""
+        """Looks at every session."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
             found = self._reads.execute("SELECT name FROM sessions WHERE owner = ? AND NOT is_deleted", (owner,))
             keys = [LogKey(name, owner) for (name,) in found]
@@ -225,7 +216,7 @@ class SessionLogs:
             "sessions": self._counts[0],
             "tombstones": self._counts[1],
             "used_bytes": self._used_pages * PAGE_BYTES,
-            "capacity_bytes": self._config.capacity_bytes,
+            "capacity_bytes": self._capacity_bytes,
             "counters": dict(self._counters),
         }
 
@@ -292,7 +283,7 @@ class SessionLogs:
         """For so many pages more, and one session more if it is new, which is counted already."""
         while self._counts[1] > self._max_tombstones and self._evict_one(1, key):
             continue
-        while self._pages() + num_pages > self._max_pages or self._counts[0] > self._config.max_sessions:
+        while self._pages() + num_pages > self._max_pages or self._counts[0] > self._max_sessions:
             if not self._evict_one(0, key):
                 if session.is_deleted:
                     return  # a tombstone takes the place of what is larger
@@ -330,7 +321,7 @@ class SessionLogs:
         now_s = self._now_s()
         if now_s - self._swept_s < _SWEEP_S:
             return
-        ttl_s = self._config.ttl_s
+        ttl_s = self._ttl_s
         expired = self._db.execute(
             "SELECT number, is_deleted FROM sessions WHERE ? - written_s > "
             "CASE WHEN is_deleted THEN ? ELSE min(coalesce(ttl_s, ?), ?) END LIMIT ?",
@@ -348,8 +339,8 @@ class SessionLogs:
         return row, None if row is None or self._is_expired(row) else row
 
     def _is_expired(self, session: _Session) -> bool:
-        ttl_s = self._config.ttl_s if session.ttl_s is None else min(session.ttl_s, self._config.ttl_s)
-        limit_s = self._config.ttl_s + MAX_CLOCK_SKEW_S if session.is_deleted else ttl_s
+        ttl_s = self._ttl_s if session.ttl_s is None else min(session.ttl_s, self._ttl_s)
+        limit_s = self._ttl_s + MAX_CLOCK_SKEW_S if session.is_deleted else ttl_s
         return self._now_s() - session.written_s > limit_s
 
     def _now_s(self) -> float:
@@ -423,11 +414,11 @@ class SessionLogs:
 
     def _open_folder(self) -> HeldLock:
         """Makes it if there is none, for this user alone, and keeps every other process out."""
-        files, path = FileOperations(), self._config.folder
+        files, path = FileOperations(), self._folder
         try:
             files.make_folder(self._root)
             lock = HeldLock(files, os.path.join(self._root, _LOCK))
-            if self._config.sync:
+            if self._sync:
                 files.sync_folder(path)
         except BlockingIOError:
             raise ConfigError(f"session logs: {path} is in use by another cluster") from None
@@ -448,7 +439,7 @@ class SessionLogs:
                 self._set_aside()
                 self._connect_both()
         except (sqlite3.Error, OSError) as error:
-            raise _unusable(self._config.folder, str(error)) from error
+            raise _unusable(self._folder, str(error)) from error
 
     def _connect_both(self) -> None:
         path = os.path.join(self._root, _DATABASE)
@@ -458,7 +449,7 @@ class SessionLogs:
             self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if self._config.sync else 'NORMAL'}")
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if found != "ok" or version not in (0, _FORMAT):
@@ -492,12 +483,7 @@ def open_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
         return None
     make_root(config.disk.folder)
     return SessionLogs(
-        SessionLogConfig(
-            folder=config.disk.folder,
-            capacity_bytes=config.session_log_bytes,
-            ttl_s=ttl_s,
-            sync=config.session_log_sync,
-        )
+        config.disk.folder, capacity_bytes=config.session_log_bytes, ttl_s=ttl_s, sync=config.session_log_sync
     )
 
 

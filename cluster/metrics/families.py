@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.policy.cost_model import COST_EDGES
 from mneme.cachetier.sessions.store import Appended

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.pages.streams import Event
 from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch

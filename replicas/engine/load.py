@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.weights_digest import weights_digest
+from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint, weights_digest
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.calibration import CostFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 
-from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import SessionState, replayed, whole
 from mneme.cachetier.sessions.store import Appended
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
@@ -16,7 +16,7 @@ MAX_TURNS = 40
 
 
 def open_logs(folder: str) -> SessionLogs:
-    return SessionLogs(SessionLogConfig(folder=folder))
+    return SessionLogs(folder)
 
 
 def read(logs: SessionLogs, number: int) -> SessionState:

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed.nodes import PeerActors
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
-from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import SessionLogs
 
 
 class Handle:
@@ -43,7 +43,7 @@ class LogNode:
     def __init__(self, cluster: LogCluster, name: str, folder: Path) -> None:
         self.cluster, self.name, self.folder = cluster, name, folder
         self.hangs = False
-        self.open_logs: Callable[[], SessionLogs | None] = lambda: SessionLogs(SessionLogConfig(folder=str(folder)))
+        self.open_logs: Callable[[], SessionLogs | None] = lambda: SessionLogs(str(folder))
         self.logs: NodeSessionLogs
 
     async def start(self) -> None:

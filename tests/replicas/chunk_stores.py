@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array, checksum
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge

@@ -20,14 +20,14 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    Miss,
     Placement,
     Wanted,
     checksum,
     encode_header,
     make_chunk,
 )
-from mneme.cachetier.chunk.keys import LineageKind, document_lineage, session_lineage
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.chunk.syscalls import FileOperations
 from tests.cachetier.chunks import (
     FINGERPRINT,
@@ -81,11 +81,7 @@ def test_what_was_written_comes_back(
     data: st.DataObject,
 ) -> None:
     fingerprint = make_fingerprint(**layout)
-    lineage = {
-        LineageKind.PREFIX: LINEAGE,
-        LineageKind.DOCUMENT: document_lineage(fingerprint, "a", [1]),
-        LineageKind.SESSION: session_lineage(fingerprint, "a", "s", bytes(16), 1),
-    }[kind]
+    lineage = replace(LINEAGE, kind=kind)
     token_ids = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_tokens, max_size=num_tokens))
     positions = np.random.default_rng(seed).integers(-(2**31), 2**31, num_tokens).astype(np.int32)
     layers = layers_of(fingerprint, num_tokens, seed)

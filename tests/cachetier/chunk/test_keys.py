@@ -14,36 +14,27 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.keys import (
-    Lineage,
-    LineageKind,
     document_lineage,
     encoded,
     owner_of,
     prefix_lineage,
-    session_lineage,
 )
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import FINGERPRINT, LINEAGE
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
-NONCE = bytes(16)
 
 _SCRIPT = """
 from tests.cachetier.chunks import FINGERPRINT
-from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage, session_lineage
-for lineage in (prefix_lineage(FINGERPRINT, "s"), document_lineage(FINGERPRINT, "s", [1]),
-                session_lineage(FINGERPRINT, "s", "id", bytes(16), 3)):
+from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage
+for lineage in (prefix_lineage(FINGERPRINT, "s"), document_lineage(FINGERPRINT, "s", [1])):
     print(lineage.chain([5, 6, 7], 2)[-1].key.hex())
 """
 
 
 def test_keys_are_the_same_in_every_process() -> None:
     """The values are part of the format: files of an earlier version are found by them."""
-    expected = [
-        "3a6ba92f67a1bfe86a29fe9a89fe8d33",
-        "16cba5475fc1414a620365eab2f4ab3f",
-        "0cad6c8e14c3eba61a717b6f20d9079e",
-    ]
+    expected = ["3a6ba92f67a1bfe86a29fe9a89fe8d33", "16cba5475fc1414a620365eab2f4ab3f"]
     for seed in ("0", "1", "random"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
@@ -76,10 +67,6 @@ def test_keys_depend_on_everything_that_kv_depends_on() -> None:
             prefix_lineage(fingerprint, salt),
             document_lineage(fingerprint, salt, [1]),
             document_lineage(fingerprint, salt, [1, 2]),
-            session_lineage(fingerprint, salt, "s", NONCE, 0),
-            session_lineage(fingerprint, salt, "t", NONCE, 0),
-            session_lineage(fingerprint, salt, "s", bytes([1] * 16), 0),
-            session_lineage(fingerprint, salt, "s", NONCE, 1),
         )
     ]
     keys = {key for lineage in lineages for key in (lineage.root, lineage.chain([4, 5], 8)[0].key)}
@@ -89,8 +76,8 @@ def test_keys_depend_on_everything_that_kv_depends_on() -> None:
 
 
 def test_fields_cannot_run_into_each_other() -> None:
-    one, other = (session_lineage(FINGERPRINT, salt, name, NONCE, 0) for salt, name in (("ab", "c"), ("a", "bc")))
-    assert one.root != other.root
+    sink_id = int.from_bytes(b"salt", "little")
+    assert document_lineage(FINGERPRINT, "salt", []).root != document_lineage(FINGERPRINT, "", [sink_id]).root
 
 
 @given(TOKENS, TOKENS)
@@ -114,20 +101,12 @@ def test_byte_order_and_width_do_not_matter(dtype: str) -> None:
     assert LINEAGE.key(LINEAGE.root, np.array([1, 700, 3], dtype)) == LINEAGE.key(LINEAGE.root, [1, 700, 3])
 
 
-def test_session_keys_are_nobody_elses() -> None:
-    session = session_lineage(FINGERPRINT, "a", "s", NONCE, 0)
-    assert not session.is_exact
-    others = [prefix_lineage(FINGERPRINT, "a"), document_lineage(FINGERPRINT, "a", [])]
-    keys = {item.key for item in session.chain([1, 2, 3, 4], 2)}
-    assert all(other.is_exact and keys.isdisjoint(i.key for i in other.chain([1, 2, 3, 4], 2)) for other in others)
-
-
 def test_a_lineage_shows_its_owner_and_neither_salt_nor_secret() -> None:
     lineage = prefix_lineage(FINGERPRINT, "tenant-7")
     assert lineage.owner == owner_of("tenant-7") != owner_of("tenant-8")
     assert "secret" not in repr(lineage)
     assert "tenant-7" not in repr(lineage)
-    assert lineage == Lineage(LineageKind.PREFIX, lineage.root, lineage.owner, lineage._secret)
+    assert lineage == prefix_lineage(FINGERPRINT, "tenant-7")
 
 
 def test_a_fingerprint_forgets_the_last_bits_of_a_frequency() -> None:
@@ -141,9 +120,7 @@ def test_what_is_no_token_id_is_refused(token_ids: object) -> None:
         encoded(token_ids)  # type: ignore[arg-type]
 
 
-def test_bad_lineages_are_refused() -> None:
-    with pytest.raises(ValueError, match="nonce"):
-        session_lineage(FINGERPRINT, "", "s", b"short", 0)
+def test_a_parent_that_is_no_key_is_refused() -> None:
     with pytest.raises(ValueError, match="parent"):
         LINEAGE.key(b"short", [1])
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mneme.cachetier.chunk.header import U8Array
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.distributed import objects as ray_sources
 from mneme.cachetier.distributed.objects import ObjectLayers, Refs
 from tests.cachetier.chunks import CHUNK_TOKENS, chain_of

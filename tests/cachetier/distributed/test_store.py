@@ -13,9 +13,8 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from mneme.cachetier.chunk.file import write_chunk
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import store as ray_store

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Chunk, Miss
 from mneme.cachetier.node.disk import DiskTier, Put
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import (

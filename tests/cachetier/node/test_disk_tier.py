@@ -16,9 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.file import file_bytes
-from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.header import Chunk, Miss
 from mneme.cachetier.chunk.keys import prefix_lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.chunk.syscalls import FileOperations, PatientFiles
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node.disk import DiskTier, Put

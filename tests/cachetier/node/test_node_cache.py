@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Chunk
+from mneme.cachetier.chunk.header import Chunk, Miss
 from mneme.cachetier.chunk.keys import encoded, prefix_lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.index import Change, descendants
 from mneme.cachetier.node.search import num_common

@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogs
 from mneme.cachetier.sessions.record import SessionState, deleted, ended, replayed, whole
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
@@ -80,8 +80,7 @@ class Disk:
 def make_logs(folder: Path, clocks: Clocks | None = None, disk: Disk | None = None, **options: Any) -> SessionLogs:
     clocks = clocks or Clocks()
     connect = sqlite3.connect if disk is None else disk.connect
-    config = SessionLogConfig(folder=str(folder), **options)
-    return SessionLogs(config, clock=clocks.now, wall_clock=clocks.wall, connect=connect)
+    return SessionLogs(str(folder), clock=clocks.now, wall_clock=clocks.wall, connect=connect, **options)
 
 
 def state_in(logs: SessionLogs, key: LogKey = KEY) -> SessionState | None:

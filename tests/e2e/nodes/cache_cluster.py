@@ -23,9 +23,8 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import prefix_lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import (
     of_this_node,

@@ -14,9 +14,8 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader, U8Array
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
 from mneme.cachetier.distributed.objects import Refs, put_runs, runs_of

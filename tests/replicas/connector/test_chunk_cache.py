@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import ChunkHeader
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop

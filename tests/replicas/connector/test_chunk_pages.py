@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.pages.streams import CudaStreams
 from mneme.replicas.connector import connector
 from mneme.replicas.connector import load as chunk_load

@@ -10,9 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from mneme.cachetier.chunk.header import Chunk, ChunkHeader
+from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.chunk.misses import Miss
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.save import ChunkSaver

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.header import ChunkHeader
-from mneme.cachetier.chunk.misses import Miss
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.cachetier.sessions.record import SessionState
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, fork_session, get_session
@@ -26,8 +26,8 @@ LIMIT_S = 20.0
 class GatedLogs(SessionLogs):
     """Stands still while its gate is closed, as a disk that hangs."""
 
-    def __init__(self, config: SessionLogConfig) -> None:
-        super().__init__(config)
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
         self.gate = threading.Event()
         self.gate.set()
 
@@ -74,15 +74,11 @@ def replica(logs: SessionLogs, *, read_s: float = LIMIT_S) -> Iterator[tuple[Eng
         loop.stop()
 
 
-def config(folder: Path) -> SessionLogConfig:
-    return SessionLogConfig(folder=str(folder))
-
-
 def test_turns_go_on_on_the_next_replica(tmp_path: Path) -> None:
-    with replica(SessionLogs(config(tmp_path))) as (_, client):
+    with replica(SessionLogs(str(tmp_path))) as (_, client):
         assert client.submit("a", [1, 2, 3], session_id=KEY[1]) is None
         said = [1, 2, 3, *client.until_end("a")]
-    with replica(SessionLogs(config(tmp_path))) as (loop, client):
+    with replica(SessionLogs(str(tmp_path))) as (loop, client):
         assert loop.query(get_session(KEY)) is None
         assert loop.query(get_session(KEY, restores=True))["tokens"] == len(said)
         assert loop.query(fork_session(KEY, "public:f"))["tokens"] == len(said)
@@ -90,19 +86,19 @@ def test_turns_go_on_on_the_next_replica(tmp_path: Path) -> None:
         assert client.until_end("b") == continuation([*said, 4], 4, 5)
         stats = loop.stats()["session_logs"]
         assert stats["read"]["restored"] == 1
-    with replica(SessionLogs(config(tmp_path))) as (loop, client):
+    with replica(SessionLogs(str(tmp_path))) as (loop, client):
         assert client.submit("c", [3], session_id="public:f", append=True) is None
         assert client.until_end("c") == continuation([*said, 3], 4, 5)
         assert loop.query(delete_session(KEY)) is True
         assert loop.query(delete_session(KEY)) is False
         assert isinstance(client.submit("d", [3], session_id=KEY[1], append=True), SessionNotFound)
-    with replica(SessionLogs(config(tmp_path))) as (loop, client):
+    with replica(SessionLogs(str(tmp_path))) as (loop, client):
         assert loop.query(get_session(KEY, restores=True)) is None
         assert isinstance(client.submit("e", [3], session_id=KEY[1], append=True), SessionNotFound)
 
 
 def test_the_end_of_a_turn_is_told_when_it_is_written(tmp_path: Path) -> None:
-    logs = SessionLogs(config(tmp_path))
+    logs = SessionLogs(str(tmp_path))
     with replica(logs) as (_, client):
         for number in range(20):
             client.submit(f"{number}", [1, 2, 3], session_id=f"public:{number}")
@@ -113,7 +109,7 @@ def test_the_end_of_a_turn_is_told_when_it_is_written(tmp_path: Path) -> None:
 
 def test_a_disk_that_hangs_holds_nobody_up_for_long(tmp_path: Path) -> None:
     """Events come late, tokens in time; unknown sessions are not taken for sessions that do not exist."""
-    logs = GatedLogs(config(tmp_path))
+    logs = GatedLogs(str(tmp_path))
     with replica(logs, read_s=0.02) as (loop, client):
         assert client.submit("a", [1, 2, 3], session_id=KEY[1]) is None
         said = [1, 2, 3, *client.until_end("a")]
@@ -125,13 +121,13 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(tmp_path: Path) -> None:
         assert client.submit("d", [1], session_id="public:v") is None
         assert client.until_end("d") == continuation([1], 4, 5)
         logs.gate.set()
-    with replica(SessionLogs(config(tmp_path))) as (_, client):
+    with replica(SessionLogs(str(tmp_path))) as (_, client):
         assert client.submit("e", [3], session_id=KEY[1], append=True) is None
         assert client.until_end("e") == continuation([*said, 3], 4, 5)
 
 
 def test_events_of_requests_without_a_session_are_not_held_back(tmp_path: Path) -> None:
-    logs = GatedLogs(config(tmp_path))
+    logs = GatedLogs(str(tmp_path))
     logs.gate.clear()
     with replica(logs, read_s=0.01) as (loop, client):
         assert client.submit("a", [1, 2], session_id=KEY[1]) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import SessionLogs
 from mneme.replicas.engine.commands import get_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.sessions.journal import DurableSessions
@@ -26,7 +26,7 @@ class DurableMachine(SessionMachine):
         self.engine = self.open()
 
     def open(self) -> Engine:
-        logs = SessionLogs(SessionLogConfig(folder=self.folder.name))
+        logs = SessionLogs(self.folder.name)
         options = {"tokenizer": LetterTokenizer(), "max_batch_tokens": 16, "max_running": 4, "max_sessions": 100}
         return make_engine(num_pages=24, page_size=4, durable=DurableSessions(logs, b"m", 5, read_s=10), **options)
 

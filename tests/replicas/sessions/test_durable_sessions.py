@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.chunk.keys import owner_of
-from mneme.cachetier.sessions.log import SessionLogConfig, SessionLogs
+from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, drop_tenant_pages, fork_session, get_session, leave_session
@@ -66,7 +66,7 @@ class Cluster:
         self.logs.close()
 
     def _open(self) -> SessionLogs:
-        return SessionLogs(SessionLogConfig(folder=str(self.folder)), wall_clock=self.wall)
+        return SessionLogs(str(self.folder), wall_clock=self.wall)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk import weights_digest as module
-from mneme.cachetier.chunk.weights_digest import weights_digest
+from mneme.cachetier.chunk import fingerprint as module
+from mneme.cachetier.chunk.fingerprint import weights_digest
 from mneme.errors import CheckpointError
 
 
