@@ -14,13 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from mneme.router.prefix_index import PrefixIndex
-from mneme.router.score import (
-    Candidate,
-    RoutedRequest,
-    RouterConfig,
-    cheapest,
-    rendezvous_order,
-)
+from mneme.router.score import Candidate, RouterConfig, cheapest, rendezvous_order
 from mneme.router.token_hashes import block_hashes
 
 _Session = tuple[str, str]  # (salt, session id)
@@ -112,19 +106,25 @@ class ReplicaChooser:
         if not replica_ids:
             return None
         shared = f"s{session[1]}" if session else f"a{affinity}" if affinity else None
-        key = shared or f"r{next(self._unique)}"
-        candidates = self._candidates(replica_ids, hashes, key)
+        order = rendezvous_order(shared or f"r{next(self._unique)}", replica_ids)
+        matched = self._index.matched_blocks(hashes)
+        candidates = [
+            Candidate(
+                replica_id=r,
+                running=self._loads[r].running,
+                queued_tokens=self._loads[r].queued_tokens,
+                uncached_tokens=max(len(token_ids) - matched.get(r, 0) * self.config.block_tokens, 0),
+                is_away=shared is not None and r != order[0],
+            )
+            for r in order
+        ]
         answering = self._answering(session)
-        chosen = next((c for c in candidates if c.replica_id == answering), None)
-        if chosen is None:
-            request = RoutedRequest(prompt_tokens=len(token_ids), affinity_key=key, has_home=shared is not None)
-            chosen = cheapest(candidates, request, self.config)
-        load = self._loads[chosen.replica_id]
-        uncached = max(len(token_ids) - chosen.matched_tokens, 0)
+        chosen = next((c for c in candidates if c.replica_id == answering), None) or cheapest(candidates, self.config)
+        load, uncached = self._loads[chosen.replica_id], chosen.uncached_tokens
         load.running += num_choices
         load.queued_tokens += uncached
         self._index.record(hashes, chosen.replica_id)
-        reservation = Reservation(chosen.replica_id, chosen.matched_tokens, load, num_choices, uncached)
+        reservation = Reservation(chosen.replica_id, len(token_ids) - uncached, load, num_choices, uncached)
         if session is not None:
             self._note_turn(session, reservation)
         return reservation
@@ -149,20 +149,6 @@ class ReplicaChooser:
 
         reservation._on_release = forget
         self._turns.setdefault(session, []).append(reservation)
-
-    def _candidates(self, replica_ids: Sequence[str], hashes: Sequence[int], key: str) -> list[Candidate]:
-        matched = self._index.matched_blocks(hashes)
-        home = rendezvous_order(key, replica_ids)[0]
-        return [
-            Candidate(
-                replica_id=r,
-                running=self._loads[r].running,
-                queued_tokens=self._loads[r].queued_tokens,
-                matched_tokens=matched.get(r, 0) * self.config.block_tokens,
-                is_home=r == home,
-            )
-            for r in replica_ids
-        ]
 
     def _hashes(self, token_ids: Sequence[int], salt: str) -> list[int]:
         return block_hashes(token_ids, salt=salt, block_tokens=self.config.block_tokens)

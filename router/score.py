@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mneme.config import check_range
-from mneme.router.token_hashes import BLOCK_TOKENS, keyed_hash
+from mneme.router.token_hashes import BLOCK_TOKENS, text_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,28 +39,19 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRequest:
-    """Carries what a request's price depends on."""
-
-    prompt_tokens: int
-    affinity_key: str  # the session's or the caller's hint, or something unique where there is neither
-    has_home: bool  # whether there is one of these
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Carries what the router knows of a replica at this moment."""
+    """Carries what the router knows of a replica at this moment, and of a request there."""
 
     replica_id: str
     running: int = 0  # requests sent there that have not finished
     queued_tokens: int = 0  # prompt tokens sent there whose first output has not come back
-    matched_tokens: int = 0  # leading prompt tokens of this request that it holds or was sent
-    is_home: bool = False  # the affinity key's first choice by rendezvous hashing
+    uncached_tokens: int = 0  # prompt tokens of this request that it neither holds nor was sent
+    is_away: bool = False  # the request's session or hint has its home elsewhere
 
 
 def rendezvous_order(key: str, replica_ids: Sequence[str]) -> list[str]:
     """Replicas by preference for `key`: adding or removing one moves no key between the others."""
-    return sorted(replica_ids, key=lambda replica: (keyed_hash(f"{key}\0{replica}"), replica), reverse=True)
+    return sorted(replica_ids, key=lambda replica: (text_hash(f"{key}\0{replica}"), replica), reverse=True)
 
 
 def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> int:
@@ -74,14 +65,13 @@ def eligible(candidates: Sequence[Candidate], config: RouterConfig) -> list[Cand
     return [c for c in candidates if c.running + 1 <= bound]
 
 
-def price(candidate: Candidate, request: RoutedRequest, config: RouterConfig) -> float:
+def price(candidate: Candidate, config: RouterConfig) -> float:
     """Tokens to compute, tokens queued before them, the running batch, leaving home."""
-    uncached = max(request.prompt_tokens - candidate.matched_tokens, 0)
-    leaving = 0 if candidate.is_home or not request.has_home else config.move_tokens
-    return uncached + candidate.queued_tokens + candidate.running * config.running_tokens + leaving
+    leaving = config.move_tokens if candidate.is_away else 0
+    running = candidate.running * config.running_tokens
+    return candidate.uncached_tokens + candidate.queued_tokens + running + leaving
 
 
-def cheapest(candidates: Sequence[Candidate], request: RoutedRequest, config: RouterConfig) -> Candidate:
-    """The eligible candidate with the lowest price; ties fall by rendezvous order."""
-    order = rendezvous_order(request.affinity_key, [c.replica_id for c in candidates])
-    return min(eligible(candidates, config), key=lambda c: (price(c, request, config), order.index(c.replica_id)))
+def cheapest(candidates: Sequence[Candidate], config: RouterConfig) -> Candidate:
+    """The eligible candidate with the lowest price; of equal ones the first: they come in rendezvous order."""
+    return min(eligible(candidates, config), key=lambda candidate: price(candidate, config))

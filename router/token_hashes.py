@@ -29,9 +29,9 @@ def block_hashes(token_ids: Sequence[int], *, salt: str = "", block_tokens: int 
     return hashes
 
 
-def keyed_hash(text: str, *, key: str = "") -> int:
+def text_hash(text: str) -> int:
     """A 64-bit hash of a text, equal on every machine."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES, key=_key(key))
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES)
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from mneme import __version__
 from mneme.errors import MnemeError
+from mneme.replicas.config import EngineConfig
 
 _EXAMPLES = """\
 examples:
@@ -34,12 +36,7 @@ _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our ke
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failed check, 2 for what the user must change."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        words = (parser.prog, args.command, getattr(args, "what", None))
-        command = " ".join(word for word in words if word is not None)
-        print(f"{command}: unknown: {' '.join(unknown)}; `{command} --help` lists what there is", file=sys.stderr)
-        return 2
+    args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
@@ -53,6 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and of an unknown option which of its own is most like it."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            close = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unknown: {' '.join(unknown)}{''.join(f' (did you mean {each}?)' for each in close)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     import shtab
 
@@ -62,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     from mneme.cluster.cli.simulate import add_simulate_arguments
     from mneme.cluster.cli.simulate import simulate as run_simulation
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mneme",
         description="An LLM serving cluster that never computes the same attention twice.",
         epilog=_EXAMPLES,
@@ -113,7 +124,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     same = parser.add_argument_group("options as vLLM's, each in place of a key of --set")
     for option, key, kind, metavar, text in _VLLM_OPTIONS:
-        same.add_argument(option, dest=key, type=kind, metavar=metavar, help=f"{text} ({key})")
+        choices = get_args(get_type_hints(EngineConfig)["dtype"]) if option == "--dtype" else None
+        same.add_argument(option, dest=key, type=kind, choices=choices, metavar=metavar, help=f"{text} ({key})")
 
 
 def _serve(args: argparse.Namespace) -> int:

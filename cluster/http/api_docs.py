@@ -86,6 +86,13 @@ class Metrics(TypedDict):
     tokens_per_second: NotRequired[float]
 
 
+class _Answer(TypedDict):
+    id: str
+    created: int
+    model: str
+    metrics: NotRequired[Metrics]
+
+
 class Logprob(TypedDict):
     token: str
     logprob: float
@@ -114,14 +121,10 @@ class ChatChoice(TypedDict):
     finish_reason: str
 
 
-class ChatCompletion(TypedDict):
-    id: str
+class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: NotRequired[Metrics]
 
 
 class ChatDelta(TypedDict):
@@ -136,16 +139,12 @@ class ChatChunkChoice(TypedDict):
     finish_reason: str | None
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(_Answer):
     """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
-    metrics: NotRequired[Metrics]
 
 
 class CompletionLogprobs(TypedDict):
@@ -162,26 +161,18 @@ class CompletionChoice(TypedDict):
     finish_reason: str | None
 
 
-class Completion(TypedDict):
-    id: str
+class Completion(_Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
-    metrics: NotRequired[Metrics]
 
 
-class CompletionChunk(TypedDict):
+class CompletionChunk(_Answer):
     """An event of a stream. After the last comes `[DONE]`; a stream that fails ends with an `Error` instead."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
-    metrics: NotRequired[Metrics]
 
 
 class Tokens(TypedDict):

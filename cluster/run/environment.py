@@ -28,6 +28,32 @@ _PORTS_PER_CLUSTER = 64
 _SMALLEST_BUFFER = 16_384  # bytes; HAProxy's own default
 _HEADER_TIMEOUT_S = 10
 _IDLE_TIMEOUT_S = 10  # between two requests; uvicorn's own is 5
+# Ray's periodic work, which an idle cluster pays for; nothing here reads its metrics or task events.
+_QUIET = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_event_stats_print_interval_ms": "0",
+    "RAY_debug_dump_period_milliseconds": "0",
+    "RAY_metrics_report_interval_ms": "60000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "1000",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
+}
+_SERVE = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failed checks start a dead HAProxy again
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a Python process would parse a line per request
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut streams off
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one loop per process: a hop less per message
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # what cannot be loaded is reported at once
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
 
 
 def make_directory(config: ClusterConfig) -> Path:
@@ -56,6 +82,8 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
     """Say what to set; `RAY_ADDRESS` must be removed beside it, or Ray would join another instance."""
     fallback_port, fallback_grpc_port = _free_ports(2)
     first_port = _free_port_block()
+    # Longer than the ingress waits for a client that neither sends nor reads, as its answer says why.
+    client_s = max(config.http.body_idle_timeout_s, config.http.client_stall_timeout_s)
     return {
         MARKER_VARIABLE: marker,
         "TMPDIR": str(directory),  # of everything that libraries write on the side
@@ -65,16 +93,17 @@ def cluster_environment(config: ClusterConfig, marker: str, directory: Path) -> 
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_worker_niceness": "0",  # Ray's 15 would let anything else on the machine go first
-        **_quiet_knobs(),
-        **_serve_knobs(),
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_buffer_bytes(config)),
+        **_QUIET,
+        **_SERVE,
+        # Room for more headers than the ingress takes, or HAProxy would refuse them first, in HTML.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(max(_SMALLEST_BUFFER, 2 * config.http.max_header_bytes)),
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _haproxy_defaults(),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "a.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "m.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_client_timeout_s(config)),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(math.ceil(client_s) + 5),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "MNEME_HAPROXY": get_haproxy_binary(),
         "MNEME_CONNECTIONS_PER_ADDRESS": str(config.http.max_connections_per_address),
@@ -91,38 +120,6 @@ def apply(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _quiet_knobs() -> dict[str, str]:
-    """Ray's periodic work, which an idle cluster pays for; nothing here reads its metrics or task events."""
-    return {
-        "RAY_enable_metrics_collection": "0",
-        "RAY_task_events_report_interval_ms": "0",
-        "RAY_event_stats": "0",
-        "RAY_event_stats_print_interval_ms": "0",
-        "RAY_debug_dump_period_milliseconds": "0",
-        "RAY_metrics_report_interval_ms": "60000",
-        "RAY_raylet_report_resources_period_milliseconds": "1000",
-        "RAY_raylet_check_gc_period_milliseconds": "1000",
-        "RAY_memory_monitor_refresh_ms": "1000",
-        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.4",
-    }
-
-
-def _serve_knobs() -> dict[str, str]:
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three failed checks start a dead HAProxy again
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a Python process would parse a line per request
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut streams off
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one loop per process: a hop less per message
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # what cannot be loaded is reported at once
-        "RAY_SERVE_LOG_TO_STDERR": "0",
-    }
-
-
 def _haproxy_defaults() -> str:
     """The last line of the `defaults` section in Serve's template, and what must follow it; no knob has these.
 
@@ -132,16 +129,6 @@ def _haproxy_defaults() -> str:
     """
     timeouts = (f"timeout http-request {_HEADER_TIMEOUT_S}s", f"timeout http-keep-alive {_IDLE_TIMEOUT_S}s")
     return "\n    ".join(("leastconn", "no option splice-request", *timeouts))
-
-
-def _client_timeout_s(config: ClusterConfig) -> int:
-    """Longer than the ingress waits for a client that neither sends nor reads, as its answer says why."""
-    return math.ceil(max(config.http.body_idle_timeout_s, config.http.client_stall_timeout_s)) + 5
-
-
-def _buffer_bytes(config: ClusterConfig) -> int:
-    """Room for more headers than the ingress takes, or HAProxy would refuse them first, in HTML."""
-    return max(_SMALLEST_BUFFER, 2 * config.http.max_header_bytes)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -9,27 +9,30 @@ janitor ends the rest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
 import re
 import secrets
+import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mneme.cachetier.node.folder import check_usable
 from mneme.cluster.config import SETTLE_S, ClusterConfig
-from mneme.cluster.run import environment, preflight
+from mneme.cluster.run import environment
 from mneme.cluster.run.janitor import Janitor
-from mneme.cluster.run.signals import StopSignals
 from mneme.cluster.serve.gpus import EnginePlacement, count_gpus, place_engines
-from mneme.errors import MnemeError
+from mneme.errors import CheckpointError, MnemeError
+from mneme.replicas.model.config import load_model_config, model_directory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ GRACE_S = 8.5
 _INGRESS_S = 0.5  # for the call that ends answers
 _READY_POLL_S = 0.1
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RAISED = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Unavailable|Interrupt)): (.+)$")
 
 BuildApplication = Callable[[EnginePlacement], object]
@@ -50,6 +54,55 @@ class StartFailed(MnemeError):
     """The cluster did not come up; the message is one line."""
 
 
+def check_files(config: ClusterConfig) -> None:
+    """Check the model's files and the cache's folder before anything is started; tensors are for replicas to check.
+
+    Raises `ConfigError` or `CheckpointError`.
+    """
+    directory = model_directory(config.model)
+    load_model_config(directory)
+    _check_tokenizer_files(directory)
+    _check_weight_files(directory)
+    disk = config.cache.disk if config.cache.enabled else None
+    if disk is not None and "%n" not in disk.folder:  # else a replica finds it, which knows its node's name
+        check_usable(disk.folder)
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    """The tokenizer is there and is one; `tokenizer_config.json` may be missing, but not be broken."""
+    import tokenizers
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{directory}: has no tokenizer.json (slow tokenizers are not supported)")
+    try:
+        tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises nothing narrower
+        raise CheckpointError(f"{file}: is not a tokenizer: {_first_line(error)}") from error
+    config = directory / "tokenizer_config.json"
+    try:
+        is_mapping = not config.exists() or isinstance(json.loads(config.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config}: cannot be read as JSON: {_first_line(error)}") from error
+    if not is_mapping:
+        raise CheckpointError(f"{config}: must be a JSON object")
+
+
+def _check_weight_files(directory: Path) -> None:
+    """Each file's header: offsets inside the file, no overlap, shapes that fit their bytes."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory}: has no *.safetensors file")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: {_first_line(error)}") from error
+
+
 @dataclass(slots=True)
 class LocalCluster:
     """One cluster on this machine, from `start` to `stop`."""
@@ -58,7 +111,6 @@ class LocalCluster:
     _janitor: Janitor | None = None
     _is_up: bool = False
     _stop_requested: threading.Event = field(default_factory=threading.Event)
-    _signals: StopSignals | None = None
     _ingress: Any = None  # a handle
     _end_progress: Callable[[], object] = lambda: None
 
@@ -77,18 +129,19 @@ class LocalCluster:
         Raises `StartFailed`, `ConfigError` or `CheckpointError`.
         """
         self._end_progress = end_progress
-        preflight.check(self.config)
+        check_files(self.config)
+        environment.check_port(self.config)
         placement = place_engines(self.config, count_gpus())
         directory = environment.make_directory(self.config)
         marker = secrets.token_hex(16)
         self._janitor = Janitor(marker, directory)
-        self._signals = StopSignals(self._signalled)
+        self._watch_signals()
         environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
         self._start_ray(directory, placement)
-        self._signals.install()
+        _take_signals()  # again: `ray.init` sets its own handlers
         on_progress("starting replicas", 0.0)
-        with _ProgressReader(on_progress):
+        with _reading_progress(on_progress):
             self._run(lambda: application(placement))
             self._await_ready(placement.replicas)
         self._is_up = True
@@ -170,11 +223,26 @@ class LocalCluster:
                 raise StartFailed(f"start_timeout_s: not ready after {self.config.start_timeout_s:g} s")
             time.sleep(_READY_POLL_S)
 
-    def _signalled(self, count: int) -> None:
-        """On the signals' thread: the first one asks, a second one does not, nor does one while starting."""
-        if count > 1 or not self._is_up:
-            self._stop_now()
-        self._stop_requested.set()
+    def _watch_signals(self) -> None:
+        """Let a thread answer SIGINT and SIGTERM: the first one asks, a second one does not, nor one while starting.
+
+        Python runs signal handlers on the main thread between two bytecodes, which is too late when that thread sits
+        in Ray's C++. The interpreter's wake-up descriptor is written at once, so who reads it is always in time.
+        """
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        _take_signals()
+
+        def watch() -> None:
+            while True:
+                for number in os.read(read_end, 64):
+                    if number in _SIGNALS:
+                        if self._stop_requested.is_set() or not self._is_up:
+                            self._stop_now()
+                        self._stop_requested.set()
+
+        threading.Thread(target=watch, name="stop-signals", daemon=True).start()
 
     def _stop_now(self) -> None:
         """End the rest and this process, from any thread."""
@@ -190,28 +258,31 @@ class LocalCluster:
             os._exit(130)
 
 
-class _ProgressReader:
-    """While the replicas load, reads their notes and passes the slowest one on."""
+def _take_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)  # the thread that watches has noted it
 
-    def __init__(self, on_progress: Progress) -> None:
-        self._on_progress = on_progress
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="progress", daemon=True)
 
-    def __enter__(self) -> None:
-        self._thread.start()
+@contextlib.contextmanager
+def _reading_progress(on_progress: Progress) -> Iterator[None]:
+    """While the replicas load, read their notes and pass the slowest one on."""
+    from mneme.cluster.serve.ray_private import read_progress
 
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join(1.0)
+    done = threading.Event()
 
-    def _read(self) -> None:
-        from mneme.cluster.serve.ray_private import read_progress
-
-        while not self._done.wait(0.2):
+    def read() -> None:
+        while not done.wait(0.2):
             notes = read_progress().values()
             if notes:
-                self._on_progress(*min(notes, key=lambda note: note[1]))
+                on_progress(*min(notes, key=lambda note: note[1]))
+
+    thread = threading.Thread(target=read, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(1.0)
 
 
 def _close_cache_tier() -> None:
@@ -260,4 +331,4 @@ def raised_in(message: str) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

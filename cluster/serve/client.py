@@ -131,27 +131,6 @@ class Placement:
         self.link.abort([request_id for request_id, c in self.choices.items() if not c.is_finished])
 
 
-class SessionHomes:
-    """Remembers where this ingress last sent each session; bounded, the least recently used is forgotten first."""
-
-    def __init__(self) -> None:
-        self._homes = Bounded[SessionKey, tuple[str, bool]](MAX_HOMES)  # replica id, whether it is a new fork
-
-    def move(self, key: SessionKey, replica_id: str) -> str | None:
-        """The session has a turn on this replica; returns the one it leaves, if it leaves one."""
-        left, _ = self._homes.get(key, (None, False))
-        self._homes[key] = replica_id, False
-        return None if left == replica_id else left
-
-    def note_fork(self, key: SessionKey, replica_id: str) -> None:
-        self._homes[key] = replica_id, True
-
-    def fork_home(self, key: SessionKey) -> str | None:
-        """The replica where a session was made that has had no turn yet."""
-        home, is_fork = self._homes.get(key, (None, False))
-        return home if is_fork else None
-
-
 class RayEngineClient:
     """Implements `EngineClient` on one event loop, which `set_replicas` must be called on."""
 
@@ -176,7 +155,8 @@ class RayEngineClient:
         self._opened = asyncio.Event()
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
-        self._homes = SessionHomes()
+        # Where this ingress last sent each session, and whether that is a fork that has had no turn yet.
+        self._homes = Bounded[SessionKey, tuple[str, bool]](MAX_HOMES)
         self.has_session_logs = has_session_logs
         self._epochs: dict[str, str] = {}
         self._stats: tuple[float, dict[str, dict[str, Any]]] | None = None
@@ -284,7 +264,7 @@ class RayEngineClient:
 
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         """See `EngineClient.place_fork`."""
-        self._homes.note_fork(key, replica_id)
+        self._homes[key] = replica_id, True
 
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """See `EngineClient.note_prefix`."""
@@ -343,9 +323,8 @@ class RayEngineClient:
         if request.session_id is None:
             return set()
         key = (request.salt, request.session_id)
-        home = self._homes.fork_home(key)
-        if request.append:
-            home = await self._home_of(key)
+        fork_home, is_fork = self._homes.get(key, (None, False))
+        home = await self._home_of(key) if request.append else fork_home if is_fork else None
         return self._links.keys() - {home} if home in self._links else set()
 
     async def _home_of(self, key: SessionKey) -> str | None:
@@ -367,8 +346,9 @@ class RayEngineClient:
         if request.session_id is None:
             return
         key = (request.salt, request.session_id)
-        left = self._homes.move(key, replica_id)
-        if left in self._links:
+        left, _ = self._homes.get(key, (None, False))
+        self._homes[key] = replica_id, False
+        if left in self._links and left != replica_id:
             task = asyncio.get_running_loop().create_task(self._leave(key, left))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -383,7 +363,7 @@ class RayEngineClient:
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 while True:
-                    answer = await self._calls.query(replica_id, query)
+                    answer = await self._calls.call(replica_id, "query", query=query)
                     if not isinstance(answer, ReplicaUnavailable) or query.name not in _OF_SESSIONS:
                         break
                     await asyncio.sleep(_PAUSE_S)
@@ -448,7 +428,7 @@ class RayEngineClient:
 
     async def _ask(self, replica_id: str) -> dict[str, Any] | None:
         try:
-            return await asyncio.wait_for(self._calls.stats(replica_id), STATS_TIMEOUT_S)
+            return await asyncio.wait_for(self._calls.call(replica_id, "stats"), STATS_TIMEOUT_S)
         except Exception as error:  # a replica that does not answer is left out
             logger.warning("replica_id=%s stats failed: %s", replica_id, type(error).__name__)
             return None

@@ -212,7 +212,9 @@ class ReplicaLink:
             self._submitting = {request.request_id for request in requests}
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    refusals = await self._calls.submit_many(self.replica_id, subscriber, requests)
+                    refusals = await self._calls.call(
+                        self.replica_id, "submit_many", subscriber=subscriber, requests=requests
+                    )
             except Exception as error:  # accepted or not is unknown: only a new subscriber settles that
                 lost = LinkLost(f"replica {self.replica_id}: {type(error).__name__} at submit")
                 for _, answer in batch:
@@ -236,7 +238,7 @@ class ReplicaLink:
             subscriber = self._subscriber
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await self._calls.abort(self.replica_id, request_ids)
+                    await self._calls.call(self.replica_id, "abort", request_ids=request_ids)
                 for request_id in request_ids:
                     self._aborts.pop(request_id, None)
             except Exception as error:  # what could not be aborted would run on: a new subscriber ends it
@@ -269,7 +271,7 @@ class ReplicaLink:
         """Silence with running requests: lose the link unless the replica still knows each of them."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                stats = await self._calls.stats(self.replica_id)
+                stats = await self._calls.call(self.replica_id, "stats")
             missing = [r for r in request_ids if r in self._sinks and r not in stats["in_flight"]]
         except Exception as error:
             logger.warning("replica_id=%s probe failed: %s", self.replica_id, type(error).__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ray import serve
@@ -20,10 +20,7 @@ from ray.serve._private import replica as serve_replica
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
-from mneme.cluster.serve.calls import StreamItem
-from mneme.errors import MnemeError
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.request import GenerationRequest
+from mneme.cluster.serve.calls import CALLS, StreamItem
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
 
@@ -54,10 +51,7 @@ class HandleCalls:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         by_grpc = handle.options(_by_reference=False)
         self._events = by_grpc.options(method_name="events", stream=True)
-        self._submit_many = by_grpc.options(method_name="submit_many")
-        self._abort = by_grpc.options(method_name="abort")
-        self._stats = by_grpc.options(method_name="stats")
-        self._query = by_grpc.options(method_name="query")
+        self._methods = {name: by_grpc.options(method_name=name) for name in CALLS}
 
     async def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """See `ReplicaCalls`; closing the generator cancels the call at the replica."""
@@ -68,27 +62,9 @@ class HandleCalls:
         finally:
             stream.cancel()
 
-    async def submit_many(
-        self, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
-    ) -> Sequence[MnemeError | None]:
+    async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
         """See `ReplicaCalls`."""
-        answers: Sequence[MnemeError | None] = await _outside_requests(
-            self._submit_many, replica_id=replica_id, subscriber=subscriber, requests=requests
-        )
-        return answers
-
-    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        """See `ReplicaCalls`."""
-        await _outside_requests(self._abort, replica_id=replica_id, request_ids=request_ids)
-
-    async def stats(self, replica_id: str) -> dict[str, Any]:
-        """See `ReplicaCalls`."""
-        answer: dict[str, Any] = await _outside_requests(self._stats, replica_id=replica_id)
-        return answer
-
-    async def query(self, replica_id: str, query: Query) -> Any:
-        """See `ReplicaCalls`."""
-        return await _outside_requests(self._query, replica_id=replica_id, query=query)
+        return await _outside_requests(self._methods[method], replica_id=replica_id, **arguments)
 
 
 def _outside_requests(method: DeploymentHandle[Any], **arguments: Any) -> Any:

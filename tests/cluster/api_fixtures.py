@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import uvicorn
+from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
@@ -27,30 +28,20 @@ RENDERED = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"  # CHA
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "the fox", "max_tokens": 100}
 
 
-@contextlib.asynccontextmanager
-async def api_client(engine: FakeEngineClient, **config: Any) -> AsyncIterator[httpx.AsyncClient]:
+def api(engine: FakeEngineClient | None = None, **config: Any) -> TestClient:
     """HTTP without a network: whole answers only."""
-    app = build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-        yield client
+    engine = engine or FakeEngineClient(TOKENIZER)
+    return TestClient(build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config)), "http://api")
 
 
 def post(
     path: str, body: Any, *, engine: FakeEngineClient | None = None, headers: Any = None, **config: Any
 ) -> httpx.Response:
-    async def run() -> httpx.Response:
-        async with api_client(engine or FakeEngineClient(TOKENIZER), **config) as client:
-            return await client.post(path, json=body, headers=headers)
-
-    return asyncio.run(run())
+    return api(engine, **config).post(path, json=body, headers=headers)
 
 
 def get(path: str, *, engine: FakeEngineClient | None = None, headers: Any = None, **config: Any) -> httpx.Response:
-    async def run() -> httpx.Response:
-        async with api_client(engine or FakeEngineClient(TOKENIZER), **config) as client:
-            return await client.get(path, headers=headers)
-
-    return asyncio.run(run())
+    return api(engine, **config).get(path, headers=headers)
 
 
 def chat(**changes: Any) -> httpx.Response:

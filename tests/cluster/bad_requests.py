@@ -288,6 +288,16 @@ _TRUNCATION = [
     _case("truncate and keep the best", "truncation.keep", session_id="s", truncation={"keep": "best"}),
     _case("reuse KV without a session", "truncation.strategy", truncation={"strategy": "reuse_kv"}),
     _case("truncation a word", "truncation", session_id="s", truncation="auto"),
+    _case("truncation a list", "truncation", session_id="s", truncation=[]),
+    *(
+        _case(f"truncation with {name} {value!r}", f"truncation.{name}", session_id="s", truncation={name: value})
+        for name, values in (
+            ("ratio", (True, "half", None)),
+            ("keep_first", (10**30, 1.5, True)),
+            ("strategy", ("auto", None)),
+        )
+        for value in values
+    ),
 ]
 
 _APPEND = {"id": "nobody", "append": True}
@@ -352,24 +362,6 @@ _SESSIONS = [
 _PINS = [
     BadRequest(name="warm nothing", path="/v1/kv/warm", body={"model": "$MODEL"}, param="prompt"),
     BadRequest(name="warm without a body", path="/v1/kv/warm", param=None),
-    BadRequest(
-        name="warm another model", path="/v1/kv/warm", body={"model": "x", "prompt": "a"}, status=404, param="model"
-    ),
-    BadRequest(
-        name="warm more than the context",
-        path="/v1/kv/warm",
-        body=lambda t: {"model": t.model, "prompt_token_ids": [5] * t.max_context},
-        param="prompt_token_ids",
-    ),
-    BadRequest(
-        name="warm on a million replicas",
-        path="/v1/kv/warm",
-        body={"model": "$MODEL", "prompt": "a", "replicas": 10**6},
-        param="replicas",
-    ),
-    BadRequest(
-        name="warm for ever", path="/v1/kv/warm", body={"model": "$MODEL", "prompt": "a", "ttl_s": 1e300}, param="ttl_s"
-    ),
     BadRequest(name="delete unknown pin", path="/v1/kv/pins/nobody", method="DELETE", status=404, param="pin_id"),
     BadRequest(name="delete no pin", path="/v1/kv/pins/", method="DELETE", status=404, param="pin_id"),
     BadRequest(name="post to the pins", path="/v1/kv/pins", body={}, status=405, param=None),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from mneme.cluster.serve.calls import StreamItem, StreamOpened
 from mneme.cluster.serve.replica import ReplicaServer
-from mneme.errors import MnemeError
-from mneme.replicas.engine.commands import Query
-from mneme.replicas.request import GenerationRequest, StepMessage
+from mneme.replicas.request import StepMessage
 from tests.fakes.fake_engine import FakeEngineLoop
 
 
@@ -71,32 +69,16 @@ class DirectCalls:
                 await asyncio.gather(item, return_exceptions=True)
             await stream.aclose()
 
-    async def submit_many(
-        self, replica_id: str, subscriber: str, requests: Sequence[GenerationRequest]
-    ) -> Sequence[MnemeError | None]:
+    async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
         self._alive(replica_id)
-        self.submit_batches.append(len(requests))
-        if self.hang_submits:
+        if method == "submit_many":
+            self.submit_batches.append(len(arguments["requests"]))
+        if (method == "submit_many" and self.hang_submits) or (method == "query" and self.hang_queries):
             await asyncio.Event().wait()
-        await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it
-        return await self._servers[replica_id].submit_many(
-            replica_id=replica_id, subscriber=subscriber, requests=requests
-        )
-
-    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        self._alive(replica_id)
-        await self._servers[replica_id].abort(replica_id=replica_id, request_ids=request_ids)
-
-    async def stats(self, replica_id: str) -> dict[str, Any]:
-        self._alive(replica_id)
-        stats = await self._servers[replica_id].stats(replica_id=replica_id)
-        return {**stats, "in_flight": {}} if self.hide_from_stats else stats
-
-    async def query(self, replica_id: str, query: Query) -> Any:
-        self._alive(replica_id)
-        if self.hang_queries:
-            await asyncio.Event().wait()
-        return await self._servers[replica_id].query(replica_id=replica_id, query=query)
+        if method == "submit_many":
+            await asyncio.sleep(0.005)  # a call takes time, so that others pile up behind it
+        answer = await getattr(self._servers[replica_id], method)(replica_id=replica_id, **arguments)
+        return {**answer, "in_flight": {}} if method == "stats" and self.hide_from_stats else answer
 
     def _alive(self, replica_id: str) -> asyncio.Event:
         death = self._deaths[replica_id]

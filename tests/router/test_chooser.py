@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import (
     Candidate,
-    RoutedRequest,
     RouterConfig,
     cheapest,
     eligible,
@@ -203,20 +203,17 @@ def test_no_candidate_gives_none() -> None:
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 30))
-def test_the_price_grows_with_work_and_falls_with_matches(prompt: int, matched: int, running: int) -> None:
-    request = RoutedRequest(prompt_tokens=prompt, affinity_key="k", has_home=True)
-    here = Candidate(replica_id="a", matched_tokens=matched, running=running)
-    assert price(here, request, CONFIG) >= 0
-    busier = Candidate(replica_id="a", matched_tokens=matched, running=running + 1)
-    assert price(busier, request, CONFIG) > price(here, request, CONFIG)
-    at_home = Candidate(replica_id="a", matched_tokens=matched, running=running, is_home=True)
-    assert price(at_home, request, CONFIG) < price(here, request, CONFIG)
+def test_the_price_grows_with_work_and_away_from_home(uncached: int, queued: int, running: int) -> None:
+    here = Candidate(replica_id="a", uncached_tokens=uncached, queued_tokens=queued, running=running)
+    assert price(here, CONFIG) >= 0
+    for more in ("uncached_tokens", "queued_tokens", "running"):
+        assert price(replace(here, **{more: getattr(here, more) + 1}), CONFIG) > price(here, CONFIG)
+    assert price(replace(here, is_away=True), CONFIG) > price(here, CONFIG)
 
 
 def test_a_full_one_is_not_chosen() -> None:
-    candidates = [Candidate(replica_id="full", running=100, matched_tokens=10**6), Candidate(replica_id="free")]
-    request = RoutedRequest(prompt_tokens=10**6, affinity_key="k", has_home=False)
-    assert cheapest(candidates, request, CONFIG).replica_id == "free"
+    candidates = [Candidate(replica_id="full", running=100), Candidate(replica_id="free", uncached_tokens=10**6)]
+    assert cheapest(candidates, CONFIG).replica_id == "free"
 
 
 def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:

@@ -9,7 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mneme.router.token_hashes import block_hashes, keyed_hash
+from mneme.router.token_hashes import block_hashes, text_hash
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -35,7 +35,7 @@ def test_salts_separate_tenants() -> None:
 
 
 def test_hashes_do_not_depend_on_the_process() -> None:
-    code = "from mneme.router.token_hashes import *; print(block_hashes(list(range(200)), salt='s'), keyed_hash('k'))"
+    code = "from mneme.router.token_hashes import *; print(block_hashes(list(range(200)), salt='s'), text_hash('k'))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -46,4 +46,4 @@ def test_hashes_do_not_depend_on_the_process() -> None:
         ).stdout.strip()
         for seed in ("0", "1")
     }
-    assert outputs == {f"{block_hashes(list(range(200)), salt='s')} {keyed_hash('k')}"}
+    assert outputs == {f"{block_hashes(list(range(200)), salt='s')} {text_hash('k')}"}

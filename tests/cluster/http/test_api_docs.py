@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import jsonschema
+import pytest
+from starlette.testclient import TestClient
 
-from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, api_client, get
-from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.http import test_kv
-from tests.cluster.http.test_kv import IDS, TieredEngines
+from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
+from tests.cluster.http.test_kv import IDS
+from tests.cluster.real_engines import TwoEngines
 
 BROWSER = {"accept": "text/html"}
 STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -34,11 +32,11 @@ class Described:
             for media_type in operation["responses"]["200"]["content"]
         }
 
-    async def ask(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Any = None, headers: Any = None, **names: str
+    def ask(
+        self, client: TestClient, method: str, path: str, body: Any = None, headers: Any = None, **names: str
     ) -> Any:
         """The answer's JSON, or the last event's; `names` are those in the path."""
-        response = await client.request(method, path.format(**names), json=body, headers=headers)
+        response = client.request(method, path.format(**names), json=body, headers=headers)
         assert response.status_code == 200, response.text
         media_type = response.headers["content-type"].partition(";")[0]
         described = self.document["paths"][path][method.lower()]["responses"]["200"]["content"]
@@ -56,61 +54,57 @@ class Described:
         return answers[-1]
 
 
-def test_every_answer_has_the_fields_that_are_described_and_no_others() -> None:
-    described = Described()
+@pytest.fixture(scope="module")
+def described() -> Described:
+    return Described()
 
-    def run(scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with api_client(FakeEngineClient(TOKENIZER)) as client:
-                await scenario(client)
 
-        asyncio.run(main())
+def test_service_answers_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+    for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
+        described.ask(client, "GET", path)
+    described.ask(client, "GET", "/", headers=BROWSER)
+    described.ask(client, "GET", "/v1/models/{model_id}", model_id="tiny")
+    found = described.ask(client, "POST", "/tokenize", {"prompt": "a fox", "return_token_strs": True})
+    described.ask(client, "POST", "/detokenize", {"tokens": found["tokens"]})
 
-    async def service(client: httpx.AsyncClient) -> None:
-        for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
-            await described.ask(client, "GET", path)
-        await described.ask(client, "GET", "/", headers=BROWSER)
-        await described.ask(client, "GET", "/v1/models/{model_id}", model_id="tiny")
-        found = await described.ask(client, "POST", "/tokenize", {"prompt": "a fox", "return_token_strs": True})
-        await described.ask(client, "POST", "/detokenize", {"tokens": found["tokens"]})
 
-    async def completions(client: httpx.AsyncClient) -> None:
-        chat = {**CHAT, "session_id": "s", "logprobs": True, "top_logprobs": 2}
-        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**COMPLETION, "logprobs": 2})):
-            whole = await described.ask(client, "POST", path, body)
-            last = await described.ask(client, "POST", path, {**body, **STREAM})
-            assert "metrics" in whole
-            assert "metrics" in last
-            await described.ask(client, "POST", path, {**body, "n": 2})
-            explained = await described.ask(client, "GET", "/v1/kv/explain/{request_id}", request_id=whole["id"])
-            assert explained["choices"]
+def test_completions_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+    chat = {**CHAT, "session_id": "s", "logprobs": True, "top_logprobs": 2}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**COMPLETION, "logprobs": 2})):
+        whole = described.ask(client, "POST", path, body)
+        last = described.ask(client, "POST", path, {**body, **STREAM})
+        assert "metrics" in whole
+        assert "metrics" in last
+        described.ask(client, "POST", path, {**body, "n": 2})
+        explained = described.ask(client, "GET", "/v1/kv/explain/{request_id}", request_id=whole["id"])
+        assert explained["choices"]
 
-    async def sessions(client: httpx.AsyncClient) -> None:
-        await client.post("/v1/chat/completions", json={**CHAT, "session_id": "s"})
-        path = "/v1/sessions/{session_id}"
-        assert (await described.ask(client, "GET", path, session_id="s"))["hit_history"]
-        await described.ask(client, "POST", f"{path}/fork", {}, session_id="s")
-        await described.ask(client, "DELETE", path, session_id="s")
 
-    async def kv(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save(IDS)
-        given = {"token_ids": IDS}
-        on_device = await described.ask(client, "POST", "/v1/kv/warm", {"model": "tiny", **given})
-        in_tier = await described.ask(client, "POST", "/v1/kv/pin", given)
-        found = await described.ask(client, "POST", "/v1/kv/lookup", {**given, "chunks": True})
-        assert found["tier"]["chunks"]
-        assert found["tier"]["nodes"]
-        await described.ask(client, "GET", "/v1/kv/stats")
-        listed = await described.ask(client, "GET", "/v1/kv/pins")
-        assert {pin["where"] for pin in listed["data"]} == {"device", "tier"}
-        await described.ask(client, "DELETE", "/v1/kv/pins/{pin_id}", pin_id=on_device["id"])
-        await described.ask(client, "POST", "/v1/kv/unpin", {"pin_id": in_tier["id"]})
-        dropped = await described.ask(client, "DELETE", "/v1/kv", given)
-        assert dropped["tier"]["chunks"]
+def test_sessions_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+    client.post("/v1/chat/completions", json={**CHAT, "session_id": "s"})
+    path = "/v1/sessions/{session_id}"
+    assert described.ask(client, "GET", path, session_id="s")["hit_history"]
+    described.ask(client, "POST", f"{path}/fork", {}, session_id="s")
+    described.ask(client, "DELETE", path, session_id="s")
 
-    for scenario in (service, completions, sessions):
-        run(scenario)
-    test_kv.run(kv)
+
+def test_kv_has_the_fields_that_are_described_and_nothing_else_is(described: Described, engines: TwoEngines) -> None:
+    """The last of four: together they have asked for every answer that is described."""
+    client = api(engines)
+    engines.save(IDS)
+    given = {"token_ids": IDS}
+    on_device = described.ask(client, "POST", "/v1/kv/warm", {"model": "tiny", **given})
+    in_tier = described.ask(client, "POST", "/v1/kv/pin", given)
+    found = described.ask(client, "POST", "/v1/kv/lookup", {**given, "chunks": True})
+    assert found["tier"]["chunks"]
+    assert found["tier"]["nodes"]
+    described.ask(client, "GET", "/v1/kv/stats")
+    listed = described.ask(client, "GET", "/v1/kv/pins")
+    assert {pin["where"] for pin in listed["data"]} == {"device", "tier"}
+    described.ask(client, "DELETE", "/v1/kv/pins/{pin_id}", pin_id=on_device["id"])
+    described.ask(client, "POST", "/v1/kv/unpin", {"pin_id": in_tier["id"]})
+    dropped = described.ask(client, "DELETE", "/v1/kv", given)
+    assert dropped["tier"]["chunks"]
     assert described.unseen == set()
 
 

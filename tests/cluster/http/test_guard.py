@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from mneme.cluster.config import HttpConfig
+from mneme.cluster.http.api import build_api
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
-from tests.cluster.api_fixtures import CHAT, TOKENIZER, api_client, chat, get, post, serving
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, chat, get, post, serving
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
@@ -130,6 +131,11 @@ def test_prompts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "xyzzy" not in caplog.text
 
 
+def concurrently(engine: FakeEngineClient, **config: Any) -> httpx.AsyncClient:
+    app = build_api(engine, [MODEL], engine.tokenizer, HttpConfig(**config))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
+
+
 def test_a_template_that_never_ends_is_one_refused_request() -> None:
     template = (
         "{% if messages[0].content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
@@ -138,7 +144,7 @@ def test_a_template_that_never_ends_is_one_refused_request() -> None:
     tokenizer = tiny_tokenizer(template, max_render_s=2.0)
 
     async def run() -> list[httpx.Response]:
-        async with api_client(FakeEngineClient(tokenizer)) as client:
+        async with concurrently(FakeEngineClient(tokenizer)) as client:
             bodies = [{**CHAT, "messages": [{"role": "user", "content": c}]} for c in ("hang", "a", "hang", "b")]
             calls = [client.post("/v1/chat/completions", json=body) for body in bodies]
             return await asyncio.gather(*calls)
@@ -158,7 +164,7 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
             await release.wait()
             yield b"{}"
 
-        async with api_client(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
+        async with concurrently(FakeEngineClient(TOKENIZER), max_body_bytes=1024, max_held_body_bytes=1024) as client:
             headers = {"content-type": "application/json"}
             first = asyncio.ensure_future(client.post("/tokenize", content=slow(), headers=headers))
             statuses = []

@@ -2,235 +2,147 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
-from mneme.cachetier.chunk.header import make_chunk
-from mneme.cachetier.chunk.keys import Lineage, document_lineage, owner_of, prefix_lineage
-from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.chunk.keys import document_lineage, owner_of
 from mneme.cachetier.node.admin import NodeAdmin
-from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cluster.config import HttpConfig
-from mneme.cluster.http.api import build_api
-from mneme.cluster.http.api_state import ServedModel
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
-from mneme.replicas.engine.commands import KvTier, Query, get_session
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
-from tests.cluster.api_fixtures import TOKENIZER
-from tests.cluster.http.test_pins import KEYS, ONE, TWO, TwoEngines
+from mneme.replicas.engine.commands import Query, get_session
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT
+from tests.cluster.api_fixtures import TOKENIZER, api
+from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
 PUBLIC = ""
 IDS = list(range(5, 37))  # four chunks
 BOS = TOKENIZER.bos_token_id
 
 
-class TieredEngines(TwoEngines):
-    """Replicas "a" and "b" over one node's cache."""
-
-    def __init__(self, *, has_tier: bool = True) -> None:
-        super().__init__()
-        config = CacheConfig(chunk_tokens=64, eviction="lru", tenant_bytes=1 << 19)
-        self.cache = NodeCache(config, ProcessMemory(), 1 << 20, has_threads=False)
-        self.tier = KvTier(admin=NodeAdmin(self.cache, "node-1"), fingerprint=FINGERPRINT, tenant_bytes=1 << 19)
-        for loop in self.loops.values():
-            loop.kv_tier = self.tier if has_tier else None
-
-    def save(self, ids: list[int], salt: str = PUBLIC, lineage: Lineage | None = None) -> None:
-        """As an engine would have put it."""
-        lineage = lineage or prefix_lineage(FINGERPRINT, salt)
-        for part in lineage.chain(ids, CHUNK_TOKENS):
-            own = ids[part.start : part.end]
-            layers = layers_of(FINGERPRINT, len(own), own[-1])
-            positions = np.arange(part.start, part.end, dtype=np.int32)
-            chunk = make_chunk(lineage, FINGERPRINT, part.parent, own, positions, layers)
-            self.cache.put(chunk.header, chunk.layers)
-
-    async def compute(self, name: str, ids: list[int], salt: str = PUBLIC, session_id: str | None = None) -> None:
-        """A request on a replica; its one output token is never computed."""
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        on_loop, loop = asyncio.get_running_loop(), self.loops[name]
-        loop.subscribe("s", lambda said: on_loop.call_soon_threadsafe(lambda: [*map(events.put_nowait, said.events)]))
-        params = SamplingParams(temperature=0, max_tokens=1, seed=0)
-        request = GenerationRequest(
-            request_id=f"{name}-{len(ids)}-{salt}-{session_id}",
-            prompt_token_ids=tuple(ids),
-            sampling=params,
-            salt=salt,
-            session_id=session_id,
-            subscriber="s",
-        )
-        assert await asyncio.to_thread(loop.submit_many, [request]) == [None]
-        async with asyncio.timeout(30):
-            while (await events.get()).finish_reason is None:
-                pass
-        await asyncio.to_thread(loop.check_health)  # its figures are those of the step's end
-
-    def kept(self) -> int:
-        chunks: int = self.cache.stats()["host"]["chunks"]
-        return chunks
+@pytest.fixture
+def client(engines: TwoEngines) -> TestClient:
+    return api(engines)
 
 
-Scenario = Callable[[httpx.AsyncClient, TieredEngines], Awaitable[None]]
-
-
-def run(scenario: Scenario, *, has_tier: bool = True, **config: Any) -> None:
-    async def main() -> None:
-        engines = TieredEngines(has_tier=has_tier)
-        model = ServedModel(id="tiny", max_context=1024, created=0)
-        app = build_api(engines, [model], TOKENIZER, HttpConfig(**config))
-        try:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-                await scenario(client, engines)
-        finally:
-            for loop in engines.loops.values():
-                loop.stop()
-            engines.cache.close()
-
-    asyncio.run(main())
-
-
-async def call(
-    client: httpx.AsyncClient, what: str, status: int = 200, headers: Any = None, method: str = "POST", **body: Any
+def call(
+    client: TestClient, what: str, status: int = 200, headers: Any = None, method: str = "POST", **body: Any
 ) -> Any:
-    response = await client.request(method, f"/v1/kv{what}", json=body or None, headers=headers)
+    response = client.request(method, f"/v1/kv{what}", json=body or None, headers=headers)
     assert response.status_code == status, response.text
     return response.json()
 
 
-async def drop(client: httpx.AsyncClient, status: int = 200, headers: Any = None, **body: Any) -> Any:
-    return await call(client, "", status, headers, "DELETE", **body)
+def drop(client: TestClient, status: int = 200, headers: Any = None, **body: Any) -> Any:
+    return call(client, "", status, headers, "DELETE", **body)
 
 
 def on_replicas(answer: Any) -> list[tuple[int, int]]:
     return [(each["device"], each["host"]) for each in answer["replicas"]]
 
 
-def test_a_lookup_says_what_is_where_and_changes_nothing() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save([*IDS, 9, 9, 9])
-        await engines.compute("b", IDS[:20])
-        before = engines.cache.stats(), [loop.stats()["pages"] for loop in engines.loops.values()]
-        found = await call(client, "/lookup", token_ids=[*IDS, 9, 9, 8])
-        assert (found["object"], found["num_tokens"]) == ("kv.lookup", 35)
-        assert [each["replica"] for each in found["replicas"]] == ["a", "b"]
-        assert on_replicas(found) == [(0, 0), (20, 0)]
-        node = {"node": "node-1", "host": 34, "disk": 0}
-        assert found["tier"] == {"tokens": 34, "host": 34, "disk": 0, "peer": 0, "nodes": [node]}
-        listed = (await call(client, "/lookup", prompt_token_ids=[*IDS, 9, 9, 8], chunks=True))["tier"]["chunks"]
-        assert [(each["start"], each["tokens"]) for each in listed] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 2)]
-        assert {(each["tier"], each["node"]) for each in listed} == {("host", "node-1")}
-        assert (engines.cache.stats(), [loop.stats()["pages"] for loop in engines.loops.values()]) == before
-
-    run(scenario)
+def test_a_lookup_says_what_is_where_and_changes_nothing(client: TestClient, engines: TwoEngines) -> None:
+    engines.save([*IDS, 9, 9, 9])
+    engines.compute("b", IDS[:20])
+    before = engines.cache.stats(), [loop.stats()["pages"] for loop in engines.loops.values()]
+    found = call(client, "/lookup", token_ids=[*IDS, 9, 9, 8])
+    assert (found["object"], found["num_tokens"]) == ("kv.lookup", 35)
+    assert [each["replica"] for each in found["replicas"]] == ["a", "b"]
+    assert on_replicas(found) == [(0, 0), (20, 0)]
+    node = {"node": "node-1", "host": 34, "disk": 0}
+    assert found["tier"] == {"tokens": 34, "host": 34, "disk": 0, "peer": 0, "nodes": [node]}
+    listed = call(client, "/lookup", prompt_token_ids=[*IDS, 9, 9, 8], chunks=True)["tier"]["chunks"]
+    assert [(each["start"], each["tokens"]) for each in listed] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 2)]
+    assert {(each["tier"], each["node"]) for each in listed} == {("host", "node-1")}
+    assert (engines.cache.stats(), [loop.stats()["pages"] for loop in engines.loops.values()]) == before
 
 
-def test_text_and_messages_are_looked_up_as_requests_would_have_them() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        text = TOKENIZER.encode("the quick brown fox", add_special_tokens=True)
-        chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "世界"}]
-        ids = TOKENIZER.encode_rendered(TOKENIZER.render_chat(chat))
-        engines.save(text)
-        engines.save(ids)
-        found = await call(client, "/lookup", prompt="the quick brown fox")
-        assert found["tier"]["tokens"] == found["num_tokens"] == len(text)
-        found = await call(client, "/lookup", messages=chat[:1])
-        assert found["tier"]["tokens"] == found["num_tokens"] > 5
-
-    run(scenario)
+def test_text_and_messages_are_looked_up_as_requests_would_have_them(client: TestClient, engines: TwoEngines) -> None:
+    text = TOKENIZER.encode("the quick brown fox", add_special_tokens=True)
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "世界"}]
+    ids = TOKENIZER.encode_rendered(TOKENIZER.render_chat(chat))
+    engines.save(text)
+    engines.save(ids)
+    found = call(client, "/lookup", prompt="the quick brown fox")
+    assert found["tier"]["tokens"] == found["num_tokens"] == len(text)
+    found = call(client, "/lookup", messages=chat[:1])
+    assert found["tier"]["tokens"] == found["num_tokens"] > 5
 
 
-def test_a_session_is_looked_up_and_deleted_by_its_name() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        await engines.compute("b", IDS, session_id="public:mine")
-        engines.save(IDS)
-        engines.save([*IDS[:16], 7, 7])
-        found = await call(client, "/lookup", session_id="mine")
-        assert found["num_tokens"] == len(IDS) + 1
-        assert on_replicas(found) == [(0, 0), (32, 0)]
-        assert found["tier"]["tokens"] == 32
-        pinned = await call(client, "/pin", session_id="mine")
-        await engines.compute("b", [*IDS, 3, 3, 3], session_id="public:mine")
-        assert (await call(client, "/unpin", session_id="mine"))["id"] == pinned["id"]
-        gone = await drop(client, session_id="mine")
-        assert gone["tier"]["chunks"] == 2  # the first two are another's too
-        assert [each["device_pages"] for each in gone["replicas"]] == [0, 3]
-        found = await call(client, "/lookup", session_id="mine")
-        assert (on_replicas(found), found["tier"]["tokens"]) == ([(0, 0), (0, 0)], 16)
-        assert (await client.get("/v1/sessions/mine")).status_code == 200  # what was said is kept
-        for body in ({"session_id": "other"}, {"session_id": "mine", "cache_salt": "x"}):
-            assert (await call(client, "/lookup", 404, **body))["error"]["code"] == "session_not_found"
-            assert (await drop(client, 404, **body))["error"]["param"] == "session_id"
-
-    run(scenario)
+def test_a_session_is_looked_up_and_deleted_by_its_name(client: TestClient, engines: TwoEngines) -> None:
+    engines.compute("b", IDS, session_id="public:mine")
+    engines.save(IDS)
+    engines.save([*IDS[:16], 7, 7])
+    found = call(client, "/lookup", session_id="mine")
+    assert found["num_tokens"] == len(IDS) + 1
+    assert on_replicas(found) == [(0, 0), (32, 0)]
+    assert found["tier"]["tokens"] == 32
+    pinned = call(client, "/pin", session_id="mine")
+    engines.compute("b", [*IDS, 3, 3, 3], session_id="public:mine")
+    assert call(client, "/unpin", session_id="mine")["id"] == pinned["id"]
+    gone = drop(client, session_id="mine")
+    assert gone["tier"]["chunks"] == 2  # the first two are another's too
+    assert [each["device_pages"] for each in gone["replicas"]] == [0, 3]
+    found = call(client, "/lookup", session_id="mine")
+    assert (on_replicas(found), found["tier"]["tokens"]) == ([(0, 0), (0, 0)], 16)
+    assert client.get("/v1/sessions/mine").status_code == 200  # what was said is kept
+    for body in ({"session_id": "other"}, {"session_id": "mine", "cache_salt": "x"}):
+        assert call(client, "/lookup", 404, **body)["error"]["code"] == "session_not_found"
+        assert drop(client, 404, **body)["error"]["param"] == "session_id"
 
 
 @pytest.mark.parametrize("what", ["/lookup", "/pin", "/unpin", ""])
-def test_a_session_that_only_its_log_knows_is_found(what: str) -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        await engines.compute("a", IDS, session_id="public:mine")
-        engines.save(IDS)
-        if what == "/unpin":
-            await call(client, "/pin", session_id="mine")
-        plain, is_restored = engines.query, False
+def test_a_session_that_only_its_log_knows_is_found(client: TestClient, engines: TwoEngines, what: str) -> None:
+    engines.compute("a", IDS, session_id="public:mine")
+    engines.save(IDS)
+    if what == "/unpin":
+        call(client, "/pin", session_id="mine")
+    plain, is_restored = engines.query, False
 
-        async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-            """As after a restart: no replica has the session before one has read its log."""
-            nonlocal is_restored
-            if query.name == "get_session":
-                is_restored = is_restored or "restores" in query.kwargs
-                if not is_restored:
-                    return dict.fromkeys(engines.loops)
-            return await plain(query, replica_id=replica_id)
+    async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        """As after a restart: no replica has the session before one has read its log."""
+        nonlocal is_restored
+        if query.name == "get_session":
+            is_restored = is_restored or "restores" in query.kwargs
+            if not is_restored:
+                return dict.fromkeys(engines.loops)
+        return await plain(query, replica_id=replica_id)
 
-        engines.query = query  # type: ignore[method-assign]
-        await call(client, what, method="POST" if what else "DELETE", session_id="mine")
-        assert is_restored
-
-    run(scenario)
+    engines.query = query  # type: ignore[method-assign]
+    call(client, what, method="POST" if what else "DELETE", session_id="mine")
+    assert is_restored
 
 
-def test_a_prefix_is_deleted_with_what_begins_with_it() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        longer, other = [*IDS, *range(50, 60)], [*IDS[:16], *range(70, 80)]
-        for ids in (IDS, longer, other):
-            engines.save(ids)
-            await engines.compute("a", ids)
-        gone = await drop(client, prompt_token_ids=IDS)
-        assert (gone["object"], gone["by"]) == ("kv.deleted", "prompt_token_ids")
-        assert gone["tier"]["chunks"] == 4
-        assert gone["tier"]["bytes"] > 0
-        found = await call(client, "/lookup", token_ids=longer)
-        assert (on_replicas(found), found["tier"]["tokens"]) == ([(16, 0), (0, 0)], 16)
-        found = await call(client, "/lookup", token_ids=other)
-        assert (on_replicas(found), found["tier"]["tokens"]) == ([(26, 0), (0, 0)], 26)
-
-    run(scenario)
+def test_a_prefix_is_deleted_with_what_begins_with_it(client: TestClient, engines: TwoEngines) -> None:
+    longer, other = [*IDS, *range(50, 60)], [*IDS[:16], *range(70, 80)]
+    for ids in (IDS, longer, other):
+        engines.save(ids)
+        engines.compute("a", ids)
+    gone = drop(client, prompt_token_ids=IDS)
+    assert (gone["object"], gone["by"]) == ("kv.deleted", "prompt_token_ids")
+    assert gone["tier"]["chunks"] == 4
+    assert gone["tier"]["bytes"] > 0
+    found = call(client, "/lookup", token_ids=longer)
+    assert (on_replicas(found), found["tier"]["tokens"]) == ([(16, 0), (0, 0)], 16)
+    found = call(client, "/lookup", token_ids=other)
+    assert (on_replicas(found), found["tier"]["tokens"]) == ([(26, 0), (0, 0)], 26)
 
 
-def test_a_document_is_deleted_and_no_prompt_with_its_tokens() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        ids = TOKENIZER.encode("the quick brown fox jumps", add_special_tokens=False)
-        document = document_lineage(FINGERPRINT, PUBLIC, [] if BOS is None else [BOS])
-        for text_or_ids in ("the quick brown fox jumps", ids):
-            engines.save(ids, lineage=document)
-            engines.save(ids)
-            num_kept = engines.kept()
-            gone = await drop(client, document=text_or_ids)
-            assert (gone["by"], gone["replicas"]) == ("document", [])
-            assert gone["tier"]["chunks"] == -(-len(ids) // CHUNK_TOKENS)
-            assert engines.kept() == num_kept - gone["tier"]["chunks"]
-            assert (await call(client, "/lookup", token_ids=ids))["tier"]["tokens"] == len(ids)
-
-    run(scenario)
+def test_a_document_is_deleted_and_no_prompt_with_its_tokens(client: TestClient, engines: TwoEngines) -> None:
+    ids = TOKENIZER.encode("the quick brown fox jumps", add_special_tokens=False)
+    document = document_lineage(FINGERPRINT, PUBLIC, [] if BOS is None else [BOS])
+    for text_or_ids in ("the quick brown fox jumps", ids):
+        engines.save(ids, lineage=document)
+        engines.save(ids)
+        num_kept = engines.kept()
+        gone = drop(client, document=text_or_ids)
+        assert (gone["by"], gone["replicas"]) == ("document", [])
+        assert gone["tier"]["chunks"] == -(-len(ids) // CHUNK_TOKENS)
+        assert engines.kept() == num_kept - gone["tier"]["chunks"]
+        assert call(client, "/lookup", token_ids=ids)["tier"]["tokens"] == len(ids)
 
 
 def salts(key: int) -> tuple[str, str]:
@@ -240,47 +152,42 @@ def salts(key: int) -> tuple[str, str]:
 
 
 def test_a_tenant_reaches_its_own_and_nothing_else() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+    with over(**KEYS) as (client, engines):
         for salt in (*salts(0), *salts(1)):
             engines.save(IDS, salt)
-            await engines.compute("a", IDS, salt)
+            engines.compute("a", IDS, salt)
         for headers in (ONE, TWO):
-            await call(client, "/pin", headers=headers, token_ids=IDS, pin_id="mine")
-        await drop(client, headers=ONE, token_ids=IDS, cache_salt="mine")
-        found = await call(client, "/lookup", headers=ONE, token_ids=IDS, cache_salt="mine")
+            call(client, "/pin", headers=headers, token_ids=IDS, pin_id="mine")
+        drop(client, headers=ONE, token_ids=IDS, cache_salt="mine")
+        found = call(client, "/lookup", headers=ONE, token_ids=IDS, cache_salt="mine")
         assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((0, 0), 0)
-        found = await call(client, "/lookup", headers=ONE, token_ids=IDS)
+        found = call(client, "/lookup", headers=ONE, token_ids=IDS)
         assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((32, 0), 32)
-        gone = await drop(client, headers=ONE, tenant=True)
+        gone = drop(client, headers=ONE, tenant=True)
         assert gone["tier"]["chunks"] == 4
-        found = await call(client, "/lookup", headers=ONE, token_ids=IDS)
+        found = call(client, "/lookup", headers=ONE, token_ids=IDS)
         assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((0, 0), 0)
         for salt in (None, "mine"):
             body = {"token_ids": IDS} | ({} if salt is None else {"cache_salt": salt})
-            found = await call(client, "/lookup", headers=TWO, **body)
+            found = call(client, "/lookup", headers=TWO, **body)
             assert (on_replicas(found)[0], found["tier"]["tokens"]) == ((32, 0), 32)
         assert engines.kept() == 8
-        assert (await call(client, "/pins", headers=ONE, method="GET"))["data"] == []
-        assert [pin["id"] for pin in (await call(client, "/pins", headers=TWO, method="GET"))["data"]] == ["mine"]
-        await call(client, "/unpin", 404, headers=ONE, pin_id="mine")
-        await call(client, "/lookup", 401, token_ids=IDS)
-
-    run(scenario, **KEYS)
+        assert call(client, "/pins", headers=ONE, method="GET")["data"] == []
+        assert [pin["id"] for pin in call(client, "/pins", headers=TWO, method="GET")["data"]] == ["mine"]
+        call(client, "/unpin", 404, headers=ONE, pin_id="mine")
+        call(client, "/lookup", 401, token_ids=IDS)
 
 
-def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save(IDS)
-        await engines.compute("a", IDS, session_id="public:mine")
-        engines.loops["b"].kv_tier = replace(engines.tier, settle_saves=lambda _timeout_s: False)
-        for body in ({"token_ids": IDS}, {"session_id": "mine"}, {"tenant": True}):
-            answer = await drop(client, 503, **body)
-            assert "being saved" in answer["error"]["message"]
-        assert engines.kept() == 4
-        engines.loops["b"].kv_tier = engines.tier
-        assert (await drop(client, token_ids=IDS))["tier"]["chunks"] == 4
-
-    run(scenario)
+def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused(client: TestClient, engines: TwoEngines) -> None:
+    engines.save(IDS)
+    engines.compute("a", IDS, session_id="public:mine")
+    engines.loops["b"].kv_tier = replace(engines.tier, settle_saves=lambda _timeout_s: False)
+    for body in ({"token_ids": IDS}, {"session_id": "mine"}, {"tenant": True}):
+        answer = drop(client, 503, **body)
+        assert "being saved" in answer["error"]["message"]
+    assert engines.kept() == 4
+    engines.loops["b"].kv_tier = engines.tier
+    assert drop(client, token_ids=IDS)["tier"]["chunks"] == 4
 
 
 class OwnedLogs:
@@ -301,35 +208,33 @@ class OwnedLogs:
 
 
 def test_a_tenant_s_sessions_go_with_its_kv() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+    with over(**KEYS) as (client, engines):
         logs: Any = OwnedLogs()
         for loop in engines.loops.values():
             loop.durable = logs
         for name in "ab":
-            await engines.compute(name, IDS, salts(0)[name == "b"], session_id=f"s-{name}")
-            await engines.compute(name, IDS, salts(1)[0], session_id="other")
+            engines.compute(name, IDS, salts(0)[name == "b"], session_id=f"s-{name}")
+            engines.compute(name, IDS, salts(1)[0], session_id="other")
         engines.save(IDS, salts(0)[0])
         logs.is_slow = True
-        await drop(client, 503, headers=ONE, tenant=True)
+        drop(client, 503, headers=ONE, tenant=True)
         logs.is_slow = False
-        gone = await drop(client, headers=ONE, tenant=True)
+        gone = drop(client, headers=ONE, tenant=True)
         assert (gone["tier"]["chunks"], gone["tier"]["session_logs"]) == (4, 3)
         assert logs.owners == [owner_of(salts(0)[0])]  # one replica is asked for all nodes
         for loop in engines.loops.values():
-            left = await asyncio.to_thread(loop.query, get_session((salts(1)[0], "other")))
+            left = loop.query(get_session((salts(1)[0], "other")))
             assert left is not None
             assert len(loop.engine.sessions) == 1
 
-    run(scenario, **KEYS)
-
 
 def test_figures_are_the_caller_s_own_and_sums() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
+    with over(**KEYS) as (client, engines):
         engines.save(IDS, salts(0)[0])
         engines.save(IDS, salts(0)[1])
         engines.save(IDS[:8], salts(1)[0])
-        await call(client, "/pin", headers=ONE, token_ids=IDS[:8], pin_id="mine")
-        figures = await call(client, "/stats", headers=ONE, method="GET")
+        call(client, "/pin", headers=ONE, token_ids=IDS[:8], pin_id="mine")
+        figures = call(client, "/stats", headers=ONE, method="GET")
         own, owners = figures["tenant"], [owner_of(salts(key)[0]).hex() for key in (0, 1)]
         assert (own["owner"], own["quota_bytes"], own["disk_bytes"]) == (owners[0], 1 << 19, 0)
         assert own["host_bytes"] == 8 * 4096
@@ -339,103 +244,90 @@ def test_figures_are_the_caller_s_own_and_sums() -> None:
         assert {each["replica"] for each in figures["replicas"]} == {"a", "b"}
         assert figures["replicas"][0]["pages"]["total"] == 64
         assert owners[1] not in str(figures)
-        other = (await call(client, "/stats", headers=TWO, method="GET"))["tenant"]
+        other = call(client, "/stats", headers=TWO, method="GET")["tenant"]
         assert (other["host_bytes"], other["pins"]) == (4096, [])
 
-    run(scenario, **KEYS)
 
-
-def test_pins_of_the_tier_and_of_devices_are_one_family() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save(IDS)
-        warm = await call(client, "/warm", model="tiny", prompt_token_ids=IDS)
-        pinned = await call(client, "/pin", prompt_token_ids=IDS, ttl_s=60)
-        assert (pinned["object"], pinned["where"], pinned["num_tokens"], pinned["num_chunks"]) == (
-            "kv.pin",
-            "tier",
-            32,
-            4,
-        )
-        assert 59 < pinned["expires_in_s"] <= 60
-        listed = (await call(client, "/pins", method="GET"))["data"]
-        assert [(pin["id"], pin["where"]) for pin in listed] == [(warm["id"], "device"), (pinned["id"], "tier")]
-        again = await call(client, "/pin", prompt_token_ids=IDS)
-        assert (again["id"], again["expires_in_s"]) == (pinned["id"], None)
-        assert (await call(client, "/unpin", token_ids=IDS))["id"] == pinned["id"]
-        await call(client, "/unpin", 404, token_ids=IDS)
-        assert (await call(client, "/unpin", pin_id=warm["id"]))["deleted"] is True
-        named = await call(client, "/pin", prompt_token_ids=IDS, pin_id="my.prompt-1")
-        assert (await client.delete(f"/v1/kv/pins/{named['id']}")).status_code == 200
-        assert (await call(client, "/pins", method="GET"))["data"] == []
-        assert engines.cache.stats()["pins"]["keys"] == 0
-        missing = await call(client, "/pin", 404, token_ids=[7] * 9)
-        assert (missing["error"]["code"], missing["error"]["param"]) == ("kv_not_found", "prompt")
-
-    run(scenario)
+def test_pins_of_the_tier_and_of_devices_are_one_family(client: TestClient, engines: TwoEngines) -> None:
+    engines.save(IDS)
+    warm = call(client, "/warm", model="tiny", prompt_token_ids=IDS)
+    pinned = call(client, "/pin", prompt_token_ids=IDS, ttl_s=60)
+    assert (pinned["object"], pinned["where"], pinned["num_tokens"], pinned["num_chunks"]) == (
+        "kv.pin",
+        "tier",
+        32,
+        4,
+    )
+    assert 59 < pinned["expires_in_s"] <= 60
+    listed = call(client, "/pins", method="GET")["data"]
+    assert [(pin["id"], pin["where"]) for pin in listed] == [(warm["id"], "device"), (pinned["id"], "tier")]
+    again = call(client, "/pin", prompt_token_ids=IDS)
+    assert (again["id"], again["expires_in_s"]) == (pinned["id"], None)
+    assert call(client, "/unpin", token_ids=IDS)["id"] == pinned["id"]
+    call(client, "/unpin", 404, token_ids=IDS)
+    assert call(client, "/unpin", pin_id=warm["id"])["deleted"] is True
+    named = call(client, "/pin", prompt_token_ids=IDS, pin_id="my.prompt-1")
+    assert client.delete(f"/v1/kv/pins/{named['id']}").status_code == 200
+    assert call(client, "/pins", method="GET")["data"] == []
+    assert engines.cache.stats()["pins"]["keys"] == 0
+    missing = call(client, "/pin", 404, token_ids=[7] * 9)
+    assert (missing["error"]["code"], missing["error"]["param"]) == ("kv_not_found", "prompt")
 
 
 def test_without_a_tier_devices_answer_alone() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        await engines.compute("a", IDS)
-        found = await call(client, "/lookup", token_ids=IDS, chunks=True)
+    with over(has_tier=False) as (client, engines):
+        engines.compute("a", IDS)
+        found = call(client, "/lookup", token_ids=IDS, chunks=True)
         assert (on_replicas(found), found["tier"]) == ([(32, 0), (0, 0)], None)
-        assert (await call(client, "/pin", 400, token_ids=IDS))["error"]["code"] == "no_cache_tier"
-        assert (await call(client, "/pins", method="GET"))["data"] == []
-        await call(client, "/unpin", 404, pin_id="x")
-        gone = await drop(client, token_ids=IDS)
+        assert call(client, "/pin", 400, token_ids=IDS)["error"]["code"] == "no_cache_tier"
+        assert call(client, "/pins", method="GET")["data"] == []
+        call(client, "/unpin", 404, pin_id="x")
+        gone = drop(client, token_ids=IDS)
         assert (gone["tier"], [each["device_pages"] for each in gone["replicas"]]) == (None, [2, 0])
-        figures = await call(client, "/stats", method="GET")
+        figures = call(client, "/stats", method="GET")
         assert (figures["tier"], figures["tenant"]) == (None, None)
 
-    run(scenario, has_tier=False)
+
+def test_a_replica_that_is_silent_is_a_503_for_deletion_and_not_for_the_tier(
+    client: TestClient, engines: TwoEngines
+) -> None:
+    engines.save(IDS)
+    engines.silent.add("a")
+    drop(client, 503, token_ids=IDS)
+    assert engines.kept() == 4
+    assert call(client, "/pin", token_ids=IDS)["num_chunks"] == 4  # through the other
+    engines.silent.add("b")
+    call(client, "/stats", 503, method="GET")
 
 
-def test_a_replica_that_is_silent_is_a_503_for_deletion_and_not_for_the_tier() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save(IDS)
-        engines.silent.add("a")
-        await drop(client, 503, token_ids=IDS)
-        assert engines.kept() == 4
-        assert (await call(client, "/pin", token_ids=IDS))["num_chunks"] == 4  # through the other
-        engines.silent.add("b")
-        await call(client, "/stats", 503, method="GET")
+def test_a_tier_that_fails_is_an_error_and_harms_no_engine(
+    client: TestClient, engines: TwoEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Iterable[Any]:
+        raise OSError("the node is gone")
 
-    run(scenario)
-
-
-def test_a_tier_that_fails_is_an_error_and_harms_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        def fail(*_: object, **__: object) -> Iterable[Any]:
-            raise OSError("the node is gone")
-
-        monkeypatch.setattr(NodeAdmin, "lookup", fail)
-        answer = await call(client, "/lookup", 500, token_ids=IDS)
-        assert answer["error"]["code"] == "internal_error"
-        assert "the node is gone" not in str(answer)
-        await engines.compute("a", IDS)
-
-    run(scenario)
+    monkeypatch.setattr(NodeAdmin, "lookup", fail)
+    answer = call(client, "/lookup", 500, token_ids=IDS)
+    assert answer["error"]["code"] == "internal_error"
+    assert "the node is gone" not in str(answer)
+    engines.compute("a", IDS)
 
 
-def test_no_replica_is_a_503() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        async def nobody(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-            raise ReplicaUnavailable("no replica is ready")
+def test_no_replica_is_a_503(client: TestClient, engines: TwoEngines) -> None:
+    async def nobody(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        raise ReplicaUnavailable("no replica is ready")
 
-        engines.query = nobody  # type: ignore[method-assign]
-        for what in ("/lookup", "/pin"):
-            await call(client, what, 503, token_ids=IDS)
-
-    run(scenario)
+    engines.query = nobody  # type: ignore[method-assign]
+    for what in ("/lookup", "/pin"):
+        call(client, what, 503, token_ids=IDS)
 
 
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     *(
         (what, body, 400, param)
-        for what in ("/lookup", "/pin", "/unpin", "")
+        for what in ("/lookup", "/pin", "/unpin", "/warm", "")
         for body, param in (
             ({"prompt": "a", "token_ids": [5]}, "prompt"),
-            ({"session_id": "s", "prompt": "a"}, "prompt"),
             ({"prompt": ""}, "prompt"),
             ({"prompt": 5}, "prompt"),
             ({"token_ids": []}, "token_ids"),
@@ -447,11 +339,25 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
             ({"prompt": "fox " * 2000}, "prompt"),
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "messages"),
-            ({"session_id": ""}, "session_id"),
-            ({"session_id": "s" * 300}, "session_id"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+            ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
         )
     ),
+    *(
+        (what, body, 400, param)
+        for what in ("/lookup", "/pin", "/unpin", "")
+        for body, param in (
+            ({"session_id": "s", "prompt": "a"}, "prompt"),
+            ({"session_id": ""}, "session_id"),
+            ({"session_id": "s" * 300}, "session_id"),
+        )
+    ),
+    *(
+        ("/warm", {"prompt": "a", **body}, 400, next(iter(body)))
+        for body in (*({"ttl_s": 0}, {"ttl_s": 1e12}, {"pin": "yes"}, {"replicas": "some"}, {"replicas": True}),)
+    ),
+    ("/warm", {"prompt": "a", "model": "other"}, 404, "model"),
     ("/lookup", {"prompt": "a", "model": "other"}, 404, "model"),
     ("/lookup", {"prompt": "a", "chunks": 1}, 400, "chunks"),
     ("/pin", {"prompt": "a", "ttl_s": 0}, 400, "ttl_s"),
@@ -470,19 +376,17 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 ]
 
 
-def test_what_breaks_a_rule_is_named() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        engines.save(IDS)
-        for what, body, status, param in BAD:
-            answer = await call(client, what, status, method="POST" if what else "DELETE", **body)
-            assert answer["error"]["param"] == param, (what, body, answer)
-        for what in ("/lookup", "/pin", "/unpin"):
-            assert (await client.post(f"/v1/kv{what}", json={})).json()["error"]["param"] == "prompt"
-        assert (await client.request("DELETE", "/v1/kv", json={})).status_code == 400
-        assert (await client.delete("/v1/kv")).status_code == 400
-        typed = {"content-type": "text/plain"}
-        assert (await client.request("DELETE", "/v1/kv", content=b"{}", headers=typed)).status_code == 400
-        assert (await client.request("DELETE", "/v1/kv", content=b"[1]", headers=typed)).status_code == 400
-        assert engines.kept() == 4
-
-    run(scenario)
+def test_what_breaks_a_rule_is_named(client: TestClient, engines: TwoEngines) -> None:
+    engines.save(IDS)
+    for what, body, status, param in BAD:
+        model = {"model": "tiny"} if what == "/warm" else {}
+        answer = call(client, what, status, method="POST" if what else "DELETE", **{**model, **body})
+        assert answer["error"]["param"] == param, (what, body, answer)
+    for what in ("/lookup", "/pin", "/unpin"):
+        assert client.post(f"/v1/kv{what}", json={}).json()["error"]["param"] == "prompt"
+    assert client.request("DELETE", "/v1/kv", json={}).status_code == 400
+    assert client.delete("/v1/kv").status_code == 400
+    typed = {"content-type": "text/plain"}
+    assert client.request("DELETE", "/v1/kv", content=b"{}", headers=typed).status_code == 400
+    assert client.request("DELETE", "/v1/kv", content=b"[1]", headers=typed).status_code == 400
+    assert engines.kept() == 4

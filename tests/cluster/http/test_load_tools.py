@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from mneme.cluster.http.answers import MAX_DELTAS, Choice, FieldNames
 from mneme.cluster.http.api import build_api
@@ -47,15 +47,10 @@ def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str,
 
 
 def test_models_have_the_directory_of_their_tokenizer() -> None:
-    app = build_api(FakeEngineClient(TOKENIZER), [replace(MODEL, root="/models/tiny")], TOKENIZER)
-
-    async def run() -> tuple[Any, Any]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-            (model,) = (await client.get("/v1/models")).json()["data"]
-            body = {"model": model["root"], "prompt": "the fox", "add_special_tokens": False}
-            return model, (await client.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
-
-    model, tokens = asyncio.run(run())
+    client = TestClient(build_api(FakeEngineClient(TOKENIZER), [replace(MODEL, root="/models/tiny")], TOKENIZER))
+    (model,) = client.get("/v1/models").json()["data"]
+    body = {"model": model["root"], "prompt": "the fox", "add_special_tokens": False}
+    tokens = client.post("/tokenize", json=body).raise_for_status().json()["tokens"]
     assert (model["id"], model["root"], model["max_model_len"]) == ("tiny", "/models/tiny", 1024)
     assert tokens == TOKENIZER.encode("the fox", add_special_tokens=False)
 
@@ -123,15 +118,10 @@ def test_the_end_of_an_answer_says_how_long_the_engine_took() -> None:
 
 def test_metrics_have_vllm_s_names_and_the_model_s() -> None:
     engine = FakeEngineClient(TOKENIZER, timing=(0.25, 0.5))
-    app = build_api(engine, [MODEL], TOKENIZER, ingress="x1")
-
-    async def run() -> str:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-            for _ in range(3):
-                (await client.post("/v1/chat/completions", json={**CHAT, "n": 2})).raise_for_status()
-            return (await client.get("/metrics")).text
-
-    found = samples_of(asyncio.run(run()))
+    client = TestClient(build_api(engine, [MODEL], TOKENIZER, ingress="x1"))
+    for _ in range(3):
+        client.post("/v1/chat/completions", json={**CHAT, "n": 2}).raise_for_status()
+    found = samples_of(client.get("/metrics").text)
     for name in NUMBERS:
         assert f'vllm:{name}{{model_name="tiny"}}' in found, name
     for reason in ("stop", "length", "abort", "error"):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
-from tests.cluster.api_fixtures import CHAT, MODEL, RENDERED, TOKENIZER, api_client, get, post
+from tests.cluster.api_fixtures import CHAT, MODEL, RENDERED, TOKENIZER, get, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.cluster.metric_samples import samples_of
 
@@ -61,14 +59,10 @@ def test_probes_and_metrics() -> None:
         assert found[name] == value, name
 
 
-def test_every_sample_has_a_type_and_only_counters_are_totals() -> None:
-    async def run() -> str:
-        async with api_client(FakeEngineClient(TOKENIZER)) as client:
-            await client.post("/v1/chat/completions", json={**CHAT, "n": 2})
-            return (await client.get("/metrics")).text
-
+def test_every_sample_has_a_type_and_only_counters_are_totals(client: TestClient) -> None:
+    client.post("/v1/chat/completions", json={**CHAT, "n": 2})
     types = {}
-    for line in asyncio.run(run()).splitlines():
+    for line in client.get("/metrics").text.splitlines():
         if line.startswith("# TYPE "):
             name, kind = line.split()[2:]
             types[name] = kind
@@ -82,14 +76,12 @@ def test_every_sample_has_a_type_and_only_counters_are_totals() -> None:
 
 
 def test_what_an_ingress_measures_has_its_label_and_adds_up() -> None:
-    async def run() -> str:
-        app = build_api(FakeEngineClient(TOKENIZER), [MODEL], TOKENIZER, ingress="x1", clock=stepping_clock(0.004))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-            for _ in range(3):
-                await client.post("/v1/chat/completions", json={**CHAT, "n": 2})
-            return (await client.get("/metrics")).text
-
-    families = {family.name: family for family in text_string_to_metric_families(asyncio.run(run()))}
+    clock = itertools.count()
+    app = build_api(FakeEngineClient(TOKENIZER), [MODEL], TOKENIZER, ingress="x1", clock=lambda: next(clock) * 0.004)
+    client = TestClient(app)
+    for _ in range(3):
+        client.post("/v1/chat/completions", json={**CHAT, "n": 2})
+    families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     (responses,) = families["mneme_http_responses"].samples
     assert responses.labels == {"ingress": "x1", "path": "/v1/chat/completions", "status": "200"}
     assert responses.value == 3
@@ -103,11 +95,6 @@ def test_what_an_ingress_measures_has_its_label_and_adds_up() -> None:
         assert buckets[-1] == ("+Inf", count)
         assert count > 0
     assert not any("ingress" in sample.labels for sample in families["mneme_pages"].samples)
-
-
-def stepping_clock(step_s: float) -> Callable[[], float]:
-    ticks = itertools.count()
-    return lambda: next(ticks) * step_s
 
 
 def test_who_asks_what_runs_here() -> None:

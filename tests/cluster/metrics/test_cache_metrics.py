@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from mneme.cluster.metrics import page as metrics_page
 from mneme.cluster.metrics.page import cache_metrics
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query
-from tests.cluster.api_fixtures import TOKENIZER, get
+from tests.cluster.api_fixtures import TOKENIZER, api, get
 from tests.cluster.fake_engine_client import FakeEngineClient
-from tests.cluster.http.test_kv import IDS, TieredEngines, run
+from tests.cluster.http.test_kv import IDS
 from tests.cluster.metric_samples import samples, samples_of
+from tests.cluster.real_engines import TwoEngines
 
 ENGINE: dict[str, Any] = {
     "lookups": 3,
@@ -32,11 +33,16 @@ ENGINE: dict[str, Any] = {
 }
 
 
-async def page(client: httpx.AsyncClient) -> dict[str, float]:
-    return samples_of((await client.get("/metrics")).raise_for_status().text)
+@pytest.fixture
+def client(engines: TwoEngines) -> TestClient:
+    return api(engines)
 
 
-def with_cache(engines: TieredEngines) -> None:
+def page(client: TestClient) -> dict[str, float]:
+    return samples_of(client.get("/metrics").raise_for_status().text)
+
+
+def with_cache(engines: TwoEngines) -> None:
     """As engines say that have a cache tier."""
     plain = engines.stats
 
@@ -46,66 +52,61 @@ def with_cache(engines: TieredEngines) -> None:
     engines.stats = stats  # type: ignore[method-assign]
 
 
-def test_nodes_are_counted_once_and_engines_each() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        with_cache(engines)
-        engines.save(IDS)
-        found = await page(client)
-        assert (
-            found.items()
-            >= {
-                "mneme_cache_nodes": 1,
-                'mneme_cache_chunks{node="node-1",tier="host"}': 4,
-                'mneme_cache_chunks{node="node-1",tier="disk"}': 0,
-                'mneme_cache_bytes{node="node-1",tier="host"}': 16384,
-                'mneme_cache_capacity_bytes{node="node-1",tier="host"}': 1 << 20,
-                'mneme_cache_puts_total{node="node-1",outcome="taken"}': 4,
-                'mneme_cache_misses_total{node="node-1",reason="bad_checksum",tier="disk"}': 0,
-                "mneme_cache_lookups_total": 6,
-                'mneme_cache_loaded_chunks_total{outcome="lost"}': 2,
-                'mneme_cache_unsaved_chunks_total{reason="dropped"}': 4,
-                'mneme_cache_plans_total{plan="split"}': 4,
-                'mneme_cache_given_up_total{while="waiting"}': 2,
-                "mneme_cache_found_chunks_total": 18,
-                'mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"}': 4,
-                'mneme_cache_put_chunks_total{outcome="lost"}': 2,
-                'mneme_cache_put_chunks_total{outcome="taken"}': 8,
-                "mneme_cache_put_bytes_under_way": 14,
-                'mneme_cache_failed_calls_total{call="locate",reason="timeout"}': 6,
-                'mneme_cache_failed_calls_total{call="peer_locate",reason="failed"}': 2,
-                'mneme_cache_node_faults_total{fault="actors_lost"}': 2,
-                'mneme_cache_node_faults_total{fault="node_restarted"}': 2,
-                'mneme_cost_predictions_total{kind="prefill"}': 4,
-                'mneme_cost_actual_seconds_total{kind="prefill"}': 4,
-                'mneme_cost_actual_seconds_total{kind="peer_disk"}': 0,
-            }.items()
-        )
-
-    run(scenario)
+def test_nodes_are_counted_once_and_engines_each(client: TestClient, engines: TwoEngines) -> None:
+    with_cache(engines)
+    engines.save(IDS)
+    found = page(client)
+    assert (
+        found.items()
+        >= {
+            "mneme_cache_nodes": 1,
+            'mneme_cache_chunks{node="node-1",tier="host"}': 4,
+            'mneme_cache_chunks{node="node-1",tier="disk"}': 0,
+            'mneme_cache_bytes{node="node-1",tier="host"}': 16384,
+            'mneme_cache_capacity_bytes{node="node-1",tier="host"}': 1 << 20,
+            'mneme_cache_puts_total{node="node-1",outcome="taken"}': 4,
+            'mneme_cache_misses_total{node="node-1",reason="bad_checksum",tier="disk"}': 0,
+            "mneme_cache_lookups_total": 6,
+            'mneme_cache_loaded_chunks_total{outcome="lost"}': 2,
+            'mneme_cache_unsaved_chunks_total{reason="dropped"}': 4,
+            'mneme_cache_plans_total{plan="split"}': 4,
+            'mneme_cache_given_up_total{while="waiting"}': 2,
+            "mneme_cache_found_chunks_total": 18,
+            'mneme_cache_unread_chunks_total{edge="peer_host",reason="absent"}': 4,
+            'mneme_cache_put_chunks_total{outcome="lost"}': 2,
+            'mneme_cache_put_chunks_total{outcome="taken"}': 8,
+            "mneme_cache_put_bytes_under_way": 14,
+            'mneme_cache_failed_calls_total{call="locate",reason="timeout"}': 6,
+            'mneme_cache_failed_calls_total{call="peer_locate",reason="failed"}': 2,
+            'mneme_cache_node_faults_total{fault="actors_lost"}': 2,
+            'mneme_cache_node_faults_total{fault="node_restarted"}': 2,
+            'mneme_cost_predictions_total{kind="prefill"}': 4,
+            'mneme_cost_actual_seconds_total{kind="prefill"}': 4,
+            'mneme_cost_actual_seconds_total{kind="peer_disk"}': 0,
+        }.items()
+    )
 
 
-def test_a_tier_that_is_silent_or_slow_leaves_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_is_silent_or_slow_leaves_the_page(
+    client: TestClient, engines: TwoEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics_page, "_NODES_TIMEOUT_S", 0.01)
+    with_cache(engines)
 
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        with_cache(engines)
+    async def refuse(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        raise ReplicaUnavailable("gone")
 
-        async def refuse(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-            raise ReplicaUnavailable("gone")
+    async def hang(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
 
-        async def hang(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        for broken in (refuse, hang):
-            engines.query = broken  # type: ignore[method-assign]
-            found = await page(client)
-            assert found["mneme_cache_nodes"] == 0
-            assert not any(name.startswith("mneme_cache_puts_total") for name in found)
-            assert found["mneme_cache_lookups_total"] == 6
-            assert found['mneme_pages{state="total"}'] == 128
-
-    run(scenario)
+    for broken in (refuse, hang):
+        engines.query = broken  # type: ignore[method-assign]
+        found = page(client)
+        assert found["mneme_cache_nodes"] == 0
+        assert not any(name.startswith("mneme_cache_puts_total") for name in found)
+        assert found["mneme_cache_lookups_total"] == 6
+        assert found['mneme_pages{state="total"}'] == 128
 
 
 def test_no_tier_has_no_metrics() -> None:
@@ -156,31 +157,30 @@ def test_a_node_that_does_not_answer_lowers_no_counter() -> None:
     assert {key: value for key, value in alone.items() if key.startswith(name)} == {f'{name}{{node="a"}}': 3}
 
 
-def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page() -> None:
-    async def scenario(client: httpx.AsyncClient, engines: TieredEngines) -> None:
-        write = {"appended": 4, "append_failed": 1, "raised": 2, "lost": 1, "waiting": 2, "later": 5}
-        logs = {"write": write, "read": {"restored": 3, "failed": 1}}
+def test_what_engines_wrote_to_session_logs_and_read_from_them_is_on_the_page(
+    client: TestClient, engines: TwoEngines
+) -> None:
+    write = {"appended": 4, "append_failed": 1, "raised": 2, "lost": 1, "waiting": 2, "later": 5}
+    logs = {"write": write, "read": {"restored": 3, "failed": 1}}
 
-        async def stats() -> dict[str, dict[str, Any]]:
-            return {name: {"session_logs": logs} for name in "ab"}
+    async def stats() -> dict[str, dict[str, Any]]:
+        return {name: {"session_logs": logs} for name in "ab"}
 
-        engines.stats = stats  # type: ignore[method-assign]
-        found = await page(client)
-        assert (
-            found.items()
-            >= {
-                'mneme_session_log_records_total{outcome="append_failed"}': 2,
-                'mneme_session_log_records_total{outcome="appended"}': 8,
-                'mneme_session_log_records_total{outcome="raised"}': 4,
-                'mneme_session_log_records_total{outcome="lost"}': 2,
-                "mneme_session_log_waiting_records": 4,
-                "mneme_session_log_failing_sessions": 10,
-                'mneme_session_log_reads_total{outcome="restored"}': 6,
-                'mneme_session_log_reads_total{outcome="failed"}': 2,
-            }.items()
-        )
-
-    run(scenario)
+    engines.stats = stats  # type: ignore[method-assign]
+    found = page(client)
+    assert (
+        found.items()
+        >= {
+            'mneme_session_log_records_total{outcome="append_failed"}': 2,
+            'mneme_session_log_records_total{outcome="appended"}': 8,
+            'mneme_session_log_records_total{outcome="raised"}': 4,
+            'mneme_session_log_records_total{outcome="lost"}': 2,
+            "mneme_session_log_waiting_records": 4,
+            "mneme_session_log_failing_sessions": 10,
+            'mneme_session_log_reads_total{outcome="restored"}': 6,
+            'mneme_session_log_reads_total{outcome="failed"}': 2,
+        }.items()
+    )
 
 
 def test_nodes_without_the_disk_they_should_have_are_counted() -> None:

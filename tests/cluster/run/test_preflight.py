@@ -11,20 +11,19 @@ import pytest
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.node.folder import DiskFolder
 from mneme.cluster.config import ClusterConfig
-from mneme.cluster.run import preflight
+from mneme.cluster.run.lifecycle import check_files
 from mneme.config import parse
 from mneme.errors import CheckpointError, ConfigError
 from mneme.replicas.model.config import EMBEDDED_MODEL, model_directory
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(preflight, "check_port", lambda config: None)
+def directory(tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_directory(EMBEDDED_MODEL), tmp_path / "model"))
 
 
 def check(directory: Path) -> None:
-    preflight.check(ClusterConfig(model=str(directory)))
+    check_files(ClusterConfig(model=str(directory)))
 
 
 def test_the_embedded_model_passes(directory: Path) -> None:
@@ -56,7 +55,7 @@ def test_what_is_missing_or_damaged_is_named(directory: Path, damage: Callable[[
 def test_a_folder_that_the_cache_cannot_use_is_refused(directory: Path, tmp_path: Path) -> None:
     def check_folder(folder: Path, *, enabled: bool = True) -> None:
         cache = {"enabled": enabled, "disk": {"folder": str(folder), "capacity_bytes": 1 << 20}}
-        preflight.check(parse(ClusterConfig, {"model": str(directory), "cache": cache}))
+        check_files(parse(ClusterConfig, {"model": str(directory), "cache": cache}))
 
     check_folder(tmp_path / "new" / "kv")
     held = DiskFolder(str(tmp_path / "new" / "kv"), FileOperations())

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from mneme.cluster.http.api import build_api
 from mneme.cluster.serve.client import PlacedChoice, RayEngineClient
@@ -38,12 +39,7 @@ class Clock:
 
 
 def ask(engine: FakeEngineClient, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-    async def main() -> httpx.Response:
-        app = build_api(engine, [MODEL], TOKENIZER, clock=Clock(), **options)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(main())
+    return TestClient(build_api(engine, [MODEL], TOKENIZER, clock=Clock(), **options)).post(path, json=body)
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS)

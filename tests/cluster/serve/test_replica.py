@@ -1,7 +1,9 @@
-"""What an engine replica gives its engine; without Ray."""
+"""What an engine replica gives its engine, and how it keeps questions to a slow cache tier apart; without Ray."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -9,25 +11,38 @@ import pytest
 from mneme.cachetier.distributed import lifecycle as ray_tier
 from mneme.cluster.serve import replica
 from mneme.cluster.serve.gpus import EnginePlacement
+from mneme.cluster.serve.replica import ReplicaServer
+from mneme.errors import Overloaded
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query, get_pin, kv_stats
+from mneme.replicas.engine.pins import PinKey
 from tests.fakes.fake_engine import FakeEngineLoop
 
 
-def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calibration of the disk too, which knows nothing of nodes."""
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the engine is loaded with."""
     for name in ("log_to_serve", "keep_to_loopback", "report_progress"):
         monkeypatch.setattr(replica, name, lambda *_: None)
     monkeypatch.setattr(replica, "own_replica_id", lambda: "r")
-    monkeypatch.setattr(ray_tier, "_own_node", lambda: {"NodeName": "machine"})
-    given: dict[str, Any] = {}
+    return {}
 
-    def load_engine(*args: Any, **options: Any) -> FakeEngineLoop:
-        given.update(options)
+
+def load(loaded: dict[str, Any], placement: EnginePlacement, cache: dict[str, Any]) -> None:
+    def load_engine(model: str, engine: EngineConfig, **options: Any) -> FakeEngineLoop:
+        loaded.update(options, device=engine.device)
         return FakeEngineLoop()
 
-    cache = {"disk": {"folder": "/kv/%n", "capacity_bytes": 1}}
-    replica.EngineReplica({"model": "m", "cache": cache}, EnginePlacement(2, "cpu", 0.0), load_engine)
-    assert given["cache"].disk.folder == "/kv/machine"
+    replica.EngineReplica({"model": "m", "cache": cache}, placement, load_engine)
+
+
+def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(
+    loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calibration of the disk too, which knows nothing of nodes."""
+    monkeypatch.setattr(ray_tier, "_own_node", lambda: {"NodeName": "machine"})
+    load(loaded, EnginePlacement(2, "cpu", 0.0), {"disk": {"folder": "/kv/%n", "capacity_bytes": 1}})
+    assert loaded["cache"].disk.folder == "/kv/machine"
 
 
 @pytest.mark.parametrize(
@@ -35,19 +50,44 @@ def test_the_caches_folder_is_that_of_the_replicas_node_for_whoever_reads_it(mon
     [(1.0, 8, (1.0, 0.125)), (0.5, 1, (0.5, 0.5)), (0.5, 2, (0.5, 0.25)), (0.0, 0, (1.0, 1.0)), (0.0, 4, (1.0, 1.0))],
 )
 def test_an_engine_is_told_its_device_and_its_part_of_it(
-    monkeypatch: pytest.MonkeyPatch, gpus_per_replica: float, machine_gpus: int, shares: tuple[float, float]
+    loaded: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus_per_replica: float,
+    machine_gpus: int,
+    shares: tuple[float, float],
 ) -> None:
-    for name in ("log_to_serve", "keep_to_loopback", "report_progress"):
-        monkeypatch.setattr(replica, name, lambda *_: None)
-    monkeypatch.setattr(replica, "own_replica_id", lambda: "r")
     monkeypatch.setattr(replica, "count_machine_gpus", lambda: machine_gpus)
-    given: dict[str, Any] = {}
-
-    def load_engine(model: str, engine: EngineConfig, **options: Any) -> FakeEngineLoop:
-        given.update(options, device=engine.device)
-        return FakeEngineLoop()
-
     device = "cuda" if gpus_per_replica else "cpu"
-    placement = EnginePlacement(2, device, gpus_per_replica)
-    replica.EngineReplica({"model": "m", "cache": {"enabled": False}}, placement, load_engine)
-    assert (given["device"], (given["device_share"], given["machine_share"])) == (device, shares)
+    load(loaded, EnginePlacement(2, device, gpus_per_replica), {"enabled": False})
+    assert (loaded["device"], (loaded["device_share"], loaded["machine_share"])) == (device, shares)
+
+
+class SlowTier:
+    """An engine whose tier answers when it is let."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+
+    def query(self, query: Query) -> Any:
+        if isinstance(COMMANDS[query.name], KvCommand):
+            assert self.may_answer.wait(30)
+            return "figures"
+        return "pin"
+
+
+def test_a_slow_tier_holds_up_nobody_else() -> None:
+    engine = SlowTier()
+
+    async def scenario() -> None:
+        server = ReplicaServer("r", engine)  # type: ignore[arg-type]
+        asked = [server.query(replica_id="r", query=kv_stats("")) for _ in range(replica._MAX_KV_QUERIES)]
+        waiting = [asyncio.create_task(one) for one in asked]
+        await asyncio.sleep(0)  # they have begun
+        assert isinstance(await server.query(replica_id="r", query=kv_stats("")), Overloaded)
+        async with asyncio.timeout(10):
+            assert await server.query(replica_id="r", query=get_pin(PinKey("t", "p"))) == "pin"
+            engine.may_answer.set()
+            assert set(await asyncio.gather(*waiting)) == {"figures"}
+            assert await server.query(replica_id="r", query=kv_stats("")) == "figures"
+
+    asyncio.run(scenario())

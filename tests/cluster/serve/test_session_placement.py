@@ -182,14 +182,3 @@ def test_a_request_goes_where_its_prefix_was_warmed(holder: str) -> None:
         assert admitted(calls)[holder] == ["one.0"]
 
     run(scenario)
-
-
-def test_homes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine_client, "MAX_HOMES", 3)
-    homes = ray_engine_client.SessionHomes()
-    for index in range(5):
-        homes.note_fork(("", f"{index}"), "a")
-    assert [homes.fork_home(("", f"{index}")) for index in range(5)] == [None, None, "a", "a", "a"]
-    assert homes.move(("", "4"), "b") == "a"
-    assert homes.move(("", "4"), "b") is None
-    assert homes.fork_home(("", "4")) is None

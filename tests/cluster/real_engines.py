@@ -1,0 +1,124 @@
+"""Two engines on their threads behind an `EngineClient`, with a runner that has no model, over one node's cache."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from starlette.testclient import TestClient
+
+from mneme.cachetier.chunk.header import make_chunk
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.node.cache import NodeCache
+from mneme.cachetier.node.memory import ProcessMemory
+from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.commands import KvTier, Query
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.loop import EngineLoop
+from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
+from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, layers_of
+from tests.cluster.api_fixtures import TOKENIZER, api
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.replicas.fake_runner import FakeRunner
+
+KEYS = {"api_keys": ("key-one-1234567890", "key-two-1234567890")}
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS["api_keys"])
+
+
+class TwoEngines(FakeEngineClient):
+    """Replicas "a" and "b"; "b" may have a smaller pool."""
+
+    def __init__(self, num_pages: tuple[int, int] = (64, 64), *, has_tier: bool = True) -> None:
+        super().__init__(TOKENIZER)
+        config = CacheConfig(chunk_tokens=64, eviction="lru", tenant_bytes=1 << 19)
+        self.cache = NodeCache(config, ProcessMemory(), 1 << 20, has_threads=False)
+        self.tier = KvTier(admin=NodeAdmin(self.cache, "node-1"), fingerprint=FINGERPRINT, tenant_bytes=1 << 19)
+        self.loops: dict[str, EngineLoop] = {}
+        self.silent: set[str] = set()
+        for name, count in zip("ab", num_pages, strict=True):
+            runner = FakeRunner(count, 16, vocab_size=TOKENIZER.vocab_size)
+            self.loops[name] = EngineLoop(Engine(runner, None, EngineConfig(max_pins=3)))  # type: ignore[arg-type]
+            self.loops[name].kv_tier = self.tier if has_tier else None
+            self.loops[name].start()
+
+    async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
+        asked = [name for name in self.loops if replica_id in (None, name)]
+        if self.silent & set(asked) and query.name != "drop_pin":
+            raise ReplicaUnavailable("a replica did not answer")
+        answers = {name: await asyncio.to_thread(self.loops[name].query, query) for name in asked}
+        for answer in answers.values():
+            if isinstance(answer, MnemeError):
+                raise answer
+        return answers
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        return {name: loop.stats() for name, loop in self.loops.items()}
+
+    def cached(self, name: str, ids: Sequence[int], salt: str = "") -> int:
+        """Tokens of a prompt that this replica need not compute; its thread ends."""
+        params = SamplingParams(temperature=0, max_tokens=1, seed=0)
+        request = GenerationRequest(request_id="r", prompt_token_ids=tuple(ids), sampling=params, salt=salt)
+        events: list[TokenEvent] = []
+        loop = self.loops[name]
+        loop.stop()
+        loop.engine.submit(request)
+        while not any(event.usage for event in events):
+            events += loop.engine.step()
+        return next(event.usage.cached_tokens for event in events if event.usage)
+
+    def save(self, ids: list[int], salt: str = "", lineage: Lineage | None = None) -> None:
+        """As an engine would have put it into the cache."""
+        lineage = lineage or prefix_lineage(FINGERPRINT, salt)
+        for part in lineage.chain(ids, CHUNK_TOKENS):
+            own = ids[part.start : part.end]
+            layers = layers_of(FINGERPRINT, len(own), own[-1])
+            positions = np.arange(part.start, part.end, dtype=np.int32)
+            chunk = make_chunk(lineage, FINGERPRINT, part.parent, own, positions, layers)
+            self.cache.put(chunk.header, chunk.layers)
+
+    def compute(self, name: str, ids: list[int], salt: str = "", session_id: str | None = None) -> None:
+        """A request on a replica; its one output token is never computed."""
+        loop, has_ended = self.loops[name], threading.Event()
+
+        def deliver(said: StepMessage) -> None:
+            if any(event.finish_reason is not None for event in said.events):
+                has_ended.set()
+
+        loop.subscribe("s", deliver)
+        request = GenerationRequest(
+            request_id=f"{name}-{len(ids)}-{salt}-{session_id}",
+            prompt_token_ids=tuple(ids),
+            sampling=SamplingParams(temperature=0, max_tokens=1, seed=0),
+            salt=salt,
+            session_id=session_id,
+            subscriber="s",
+        )
+        assert loop.submit_many([request]) == [None]
+        assert has_ended.wait(30)
+        loop.check_health()  # its figures are those of the step's end
+
+    def kept(self) -> int:
+        """Chunks in the cache."""
+        chunks: int = self.cache.stats()["host"]["chunks"]
+        return chunks
+
+
+@contextmanager
+def over(
+    num_pages: tuple[int, int] = (64, 64), *, has_tier: bool = True, **config: Any
+) -> Iterator[tuple[TestClient, TwoEngines]]:
+    """An API over two engines."""
+    engines = TwoEngines(num_pages, has_tier=has_tier)
+    try:
+        yield api(engines, **config), engines
+    finally:
+        for loop in engines.loops.values():
+            loop.stop()
+        engines.cache.close()
