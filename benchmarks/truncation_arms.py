@@ -44,9 +44,9 @@ class TaughtRunner(Runner):
         self.thoughts_by_request: dict[str, list[Thought]] = {}
         self._sampling: list[Sequence] = []
 
-    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
+    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Any = ()) -> StepInputs | None:
         self._sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        return super().prepare(chunks, moves)
+        return super().prepare(chunks, moves, saves)
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         """One-hot rows of the texts' next tokens."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mneme.cachetier.chunk.keys import Lineage
 from mneme.replicas.forest.nodes import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 
 if TYPE_CHECKING:
     from mneme.replicas.connector.fetch import Fetch
-    from mneme.replicas.connector.save import ChunkChain
     from mneme.replicas.text.detokenizer import TextStream
 
 
@@ -104,6 +104,19 @@ class TokenCounts:
             self._ids[index], self._counts[index] = token_id, 0
             self._size += 1
         self._counts[index] += 1
+
+
+@dataclass(slots=True, eq=False)
+class ChunkChain:
+    """Names the chunks of one sequence in the cache tier, from its root on."""
+
+    lineage: Lineage
+    keys: list[bytes] = field(default_factory=list)  # of full chunks, as far as they are known
+    num_saved: int = 0  # full chunks that were saved or are not to be
+
+    def restart(self) -> None:
+        """The sequence sees other tokens."""
+        self.keys, self.num_saved = [], 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -25,10 +25,9 @@ from mneme.cachetier.store import ChainQuery, ChunkStore
 from mneme.replicas.connector.fetch import Fetches, MakeWorkers
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.pages import make_chunk_pages
-from mneme.replicas.connector.save import ChunkChain, ChunkSaver, SavePolicy
+from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.moves import Moves
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Chunk, ChunkChain
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 if TYPE_CHECKING:
@@ -96,10 +95,10 @@ class KvConnector:
         sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
-    def begin_step(self, moves: Moves, chunks: Sequence[Chunk]) -> Moves:
-        """Add to the moves what the step of these chunks completes for the store; the step begins."""
+    def begin_step(self, chunks: Sequence[Chunk]) -> list[SaveJob]:
+        """Return what the step of these chunks completes for the store; the step begins."""
         self._step_began_s = self._clock()
-        return moves._replace(completed=self._saves.of_step(chunks))
+        return self._saves.of_step(chunks)
 
     def end_step(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], scheduler: Scheduler) -> None:
         """Take back what a step that was computed should have loaded and did not, and save what is sound."""

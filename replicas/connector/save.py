@@ -32,7 +32,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.nodes import DEVICE, Path
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Chunk, ChunkChain
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 logger = logging.getLogger(__name__)
@@ -43,19 +43,6 @@ _CLOSE_S = 5.0  # how long a close waits for what is being saved
 
 TokenRun = tuple[int, int, int, int]  # page id, first offset, number of tokens, first token in the chunk
 NoteSave = Callable[[int, float], object]  # bytes of a chunk that was put, and the seconds that it took
-
-
-@dataclass(slots=True, eq=False)
-class ChunkChain:
-    """The chunks of one sequence, from its root on."""
-
-    lineage: Lineage
-    keys: list[bytes] = field(default_factory=list)  # of full chunks, as far as they are known
-    num_saved: int = 0  # full chunks that were saved or are not to be
-
-    def restart(self) -> None:
-        """The sequence sees other tokens."""
-        self.keys, self.num_saved = [], 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

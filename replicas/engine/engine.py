@@ -44,6 +44,7 @@ from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.connector.connector import KvConnector
+    from mneme.replicas.connector.save import SaveJob
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -163,7 +164,7 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         chunks = self._schedule()
-        inputs = self.runner.prepare(chunks, self._moves(chunks))
+        inputs = self.runner.prepare(chunks, *self._moves(chunks))
         logits = self.runner.forward(inputs)
         sampled = sample(logits, [_sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
@@ -224,10 +225,10 @@ class Engine:
         self._outbox.note_begun(chunks)
         return chunks
 
-    def _moves(self, chunks: list[Chunk]) -> Moves:
-        """List what the step does with pages."""
+    def _moves(self, chunks: list[Chunk]) -> tuple[Moves, list[SaveJob]]:
+        """List what the step does with pages, and the chunks of the cache tier that it completes."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        return moves if self.chunks is None else self.chunks.begin_step(moves, chunks)
+        return moves, [] if self.chunks is None else self.chunks.begin_step(chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)

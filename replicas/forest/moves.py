@@ -9,12 +9,9 @@ A save counts as done when it is listed, because whatever reads or reuses its pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from mneme.replicas.forest.nodes import Node
-
-if TYPE_CHECKING:
-    from mneme.replicas.connector.save import SaveJob
 
 
 class LoadedPage(NamedTuple):
@@ -57,7 +54,6 @@ class Moves(NamedTuple):
     fresh: list[int]  # device pages with a new owner: nothing of what they held may be seen
     loads: list[LoadedPage]
     grafts: list[Graft]
-    completed: Sequence[SaveJob] = ()  # chunks that the step completes, to be saved
 
 
 class PendingMoves:

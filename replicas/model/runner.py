@@ -8,7 +8,7 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from mneme.kernels.attention import (
 from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.connector.load import ChunkLoader
-from mneme.replicas.connector.save import ChunkSaver
+from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import GraftPiece, Moves
 from mneme.replicas.forest.nodes import Path
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
@@ -103,8 +103,11 @@ class Runner:
         """Whether the tier has time for copies ahead of need."""
         return self._tier.is_idle
 
-    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
-        """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first."""
+    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+        """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first.
+
+        saves  chunks of the cache tier that the step completes
+        """
         load = self._begin_moves(moves)
         if not chunks:
             if load is not None:  # parts of long histories alone
@@ -120,8 +123,8 @@ class Runner:
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
-        if moves.completed and self._saver is not None:
-            self._saver.begin(moves.completed)
+        if saves and self._saver is not None:
+            self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
         written = slots != _SPARE_SLOT
         if written.all():

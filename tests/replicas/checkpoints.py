@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from mneme.kernels.work import Share
+from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
@@ -103,12 +105,12 @@ class RecordingRunner(Runner):
         self.num_rows = self.num_saved = self.num_loaded = 0
         self._sampling: list[str] = []
 
-    def prepare(self, chunks: list[Chunk], moves: Moves) -> StepInputs | None:
+    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
         self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
         self.num_rows += sum(chunk.num_rows for chunk in chunks)
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
-        return super().prepare(chunks, moves)
+        return super().prepare(chunks, moves, saves)
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         logits = super().forward(inputs)

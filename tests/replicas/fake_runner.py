@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mneme.errors import TransferFailed
+from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.sequence import Chunk
 
@@ -67,7 +69,7 @@ class FakeRunner:
     def close(self) -> None:
         self.can_copy = False
 
-    def prepare(self, chunks: list[Chunk], moves: Moves) -> list[Chunk]:
+    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[Chunk]:
         if self.saver is not None:
             self.loader.end()
             self.saver.abandon()
@@ -83,7 +85,7 @@ class FakeRunner:
             self.num_rows += chunk.num_rows
         self._spread_doubt(chunks)
         if self.saver is not None:
-            self.saver.begin(moves.completed, self.slots)
+            self.saver.begin(saves, self.slots)
         return chunks
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
