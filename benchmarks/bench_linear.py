@@ -22,7 +22,7 @@ from attention.report import Check, at_least, closing_checks, print_check
 from torch import Tensor
 from workloads import MODEL_SHAPE, cpu_name, load_average
 
-from mneme.kernels.native.linear import PackedLinear, can_pack
+from mneme.kernels.linear import PackedLinear, can_pack
 
 ROWS = (1, 8, 32, 128, 512, 2048)
 MAX_FEW_ROWS = 32

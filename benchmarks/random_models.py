@@ -1,8 +1,4 @@
-"""Models of random weights, made on their device, in the shapes of well-known ones; for engine benchmarks.
-
-Phi-2 has a parallel block and a plain MLP, which our decoder does not have: `phi-2-sized` takes Phi-2's dimensions in
-the Llama layout, whose gated MLP makes it larger (3.7B parameters, not 2.7B).
-"""
+"""Models of random weights, made on their device, in the shapes of well-known ones; for engine benchmarks."""
 
 from __future__ import annotations
 
@@ -30,10 +26,6 @@ def _shape(
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": _shape(4096, 11008, 32, (32, 32), 32000),
     "llama-3-8b": _shape(4096, 14336, 32, (32, 8), 128256, max_position_embeddings=8192, rope_theta=500_000.0),
-    "mistral-7b": _shape(
-        4096, 14336, 32, (32, 8), 32000, model_type="mistral", sliding_window=None, max_position_embeddings=32768
-    ),
-    "phi-2-sized": _shape(2560, 10240, 32, (32, 32), 51200),
     "llama-31m": _shape(512, 1376, 8, (8, 4), 8192, max_position_embeddings=8192),
     # To compute a token takes little beside what its KV takes, 4 KB in bfloat16: as far as a CPU is from a GPU's ratio.
     "llama-5m": _shape(256, 688, 4, (4, 4), 8192, max_position_embeddings=8192),

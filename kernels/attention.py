@@ -94,14 +94,14 @@ def attend(
     """
     _check_tensors(q, k_pages, v_pages, slot_position, plan)
     _check_options(q.device, rope, plan, softmax_scale, window, alibi_slopes, soft_cap)
-    chosen = _choose(backend, q.device, q.dtype, plan)
+    chosen = choose(backend, q.device, q.dtype, plan)
     return chosen(
         q, k_pages, v_pages, slot_position, rope, plan,
         softmax_scale=softmax_scale, window=window, alibi_slopes=alibi_slopes, soft_cap=soft_cap,
     )  # fmt: skip
 
 
-def _choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
+def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
     """The one place that chooses. `auto`: compiled code where it can be had, else torch."""
     if backend == "reference":
         return attend_reference

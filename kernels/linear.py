@@ -1,14 +1,21 @@
-"""`y = x W^T + bias`, with the weight kept in the form that its device multiplies fastest."""
+"""`y = x W^T + bias`, with the weight kept in the form that its device multiplies fastest.
+
+Bytes: at least the weight, x and y once each. Flops: 2 * T * N * K.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mneme.kernels.native.linear import PackedLinear, can_pack
+from mneme.kernels.native.library import COUNT, DTYPE_NUMBERS, NUMBER, POINTER, library, native_function, num_threads
+
+_PANEL = 32  # output features that are kept side by side
+_STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature that are kept side by side
 
 
 class Linear(Protocol):
@@ -49,3 +56,78 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     A packed weight is a copy; the caller should drop its own.
     """
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("packed", POINTER),
+        ("bias", POINTER),
+        ("num_features", COUNT),
+        ("num_steps", COUNT),
+        ("dtype", NUMBER),
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the compiled kernel multiplies this weight."""
+    return weight.device.type == "cpu" and weight.dtype in _STEP_BY_DTYPE and library() is not None
+
+
+class PackedLinear:
+    """A `Linear` whose weight is packed for the compiled kernel (native/cpp/linear.cpp); the plain weight is not kept.
+
+    One packed copy serves any number of rows: from few, where it reads weights about as fast as memory goes, to
+    thousands, where it is as fast as oneDNN in bfloat16 and twice as fast in float32 (benchmarks/bench_linear.py).
+    Each sum runs over k in one order whatever the number of rows, so a row's result is the same bits in every batch.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [N, K], float32 or bfloat16, copied; bias [N]. Raises ValueError for others."""
+        if weight.ndim != 2 or not can_pack(weight):
+            raise ValueError(f"weight: must be a matrix that can be packed (got {weight.dtype} {tuple(weight.shape)})")
+        self._num_features, self._num_inputs = weight.shape
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
+            got = f"got {tuple(bias.shape)} on {bias.device}"
+            raise ValueError(f"bias: must have shape ({self._num_features},) on the CPU ({got})")
+        self._packed = _pack(weight)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._dtype = weight.dtype
+        self._padding = -self._num_inputs % _STEP_BY_DTYPE[weight.dtype]
+        self._call = native_function("mneme_linear")
+        self._struct = _Weight(
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self._num_features,
+            self._packed.shape[1],
+            DTYPE_NUMBERS[weight.dtype],
+        )
+        self._pointer = ctypes.addressof(self._struct)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        if x.dtype is not self._dtype or x.ndim != 2 or x.shape[1] != self._num_inputs or not x.is_cpu:
+            wanted = f"{self._dtype} [T, {self._num_inputs}] on the CPU, as the weight is"
+            raise ValueError(f"x: must be {wanted} (got {x.dtype} {tuple(x.shape)} on {x.device})")
+        if out_dtype is not None and out_dtype is not torch.float32 and out_dtype is not self._dtype:
+            raise ValueError(f"out_dtype: must be float32 or {self._dtype}, as the weight is (got {out_dtype})")
+        num_rows = x.shape[0]
+        if self._padding or x.stride(1) != 1:
+            x = F.pad(x, (0, self._padding)).contiguous()
+        y = x.new_empty((num_rows, self._num_features), dtype=out_dtype)
+        self._call(
+            self._pointer, x.data_ptr(), num_rows, x.stride(0), y.data_ptr(),
+            out_dtype is torch.float32, num_threads(),
+        )  # fmt: skip
+        return y
+
+    def weight_rows(self, index: Tensor) -> Tensor:
+        panels = self._packed[index // _PANEL, :, index % _PANEL]
+        return panels.flatten(1)[:, : self._num_inputs]
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 32), ceil(K / step), 32, step], zeros where there is no weight."""
+    num_features, num_inputs = weight.shape
+    step = _STEP_BY_DTYPE[weight.dtype]
+    padded = F.pad(weight, (0, -num_inputs % step, 0, -num_features % _PANEL))
+    panels = padded.view(len(padded) // _PANEL, _PANEL, padded.shape[1] // step, step)
+    return panels.transpose(1, 2).contiguous()

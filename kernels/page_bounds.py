@@ -37,7 +37,10 @@ _followed: MutableMapping[Tensor, PageBounds] = WeakTensorKeyDictionary()  # by 
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Counts the tensor's changes; inference tensors do not."""
+    """A number that grows when a tensor is written.
+
+    Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
+    """
     return None if tensor.is_inference() else tensor._version
 
 

@@ -23,7 +23,7 @@ from attention.timing import interleaved
 from mneme.kernels.attention import Plan, QueryRows, mark_written
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import library as native_library
-from mneme.kernels.torch.layout import layout_of
+from mneme.kernels.torch.backend import layout_of
 
 _SHARE_OF_STEP, _GROWTH = 0.05, 1.5
 _RUNS = 9

@@ -11,7 +11,6 @@ import fit_share_cost
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tune_triton
 from attention import bandwidth, documents, relay, rotation
 from attention.arms import ours
 from attention.bench import Bench
@@ -22,6 +21,7 @@ from attention.timing import Arm, interleaved
 from gpu import precompile
 from gpu.smoke import backend_of
 from gpu.steps import Row, Run, Step
+from gpu.tune import timed, tuning_scenes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mneme.kernels.triton.configs import candidates, config_of
@@ -126,14 +126,14 @@ def _tune(run: Run) -> Iterator[Row]:
         "head_dim": _GQA.dim, "element_bytes": 2, "num_groups": _GQA.group, "architecture": architecture,
     }  # fmt: skip
     cache_bytes = 0 if run.is_dry else torch.cuda.get_device_properties(0).L2_cache_size
-    scenes = tune_triton.scenes(_GQA.dim, cache_bytes, run.device, shrink=run.pick(1, 256))
+    scenes = tuning_scenes(_GQA.dim, cache_bytes, run.device, shrink=run.pick(1, 256))
     for index, (name, scene) in enumerate(scenes.items()):
         rule = config_of(**sizes, phase="prefill" if name.startswith("prefill") else "decode")
         if run.is_dry and backend_of(run) != "triton":
             yield Row(f"tune {name}", None)
             continue
         configs = list(candidates(**sizes)) if not run.is_dry else [rule]
-        times = tune_triton.timed(scene, configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
+        times = timed(scene, configs, run.left_s / (len(scenes) - index) / 2 if not run.is_dry else 0.0)
         for config, ms in sorted(times.items(), key=lambda item: item[1]):
             yield Row(f"tune {name} {tuple(config)}", ms, "ms", is_detail=True)
         best = min(times, key=lambda config: times[config], default=rule)

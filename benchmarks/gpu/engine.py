@@ -19,8 +19,8 @@ from attention.machine import measure_ceilings
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
 from attention.scenes import Heads, prefix_scene
 from attention.timing import Arm, interleaved
-from bench_gpu_engine import PAGE_SIZE, Grid, Model, Prompts, decode_bytes, weight_bytes
 from gpu import precompile
+from gpu.model import PAGE_SIZE, Model, Prompts, decode_bytes, weight_bytes
 from gpu.predictions import DECODE_STEP
 from gpu.steps import Row, Run, Step
 from random_models import layer_weights, model_config, random_weights
@@ -110,9 +110,10 @@ def split(model: Model, engine: Engine, num_steps: int, before: Callable[[int], 
 
 
 def _model(run: Run, batches: tuple[int, ...], prompts: tuple[Prompts, ...], name: str = "llama-3-8b") -> Model:
-    grid = Grid(batches, prompts, _LENGTHS if not run.is_dry else (64,), 4 * _NUM_STEPS)
-    dtype = run.pick(torch.bfloat16, torch.float32)
-    return Model(run.pick(name, "llama-5m"), grid, run.device, dtype, seed=0)
+    return Model(
+        run.pick(name, "llama-5m"), run.device, run.pick(torch.bfloat16, torch.float32),
+        max_batch=max(batches), prompts=prompts, num_steps=4 * _NUM_STEPS, longest=run.pick(max(_LENGTHS), 64),
+    )  # fmt: skip
 
 
 def _copy_per_s(run: Run) -> float:

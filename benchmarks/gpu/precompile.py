@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from attention.scenes import Heads, prefix_scene
-from bench_gpu_engine import Grid, Model, Prompts
+from gpu.model import Model, Prompts
 from gpu.smoke import backend_of
 from gpu.steps import Job, Row, Run
-from tune_triton import timed
+from gpu.tune import timed
 
 from mneme.kernels.triton.configs import Config, candidates, config_of
 from mneme.kernels.triton.modules import triton_trouble
@@ -77,21 +77,24 @@ def _candidate(run: Run, config: Config, rows: int) -> Iterator[Row]:
 
 def _engine(run: Run, name: str) -> Iterator[Row]:
     """All that a step launches: greedy and drawn tokens, 1, 2 and 16 rows, a prefill; eager, captured, replayed."""
-    grid = Grid((1, 2, 16), (Prompts("private", 0, 64),), (64,), 4)
-    if run.is_dry:
-        name, grid = "llama-5m", Grid((1, 2), (Prompts("private", 0, 32),), (32,), 1)
+    batches, num_steps = run.pick(((1, 2, 16), 4), ((1, 2), 1))
+    prompts = Prompts("private", 0, run.pick(64, 32))
     # The small one is what `check` serves in float32.
     dtype = torch.float32 if run.is_dry or name == "llama-31m" else torch.bfloat16
-    model = Model(name, grid, run.device, dtype, seed=0)
+    model = Model(
+        run.pick(name, "llama-5m"), run.device, dtype, max_batch=max(batches), prompts=(prompts,), num_steps=num_steps
+    )
     if not run.is_dry:
         from mneme.kernels.triton.precompile import compile_all
 
         variants = variants_of(model.runner, None, EngineConfig(page_size=model.runner.page_size))
         compile_all(variants, lambda _share: None, _NUM_PROCESSES)
-    for batch in grid.batches:
-        model.decode_ms(batch, grid.prompts[0], grid.num_steps)
-    model.decoding(2, grid.prompts[0], temperature=0.8, top_p=0.95)
-    model.decoding(2, grid.prompts[0], temperature=0.8)
+    for batch in batches:
+        engine = model.decoding(batch, prompts)
+        for _ in range(num_steps):
+            engine.step()
+    model.decoding(2, prompts, temperature=0.8, top_p=0.95)
+    model.decoding(2, prompts, temperature=0.8)
     return
     yield
 

@@ -20,7 +20,7 @@ from attention.arms import TOLERANCE
 from attention.scenes import Heads, Scene, documents_scene, prefix_scene
 from gpu.steps import Job, Row, Run
 
-from mneme.kernels import kv_write, ops, sampling
+from mneme.kernels import kv_write, ops
 from mneme.kernels.attention import PageTable, attend
 
 _FAR_BYTES = 100 << 30  # of the pool whose last pages are read
@@ -190,7 +190,7 @@ def _check_draws(logits: torch.Tensor, run: Run) -> None:
         return
     uniform = [0.05 + 0.1 * row for row in range(len(logits))]
     for temperature, top_k in ((0.0, 0), (1.0, 10)):
-        drawn = sampling.draw_tokens(
+        drawn = ops.draw_tokens(
             logits, temperature=[temperature] * 8, top_k=[top_k] * 8, top_p=[1.0] * 8, min_p=[0.0] * 8, uniform=uniform
         )
         best = logits.topk(max(top_k, 1)).indices.tolist()

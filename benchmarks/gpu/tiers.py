@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_gpu_engine import PAGE_SIZE, Grid, Model, Prompts
 from cache_engines import (
     CachedModel,
     RestartableStore,
@@ -26,6 +25,7 @@ from cache_engines import (
 from gpu import precompile
 from gpu.check import LOADS_ALL, num_replays, of_data_sheet
 from gpu.engine import split
+from gpu.model import PAGE_SIZE, Model, Prompts
 from gpu.steps import Row, Run, Step
 from random_models import kv_bytes_per_token
 
@@ -113,10 +113,11 @@ def _beside_decodes(run: Run) -> Iterator[Row]:
     """Decode steps during each of which 4k tokens are on their way in."""
     shape = run.pick(Prompts("private", 0, 512), Prompts("private", 0, 32))
     batch, num_steps, num_moved = run.pick((32, 24, 128), (2, 2, 4))
-    grid = Grid((4 * batch,), (shape,), (64,), 4 * num_steps)  # so that most of the pool is nobody's
     model = Model(
-        run.pick("llama-3-8b", "llama-5m"), grid, run.device, run.pick(torch.bfloat16, torch.float32), 0, 4 * num_moved
-    )
+        run.pick("llama-3-8b", "llama-5m"), run.device, run.pick(torch.bfloat16, torch.float32),
+        max_batch=4 * batch, prompts=(shape,), num_steps=4 * num_steps,  # so that most of the pool is nobody's
+        num_host_pages=4 * num_moved,
+    )  # fmt: skip
     alone = split(model, model.decoding(batch, shape), num_steps)
     # Any pages will do: nobody looks at the tokens.
     last, tier = model.runner.pool.k_pages.shape[2], model.runner._tier

@@ -7,7 +7,7 @@ import torch
 from tier_io.chunks import Chain, copy_checked
 from tier_io.rounds import Arm
 
-from mneme.kernels.native.chunks import IntArray, gather_chunk, scatter_chunk
+from mneme.kernels.native.kv import IntArray, gather_chunk, scatter_chunk
 
 PAGE_SIZE = 16
 

@@ -36,7 +36,7 @@ _INTEGERS = (
 
 
 class _Step(ctypes.Structure):
-    """native_attention.h: Step."""
+    """cpp/attention.h: Step."""
 
     _fields_ = (
         *((name, NUMBER) for name in _INTEGERS),

@@ -1,6 +1,6 @@
-"""The compiled CPU path: C++ sources beside this file, built on first use and called through ctypes.
+"""The compiled CPU path: C++ sources in `cpp/`, built on first use and called through ctypes.
 
-One shared library holds all `native_*.cpp` files. It needs no torch headers, so a build takes seconds; ctypes gives the
+One shared library holds all of `cpp/`. It needs no torch headers, so a build takes seconds; ctypes gives the
 interpreter lock back while a function runs. The file is kept in a cache folder under a name that is a hash of the
 sources, the compiler and the CPU's features, so neither a new version nor another machine with the same home folder
 meets a library that is not its own; a checksum beside it tells whether it is whole, since a truncated library kills
@@ -48,7 +48,7 @@ _LIBRARY_KEPT_S = 30 * 86400  # since it was last loaded
 
 # The C interface as ctypes sees it: types, numbers of dtypes, every function's signature.
 POINTER, COUNT, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # native_common.h: DType
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}  # cpp/common.h: DType
 
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
@@ -103,7 +103,7 @@ def _load(compiler: tuple[str, ...]) -> ctypes.CDLL:
     except OSError as error:
         # Whole, but made for another system, or where nothing may be executed: a new one there would be no better.
         logger.warning("the CPU kernels are built for this process alone, the kept ones cannot be loaded: %s", error)
-        return ctypes.CDLL(str(build(compiler, _folder_of_process())))
+        return ctypes.CDLL(str(build(compiler, folder_of_process())))
 
 
 def num_threads() -> int:
@@ -158,7 +158,7 @@ def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[st
         return _build_in(folder, name, command)
     except OSError as error:
         logger.warning("the CPU kernels are built for this process alone, the cache folder cannot be used: %s", error)
-        return _build_in(_folder_of_process(), name, command)
+        return _build_in(folder_of_process(), name, command)
 
 
 def _build_in(folder: Path, name: str, command: list[str]) -> Path:
@@ -185,7 +185,7 @@ def _compile(command: list[str], path: Path) -> None:
         subprocess.run(
             [*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S
         )
-        checksum.write_bytes(_checksum(built.read_bytes()))
+        checksum.write_bytes(checksum_of(built.read_bytes()))
         for file in (built, checksum):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
@@ -195,12 +195,12 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _is_whole(path: Path) -> bool:
     try:
-        return _checksum_path(path).read_bytes() == _checksum(path.read_bytes())
+        return _checksum_path(path).read_bytes() == checksum_of(path.read_bytes())
     except OSError:
         return False
 
 
-def _checksum(content: bytes) -> bytes:
+def checksum_of(content: bytes) -> bytes:
     return f"{len(content)} {hashlib.blake2b(content, digest_size=16).hexdigest()}\n".encode()
 
 
@@ -258,7 +258,7 @@ def _refuse_open(folder: Path) -> None:
 
 
 @cache
-def _folder_of_process() -> Path:
+def folder_of_process() -> Path:
     folder = tempfile.mkdtemp(prefix="mneme_")
     atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)

@@ -1,4 +1,4 @@
-"""The decoder's row-wise operations in compiled code (native_ops.cpp), for CPU tensors in float32 or bfloat16."""
+"""The decoder's row-wise operations in compiled code (cpp/ops.cpp), for CPU tensors in float32 or bfloat16."""
 
 from __future__ import annotations
 

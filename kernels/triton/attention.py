@@ -350,7 +350,7 @@ def key_position_kernel(key_position, slot_position, work, num_listed, PAGE_SIZE
     """Where each key of each listed page was rotated, in the order of the list; FREE where no row may see it.
 
     Once per step, for all layers: a layer then reads positions as it reads anything contiguous, without page ids and
-    masks. Bytes: 8 per key and 12 per page.
+    masks. Bytes: 8 per key and 12 per page; no flops.
     """
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     listed = page < num_listed

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 import triton
+from mneme.kernels.page_bounds import version_of
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.plan import Plan
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.triton.attention import attention_kernel, merge_kernel
 from mneme.kernels.triton.configs import MAX_GROUPS, Config, Phase, config_of, next_power_of_2
-from mneme.kernels.triton.step import DeviceStep, step_of, version_of
+from mneme.kernels.triton.step import DeviceStep, step_of
 from mneme.kernels.triton.tiles import Grid
 from mneme.kernels.work import Int32Array, WorkList
 

@@ -1,5 +1,8 @@
 """Keys rotated and written with their values into the pool, in one pass on CUDA."""
 
+# Arguments of kernels are tensors, pointers or numbers; Triton has no types for them.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
@@ -15,27 +18,10 @@ _TILE_ELEMENTS = 1024  # of one program: a token's heads, as many as fit
 
 @triton.jit
 def write_kv_kernel(
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    k_pages_ptr: tl.tensor,
-    v_pages_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    num_heads: tl.tensor,
-    num_slots: tl.tensor,
-    num_positions: tl.tensor,
-    stride_k_token: tl.tensor,
-    stride_k_head: tl.tensor,
-    stride_v_token: tl.tensor,
-    stride_v_head: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-) -> None:
+    k_ptr, v_ptr, slots_ptr, positions_ptr, k_pages_ptr, v_pages_ptr, table_ptr, num_heads, num_slots, num_positions,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Programs: (tokens, blocks of HEADS heads). HALF is rotary_dim / 2, 0 without a rotary embedding.
 
     Slots are those of one layer's [num_heads, num_slots, HEAD_DIM]; one outside is not written, and a position outside

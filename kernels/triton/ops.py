@@ -4,6 +4,9 @@ All are bound by memory: a row is read once, computed in float32 in registers an
 `mneme.kernels.ops`.
 """
 
+# Arguments of kernels are tensors, pointers or numbers; Triton has no types for them.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
@@ -19,18 +22,9 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    heads: tl.tensor,
-    width: tl.tensor,
-    stride_token: tl.tensor,
-    stride_head: tl.tensor,
-    eps: tl.tensor,
-    ROWS: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_rows, heads, width, stride_token, stride_head, eps, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """Row r is head `r % heads` of token `r // heads`; out is contiguous.
 
     Bytes: 2 * num_rows * width elements, and the weight from cache. Flops: 4 per element.
@@ -48,16 +42,16 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    hidden_ptr: tl.tensor,
-    delta_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    stride_hidden: tl.tensor,
-    stride_delta: tl.tensor,
-    eps: tl.tensor,
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    stride_hidden,
+    stride_delta,
+    eps,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """hidden += delta, in place; out is the norm of the rounded sum, contiguous. One program per row.
 
     Bytes: 4 * num_rows * width elements. Flops: 5 per element.
@@ -76,21 +70,14 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def _sigmoid(x):
     """Without a power that overflows."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 @triton.jit
-def gated_kernel(
-    gate_up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    stride_row: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def gated_kernel(gate_up_ptr, out_ptr, width, stride_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Columns [0, width) of a row are gates, [width, 2 width) ups. Programs: (rows, blocks of columns).
 
     Bytes: 3 * num_rows * width elements. Flops: about 15 per output element.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mneme.kernels.page_bounds import version_of
 from mneme.kernels.plan import Plan
 from mneme.kernels.triton.attention import key_position_kernel
 from mneme.kernels.triton.pack import PackedWork, Span
@@ -21,14 +22,6 @@ from mneme.kernels.work import WorkList
 
 _KEYS_PER_PROGRAM = 1024
 _STAGING_BUFFERS = 2
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """A number that grows when a tensor is written.
-
-    Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
-    """
-    return None if tensor.is_inference() else tensor._version
 
 
 class DeviceStep:

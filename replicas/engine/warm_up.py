@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mneme.errors import ConfigError
-from mneme.kernels.sampling import draw_tokens
+from mneme.kernels.ops import draw_tokens
 from mneme.kernels.triton.modules import triton_module, triton_trouble
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine

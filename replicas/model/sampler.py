@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mneme.kernels.ops import best_tokens, draw_whole
-from mneme.kernels.sampling import draw_tokens
+from mneme.kernels.ops import best_tokens, draw_tokens, draw_whole
 from mneme.kernels.torch.ops import invert
 from mneme.replicas.request import Logprobs, SamplingParams
 from mneme.replicas.sequence import TokenCounts

@@ -73,19 +73,6 @@ def test_bench_attention_without_time_says_so() -> None:
     assert found["not_measured"] == ["cpu_auto_regret_geometric_mean", "cpu_auto_regret_worst"]
 
 
-def test_bench_gpu_engine_on_a_cpu(tmp_path: Path) -> None:
-    found = closing_line(
-        ["benchmarks/bench_gpu_engine.py", "--quick", "--device", "cpu", "--budget-s", "60", "--out", str(tmp_path)]
-    )
-    measured = {(row["what"], row["batch"], row["prompt"]): row for row in found["results"]}
-    assert {("ttft", 1, 64), ("private", 4, 64), ("shared", 4, 160)} <= set(measured)
-    decode = measured["private", 4, 64]
-    assert decode["tok/s"] == pytest.approx(4e3 / decode["ms"], rel=1e-3)
-    assert decode["of_floor"] == pytest.approx(decode["floor_ms"] / decode["ms"], rel=1e-3)
-    assert (tmp_path / "engine.json").exists()
-    assert (tmp_path / "engine.png").exists()
-
-
 def test_bench_system_prompt_counts_running_sequences(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_system_prompt.py", "--quick", "--only", "capacity", "--out", str(tmp_path)])
     assert {check["name"]: check["ok"] for check in found["checks"]} == {

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from mneme.kernels import linear as native_linear
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native import library as native_library
-from mneme.kernels.native import linear as native_linear
 from mneme.kernels.native import ops as native_ops
 from mneme.kernels.native.library import build, find_compiler
 

@@ -21,7 +21,6 @@ from mneme.kernels.attention import (
     new_slot_position,
 )
 from mneme.kernels.torch import backend as torch_backend
-from mneme.kernels.torch import layout as torch_layout
 from tests.kernels.cases import CPU_BACKENDS, Scene, assert_close, make_scene, needs_native, scenes
 
 bounded = settings(deadline=None, max_examples=120)
@@ -59,11 +58,11 @@ def test_16_bit_types_equal_the_reference(backend: str, dtype: torch.dtype, data
 def test_small_tiles_and_blocks_equal_the_reference(scene: Scene, share: str) -> None:
     wanted = scene.attend(scene.plan(), backend="reference")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_layout, "TILE_KEYS", 5)
-        patch.setattr(torch_layout, "TILE_SCORES", 64)
-        patch.setattr(torch_layout, "BLOCK_ROWS", 3)
+        patch.setattr(torch_backend, "TILE_KEYS", 5)
+        patch.setattr(torch_backend, "TILE_SCORES", 64)
+        patch.setattr(torch_backend, "BLOCK_ROWS", 3)
         patch.setattr(torch_backend, "_ROTATE_AT_ONCE", 0)
-        patch.setattr(torch_layout, "_SMALLEST_BUCKET_TOKENS", 1)
+        patch.setattr(torch_backend, "_SMALLEST_BUCKET_TOKENS", 1)
         assert_close(scene.attend(scene.plan(share=share), backend="torch"), wanted)
 
 
@@ -107,14 +106,14 @@ def test_tiles_stay_within_their_scratch() -> None:
     tables = [PageTable.own(range(i * 64, (i + 1) * 64)) for i in range(4)]
     decode = build_plan(tables, QueryRows(np.arange(4), np.full(4, 20_000)), **sizes)
     for plan in (prefill, decode):
-        layout = torch_layout.lay_out(plan, slot_position, None, False)
+        layout = torch_backend.lay_out(plan, slot_position, None, False)
         for block in layout.blocks:
             rows = block.turned.stop - block.turned.start if isinstance(block.turned, slice) else len(block.turned)
             for tile in block.tiles:
-                assert rows * tile.num_keys * plan.num_q_heads <= torch_layout.TILE_SCORES
-                assert block.num_pieces * tile.num_keys * 4 * 64 <= torch_layout.TILE_KV
-    first = torch_layout.lay_out(prefill, slot_position, None, False).blocks[0]
-    assert sum(tile.num_keys for tile in first.tiles) == 3072 + torch_layout.BLOCK_ROWS
+                assert rows * tile.num_keys * plan.num_q_heads <= torch_backend.TILE_SCORES
+                assert block.num_pieces * tile.num_keys * 4 * 64 <= torch_backend.TILE_KV
+    first = torch_backend.lay_out(prefill, slot_position, None, False).blocks[0]
+    assert sum(tile.num_keys for tile in first.tiles) == 3072 + torch_backend.BLOCK_ROWS
 
 
 @each_backend

@@ -50,16 +50,6 @@ def test_slots_are_free_until_written_and_after_being_freed() -> None:
     assert slot_position.tolist() == [free, free, free, free, 10, free]
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    pages, k, one = torch.zeros(2, 1, 4, 8), torch.zeros(1, 2, 8), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^k, v: "):
-        write_kv(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), one, one, pages, pages, ROPE)
-    with pytest.raises(ValueError, match=r"^k, v: "):
-        write_kv(k, torch.zeros(2, 2, 8), one, one, pages, pages, ROPE)
-    with pytest.raises(ValueError, match=r"^slots, positions: "):
-        write_kv(k, k, torch.zeros(2, dtype=torch.int64), one, pages, pages, ROPE)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_may_be_slices_of_a_joint_projection(dtype: torch.dtype) -> None:
     joint = torch.randn(5, 6, 20).to(dtype)

@@ -157,5 +157,4 @@ def test_each_row_is_drawn_with_its_own_options() -> None:
 
 def test_half_floats_are_left_to_torch() -> None:
     x = draw(2, 8, dtype=torch.float16)
-    assert ops._backend(x) is torch_ops
-    assert ops.gated(x, "silu").dtype == torch.float16
+    assert torch.equal(ops.gated(x, "silu"), torch_ops.gated(x, "silu"))

@@ -76,18 +76,3 @@ def test_the_rotation_is_that_of_transformers(rope_type: str) -> None:
     for x, rotated in zip((q, k), wanted, strict=True):
         ours = rope.rotate(x[0].transpose(0, 1), positions[0]).transpose(0, 1)
         torch.testing.assert_close(ours, rotated[0], atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (lambda: RopeTable.from_theta(0.0, 8, 16), "theta"),
-        (lambda: RopeTable.from_theta(100.0, 7, 16), "rotary_dim"),
-        (lambda: RopeTable.from_theta(100.0, 0, 16), "rotary_dim"),
-        (lambda: RopeTable.from_theta(100.0, 8, 0), "max_position"),
-        (lambda: RopeTable.from_inv_freq([], 8), "inv_freq"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(build: object, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}: "):
-        build()  # type: ignore[operator]

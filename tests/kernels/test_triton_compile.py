@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.triton_compile import Case, Report, _product_loops, faults_of
+from tests.kernels.triton_compile import Case, Report, faults_of, product_loops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,5 +70,5 @@ def test_only_innermost_loops_with_products_are_searched_for_spills() -> None:
   LDG.E R2, [R4] ;
   @P0 BRA `(.L_x_2) ;
 """
-    loops = list(_product_loops(listing.splitlines()))
+    loops = list(product_loops(listing.splitlines()))
     assert [[line.split()[0] for line in loop] for loop in loops] == [[".L_x_1:", "HGMMA.64x64x16.F32.BF16", "LDL"]]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from mneme.kernels.page_table import PageRef, PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
-from mneme.kernels.torch.layout import groups_of
+from mneme.kernels.torch.backend import groups_of
 from mneme.kernels.work import WorkList
 
 SIZES: dict[str, Any] = {"page_size": 32, "num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
@@ -103,9 +101,3 @@ def test_torch_batches_hold_parts_of_similar_size() -> None:
 def test_torch_leaves_parts_of_many_rows_alone() -> None:
     work = plan_of(decode_tables(2, 0, 3), [0] * 20 + [1] * 20, [*range(70, 90)] * 2).work
     assert [group.turned.shape for group in groups_of(work, 32).groups] == [(1, 20), (1, 20)]
-
-
-@pytest.mark.parametrize("sequences", [[0, 1, 0], [0, 2, 2], [-1, 0, 0]])
-def test_rows_out_of_order_or_of_no_sequence_are_refused(sequences: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"^rows: "):
-        plan_of(decode_tables(2, 1, 1), sequences, [5, 5, 6])

@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not here, and reads what the assembler made of them.
 
-A kernel is registered as `Case`s in a list of its own test module or of `kernels/triton/configs.py`; `compile_case`
-gives its `Report`, and `faults_of` says in words what breaks a bound. `python -m tests.kernels.triton_compile`
-compiles all cases for all architectures and prints one line per report (`make kernels-compile`).
+`triton_cases.CASES` has every kernel; `compile_case` gives its `Report`, and `faults_of` says in words what breaks a
+bound. `python -m tests.kernels.triton_compile` compiles all cases for all architectures and prints one line per report
+(`make kernels-compile`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from importlib import import_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ ARCHITECTURES = tuple(SHARED_BYTES)
 # Registers that do not fit spill to the stack. Around a tile's or a run's beginning some may, once per 64 KB or more of
 # keys and values; inside the innermost loops that multiply none may.
 STACK_BYTES = 512
-# Modules with a list `CASES`.
-MODULES = ["tests.kernels.triton_attention_cases", "tests.kernels.triton_small_cases"]
 
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(?`?\((\.L_x_\d+)\)")
@@ -75,7 +72,7 @@ def compile_case(case: Case, architecture: int) -> Report:
     return Report(
         registers=registers,
         stack_bytes=stack,
-        loop_spills=sum(_SPILL.search(line) is not None for loop in _product_loops(sass) for line in loop),
+        loop_spills=sum(_SPILL.search(line) is not None for loop in product_loops(sass) for line in loop),
         shared_bytes=built.metadata.shared,
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         mma_sync=len(re.findall(r"mma\.sync", ptx)),
@@ -117,7 +114,7 @@ def _printed(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def _product_loops(sass: list[str]) -> Iterator[list[str]]:
+def product_loops(sass: list[str]) -> Iterator[list[str]]:
     """The innermost loops that multiply on tensor cores: from a label to a branch back to it."""
     label_at: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
@@ -133,21 +130,17 @@ def _product_loops(sass: list[str]) -> Iterator[list[str]]:
             yield sass[start:end]
 
 
-def cases(modules: Iterable[str] = tuple(MODULES)) -> Iterator[Case]:
-    """All registered cases."""
-    for module in modules:
-        yield from import_module(module).CASES
-
-
 def main() -> int:
     """Compile what was asked for, one line each; 1 if any kernel has a fault."""
+    from tests.kernels.triton_cases import CASES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", action="store_true", help="only the cases that `make test` compiles")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES, help="only this one")
     arguments = parser.parse_args()
     num_faults = 0
-    for case in cases():
+    for case in CASES:
         if arguments.only not in case.name or (arguments.sample and not case.is_sample):
             continue
         for architecture in case.architectures:

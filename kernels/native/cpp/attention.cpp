@@ -1,5 +1,7 @@
 // Attention over a step's work list: pieces of shared segments first, then every sequence's own pages; what a row got
 // from several pieces is merged by log-sum-exp (ChunkAttention 3.2, RelayAttention 3.3).
+// Bytes: K and V of the pages that a block of rows sees, once per block; q and out once. Flops: 4 * head_dim per query
+// head and visible key.
 #include "attention.h"
 
 #include <algorithm>

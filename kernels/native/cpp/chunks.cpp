@@ -1,10 +1,11 @@
-// Moving tokens between a layer of a chunk, [K and V, num_kv_heads, num_tokens, token], and the pages of a pool.
+// Moving tokens between a layer of a chunk, [K and V, num_kv_heads, num_tokens, token], and the pages of a pool. Bytes: each read
+// and written once.
 #include <cstdint>
 #include <cstring>
 
 namespace mneme::chunks {
 
-// Tokens that lie side by side in both; native/chunks.py: runs.
+// Tokens that lie side by side in both; native/kv.py: runs.
 struct Run {
   int64_t page_id, offset, count, first_token;
 };

@@ -1,4 +1,5 @@
 // Moving keys and values: new ones into their slots, rotated on the way, and whole pages out of a pool and back.
+// Bytes: each read and written once, and 8 of the rope table per rotated pair. Flops: 6 per rotated pair.
 #include <algorithm>
 
 #include "lanes.h"

@@ -4,6 +4,7 @@
 // 32 features, then over the k's of one step. A step is one k in float32 and a pair of k's in bfloat16, which is what
 // one lane of a bf16 dot product takes. A tile of MR rows keeps its sums in registers over all of k. So
 // each sum is one chain in the order of k, whatever the number of rows: a row's result never depends on its batch.
+// Bytes: the weight once per block of rows whose inputs fit the cache, x and y once. Flops: 2 per weight and row.
 #include "vector.h"
 
 #include <algorithm>
@@ -171,7 +172,7 @@ void linear(const Problem& problem, int num_threads) {
 }  // namespace
 }  // namespace mneme
 
-// native/linear.py has the same structure.
+// linear.py has the same structure.
 struct MnemeLinear {
   const void* packed;
   const float* bias;  // or null

@@ -1,6 +1,8 @@
 // The decoder's row-wise operations: RMS norm, with or without the residual's addition, the gate of the MLP, the best
 // token and the draw of one.
 // Each row is computed alone and in one order, so it does not depend on the rows beside it.
+// Bytes: inputs and results once each (a draw reads its logits twice). Flops per element: norms 4, with the addition 5,
+// gates about 20, best token 3, draw about 20.
 #include "vector.h"
 
 #include <algorithm>

@@ -103,10 +103,10 @@ def fresh_library(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         library.cache_clear()
         return library()
 
-    native_library._folder_of_process.cache_clear()
+    native_library.folder_of_process.cache_clear()
     yield fresh
     library.cache_clear()
-    native_library._folder_of_process.cache_clear()
+    native_library.folder_of_process.cache_clear()
 
 
 def folder_of(loaded: ctypes.CDLL | None) -> Path:
@@ -168,7 +168,7 @@ def test_a_whole_library_that_cannot_be_loaded_is_built_for_the_process(
     monkeypatch.setenv("MNEME_CACHE_DIR", str(tmp_path))
     path = build(compiler())
     path.write_bytes(b"of another system")
-    path.with_suffix(".sum").write_bytes(native_library._checksum(path.read_bytes()))
+    path.with_suffix(".sum").write_bytes(native_library.checksum_of(path.read_bytes()))
     assert folder_of(fresh_library()) != tmp_path
     assert "the kept ones cannot be loaded" in caplog.text
 

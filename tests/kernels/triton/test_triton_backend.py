@@ -291,7 +291,7 @@ def test_without_triton_cuda_falls_back_to_torch_with_one_warning(
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^backend: 'triton' is not installed"):
                 scene.attend(scene.plan(), backend="triton")
-        chosen = attention._choose("auto", torch.device("cuda"), torch.float32, scene.plan())
+        chosen = attention.choose("auto", torch.device("cuda"), torch.float32, scene.plan())
     finally:
         triton_modules.triton_module.cache_clear()
     assert chosen is attention.attend_torch

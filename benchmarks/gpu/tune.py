@@ -1,0 +1,72 @@
+"""Times configurations of the Triton attention kernel on scenes whose KV does not fit the L2 cache.
+
+Bound: decode steps by memory bandwidth, prefill by products. Where `config_of` is far from the best, change its rule.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from attention.arms import own_buffers
+from attention.scenes import Heads, Scene, prefix_scene
+from attention.timing import Arm, interleaved
+
+from mneme.kernels.triton.configs import Config
+
+_PAGE = 32
+
+
+def tuning_scenes(head_dim: int, cache_bytes: int, device: torch.device, shrink: int = 1) -> dict[str, Scene]:
+    """A private decode, a decode over a shared prefix, and a prefill with a past; all lengths divided by `shrink`."""
+    heads = Heads(32, 8, head_dim)
+    options: dict[str, Any] = {
+        "heads": heads, "dtype": torch.bfloat16, "device": device, "cache_bytes": cache_bytes,
+    }  # fmt: skip
+
+    def scene(batch: int, shared: int, private: int, rows: int = 1) -> Scene:
+        shared, private = (-(-length // shrink // _PAGE) * _PAGE for length in (shared, private))
+        return prefix_scene(
+            max(1, batch // shrink), shared, private, rows_per_sequence=max(1, rows // shrink), **options
+        )
+
+    return {
+        "decode b32 x 2048": scene(32, 0, 2048),
+        "decode b32, 8192 shared, 128 own": scene(32, 8192, 128),
+        "decode b1 x 16384": scene(1, 0, 16384),
+        "prefill 2048 rows of 4096": scene(1, 0, 4096, rows=2048),
+    }
+
+
+def timed(scene: Scene, configs: list[Config], budget_s: float) -> dict[Config, float]:
+    """Median milliseconds per layer of each configuration that runs; one that the GPU refuses is left out."""
+    arms = []
+    with ExitStack() as stack:
+        for config in configs:
+            arm = _arm(scene, config, stack)
+            try:
+                arm.output()
+            except (
+                Exception
+            ) as error:  # too much shared memory or too many registers; Triton's errors are no RuntimeError
+                print(f"  {config}: {error}")
+            else:
+                arms.append(arm)
+        timings = interleaved(arms, scene.q.device, budget_s=budget_s)
+    names = [arm.name for arm in arms if timings.launched[arm.name] != "eager"]  # that would be the time of launches
+    return {Config(*json.loads(name)): timings.ms(name) for name in names}
+
+
+def _arm(scene: Scene, config: Config, stack: ExitStack) -> Arm:
+    from mneme.kernels.triton import backend as triton_backend
+
+    plan, buffers = scene.plan(), own_buffers(scene.q.device)  # a plan of its own: its work remembers the configuration
+
+    def call(layer: int) -> torch.Tensor:
+        with buffers, patch.object(triton_backend, "config_of", lambda **_: config):
+            return scene.attend(layer, plan, backend="triton")
+
+    return Arm(json.dumps(config), call, len(scene.layers))
