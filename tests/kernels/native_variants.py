@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.kernels import linear as native_linear
+from mneme.kernels import linear
 from mneme.kernels.native import backend as native_backend
 from mneme.kernels.native import kv as native_kv
 from mneme.kernels.native import library as native_library
@@ -30,8 +30,8 @@ def use_variant(name: str, folder: Path) -> Iterator[None]:
     built = ctypes.CDLL(str(build(compiler, folder, flags=tuple(f"-march={name}".split()))))
     with pytest.MonkeyPatch.context() as patch:
         typed = cache(native_library.native_function.__wrapped__)
-        for module in (native_library, native_kv, native_linear, native_ops):
+        for module in (native_library, native_kv, linear, native_ops):
             patch.setattr(module, "library", lambda: built)
-        for module in (native_backend, native_kv, native_linear, native_ops):
+        for module in (native_backend, native_kv, linear, native_ops):
             patch.setattr(module, "native_function", typed)
         yield
