@@ -31,7 +31,8 @@ from tests.cachetier.chunks import (
 )
 from tests.cachetier.conftest import NUM_FOLDERS
 from tests.cachetier.kill_writer import BIG, CAPACITY_BYTES, chunk_number, open_tier
-from tests.cachetier.node.test_disk_tier import BLOCK, Clock, make_tier
+from tests.cachetier.node.test_disk_tier import make_tier
+from tests.cachetier.nodes import BLOCK, Clock
 
 ROOT = Path(__file__).resolve().parents[3]
 CHUNKS = [chunk for root in range(3) for chunk in chain_of([root, *range(20)])]

@@ -36,19 +36,11 @@ from tests.cachetier.chunks import (
     read_all,
     wanted,
 )
+from tests.cachetier.nodes import BLOCK, Clock
 
 pytestmark = pytest.mark.usefixtures("few_folders")
 
-BLOCK = 4096  # each of these chunks takes one
 FULL = list(range(10, 10 + CHUNK_TOKENS))
-
-
-class Clock:
-    def __init__(self, now_s: float = 1000.0) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def make_tier(
@@ -229,21 +221,6 @@ def test_any_order_of_calls_is_a_dictionary_of_chunks(
     tier.close()
 
 
-def test_a_tenants_chunks_are_deleted(tmp_path: Path) -> None:
-    tier = make_tier(tmp_path)
-    other = prefix_lineage(FINGERPRINT, "other")
-    mine, theirs = chain_of([1, *range(20)]), chain_of([1, *range(20)], other)
-    for chunk in mine:
-        tier.put(chunk)
-    for chunk in theirs:
-        tier.put(chunk)
-    assert tier.delete([entry.key for entry in tier if entry.tenant == other.owner]) == 3
-    assert all(is_there(tier, chunk) for chunk in mine)
-    assert tier.delete(descendants(LINEAGE.root, tier.children)) == 3
-    assert folder_bytes(tmp_path) == 0
-    tier.close()
-
-
 def test_chunks_expire_by_their_last_use_and_not_by_wall_clocks(tmp_path: Path) -> None:
     clock, wall = Clock(), Clock(2e9)
     tier = make_tier(tmp_path, clock=clock, wall_clock=wall, ttl_s=100)
@@ -405,38 +382,6 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, kind: str) -> N
 def test_absurd_configurations_are_refused(config: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(config))):
         DiskTierConfig(**({"folder": "x", "capacity_bytes": 0} | config))  # type: ignore[arg-type]
-
-
-def test_threads_that_save_delete_and_read_at_once_see_sound_chunks(tmp_path: Path) -> None:
-    tier = make_tier(tmp_path, 8)
-    chunks = [chunk for root in range(6) for chunk in chain_of([root, *range(20)])]
-    faults: list[str] = []
-
-    def work(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(200):
-            chunk, choice = chance.choice(chunks), chance.random()
-            if choice < 0.45:
-                tier.put(chunk)
-            elif choice < 0.9:
-                read = read_all(tier.open(wanted(chunk)))
-                if not isinstance(read, Miss) and not is_payload(read, chunk):
-                    faults.append("wrong payload")
-                if isinstance(read, Miss) and read is not Miss.ABSENT:
-                    faults.append(read.value)
-            else:
-                tier.delete([chunk.header.key])
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
-    assert folder_bytes(tmp_path) == tier.stats()["bytes"] <= 8 * BLOCK
-    assert tier.stats()["chunks"] == len(chunk_files(tmp_path))
-    assert tier.stats()["hit"] > 0
-    tier.close()
 
 
 @pytest.mark.parametrize("folder", ["", "  "])

@@ -21,15 +21,11 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.keys import Lineage, owner_of, prefix_lineage
-from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node import admin
 from mneme.cachetier.node.admin import NodeAdmin
-from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.disk import make_disk_tier
-from mneme.cachetier.node.memory import ProcessMemory
-from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
+from tests.cachetier.nodes import Clock, make_node, query, write_due
 
 pytestmark = pytest.mark.usefixtures("few_folders")
 
@@ -39,23 +35,12 @@ OWNER = owner_of("tenant")
 PIN = PinName(OWNER, "p")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Node:
     """A cache without threads, and its administrator."""
 
-    def __init__(self, folder: Path | None = None, host_bytes: int = 1 << 20) -> None:
+    def __init__(self, folder: Path | None = None, host_blocks: int = 256) -> None:
         self.clock = Clock()
-        disk = None if folder is None else DiskTierConfig(folder=str(folder), capacity_bytes=1 << 20)
-        config = CacheConfig(chunk_tokens=64, disk=disk, eviction="lru", free_share=0)
-        tier = make_disk_tier(config, clock=self.clock)
-        self.cache = NodeCache(config, ProcessMemory(), host_bytes, tier, clock=self.clock, has_threads=False)
+        self.cache = make_node(folder, host_blocks, 256, clock=self.clock)
         self.admin = NodeAdmin(self.cache, "here", self.clock)
 
     def put(self, ids: list[int], lineage: Lineage = LINEAGE) -> None:
@@ -64,20 +49,14 @@ class Node:
 
     def write(self) -> None:
         """All that waits to be, to the disk."""
-        assert self.cache.writer is not None
         self.clock.now_s += 60
-        while self.cache.writer.step() == 0.0:
-            pass
+        write_due(self.cache)
 
     def found(self, ids: list[int], lineage: Lineage = LINEAGE) -> int:
-        return num_leading_tokens(leading(self.admin.lookup(query(ids, lineage)), CHUNK_TOKENS))
+        return num_leading_tokens(leading(self.admin.lookup(query(ids, lineage=lineage)), CHUNK_TOKENS))
 
     def delete(self, ids: list[int], lineage: Lineage = LINEAGE, *, spares_longer: bool = False) -> int:
-        return self.admin.delete(query(ids, lineage), spares_longer=spares_longer).num_chunks
-
-
-def query(ids: list[int], lineage: Lineage = LINEAGE) -> ChainQuery:
-    return ChainQuery.of(lineage, FINGERPRINT.digest, ids, CHUNK_TOKENS)
+        return self.admin.delete(query(ids, lineage=lineage), spares_longer=spares_longer).num_chunks
 
 
 @pytest.fixture
@@ -114,10 +93,9 @@ def test_a_lookup_names_every_place(disk_node: Node) -> None:
 def test_looking_is_no_use_and_nobody_waits(node: Node) -> None:
     node.put([1] * 8)
     node.put([2] * 8)
-    order = [entry.key for entry in node.cache._tiers.host]
-    before = node.cache.stats()
+    order, before = node.cache.snapshot(), node.cache.stats()
     assert node.found([1] * 8) == 8
-    assert [entry.key for entry in node.cache._tiers.host] == order
+    assert node.cache.snapshot() == order
     assert node.cache.stats() == before
     assert before["waiting"] == 0
 
@@ -153,7 +131,7 @@ def test_pins_of_several_nodes_are_one() -> None:
 
 
 def test_a_pinned_sequence_outlives_everything_else() -> None:
-    node = Node(host_bytes=8 * 4096)
+    node = Node(host_blocks=8)
     node.put([1] * 8)
     pinned = node.admin.pin(PIN, query([1] * 8), 60)
     assert pinned is not None
@@ -213,7 +191,7 @@ def test_a_pinned_tail_that_has_grown_is_let_go(node: Node) -> None:
 
 
 def test_too_much_is_not_pinned_and_what_was_stays() -> None:
-    node, big = Node(host_bytes=8 * 16384), make_fingerprint(head_dim=64)  # a chunk takes four blocks
+    node, big = Node(host_blocks=32), make_fingerprint(head_dim=64)  # a chunk takes four blocks
     lineage, ids = prefix_lineage(big, "tenant"), [*range(100, 148)]
     node.put([1] * 8)
     for part in lineage.chain(ids, CHUNK_TOKENS):
@@ -221,7 +199,7 @@ def test_too_much_is_not_pinned_and_what_was_stays() -> None:
         node.cache.put(chunk.header, chunk.layers)
     node.admin.pin(PIN, query([1] * 8), 60)
     with pytest.raises(CachePinRefused):
-        node.admin.pin(PIN, ChainQuery.of(lineage, big.digest, ids, CHUNK_TOKENS), 60)
+        node.admin.pin(PIN, query(ids, lineage=lineage, fingerprint=big.digest), 60)
     assert [(pin.pin_id, pin.num_tokens) for pin in node.admin.pins(OWNER)] == [("p", 8)]
     assert node.cache.stats()["pins"]["keys"] == 1
     node.cache.close()
@@ -276,14 +254,6 @@ def test_what_begins_with_a_prefix_goes_from_all_tiers(disk_node: Node) -> None:
     assert disk_node.found([*range(8)]) == 0
     stats = disk_node.cache.stats()
     assert (stats["host"]["chunks"], stats["disk"]["chunks"]) == (0, 0)
-
-
-def test_what_was_to_be_written_is_not(disk_node: Node) -> None:
-    disk_node.put([*range(20)])
-    disk_node.delete([*range(20)])
-    disk_node.write()
-    assert disk_node.cache.stats()["disk"]["chunks"] == 0
-    assert disk_node.found([*range(20)]) == 0
 
 
 def test_a_session_goes_and_its_forks_stay(node: Node) -> None:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.chunk.header import Chunk, Miss
+from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import encoded, prefix_lineage
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.index import Change, descendants
+from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.search import num_common
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
@@ -389,8 +390,6 @@ def test_a_request_that_was_forgotten_before_it_was_known_does_not_wait() -> Non
     clock.now_s += 60
     found(node, [1], request_id="s")
     assert node.stats()["waiting"] == 2
-    node.forget([str(number) for number in range(10_000)])
-    assert len(node._tiers.waiting._forgotten) <= 1024
 
 
 def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> None:
@@ -421,8 +420,8 @@ def test_what_waits_is_brought_up_in_the_order_of_arrival(tmp_path: Path) -> Non
 def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = [chunk_of([number]) for number in (1, 2)]
-    node = on_disk(tmp_path, chunks)
+    memory = ProcessMemory()
+    node = on_disk(tmp_path, [chunk_of([number]) for number in (1, 2)], memory=memory)
     for number in (1, 2):
         assert found(node, [number], request_id=str(number)) == [("disk", 1)]
 
@@ -430,13 +429,13 @@ def test_a_chunk_that_cannot_be_brought_up_does_not_hold_up_what_others_wait_for
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patched:
-        patched.setattr(node._tiers.memory, "keep", fails)
+        patched.setattr(memory, "keep", fails)
         with pytest.raises(RuntimeError):  # the thread's edge counts it
             node.step()
     prefetch(node)
     assert found(node, [1]) == [("disk", 1)]
     assert found(node, [2]) == [("host", 1)]
-    assert node._tiers.host.taken_blocks == 1
+    assert node.stats()["host"]["bytes"] == BLOCK
     node.close(flush=False)
 
 
@@ -657,16 +656,3 @@ def _check_located(
         children = [c.header.token_ids for c in model.values() if c.header.parent == wanted.parent(num_whole)]
         num_partial = max((num_common(child, rest) for child in children), default=0)
         assert sum(each.num_usable for each in located) == num_whole * CHUNK_TOKENS + num_partial
-
-
-def test_a_miss_that_a_reader_reports_forgets_the_chunk(tmp_path: Path) -> None:
-    chunks = chain_of(IDS)
-    node = on_disk(tmp_path, chunks)
-    put(node, chunk_of([500]))
-    node.missed(chunks[1].header.key, "disk", Miss.BAD_CHECKSUM)
-    node.missed(chunk_of([500]).header.key, "host", Miss.ABSENT)
-    assert found(node, IDS) == [("disk", 8)]
-    assert found(node, [500]) == []
-    assert node.stats()["disk"]["miss_bad_checksum"] == 1
-    assert node.stats()["host"]["miss_absent"] == 1
-    node.close(flush=False)

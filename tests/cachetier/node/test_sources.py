@@ -21,7 +21,6 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.store import ChunkSource
-from mneme.errors import ConfigError
 from tests.cachetier.chunks import (
     FINGERPRINT,
     LINEAGE,
@@ -33,7 +32,7 @@ from tests.cachetier.chunks import (
     layers_of,
     make_fingerprint,
 )
-from tests.cachetier.nodes import BLOCK, Clock, RefusingMemory, query
+from tests.cachetier.nodes import BLOCK, query
 
 pytestmark = pytest.mark.usefixtures("few_folders")
 
@@ -234,16 +233,6 @@ def test_a_disk_that_cannot_be_written_costs_only_its_chunks(tmp_path: Path, cod
         check_empty(store, tmp_path)
 
 
-def test_memory_that_refuses_is_an_answer(tmp_path: Path) -> None:
-    memory = RefusingMemory()
-    with open_store(tmp_path, memory=memory) as store:
-        memory.is_full = True
-        assert not store.put(CHUNKS[0], LINEAGE)
-        memory.is_full = False
-        assert store.put(CHUNKS[0], LINEAGE)
-        check_empty(store, tmp_path)
-
-
 class GatedFiles(FileOperations):
     """Reads wait at a gate."""
 
@@ -302,28 +291,9 @@ def test_a_source_that_is_closed_while_it_is_read_lets_the_read_end(tmp_path: Pa
         assert len(sources_of(store)) == 3
 
 
-def test_clocks_that_jump_make_chunks_old_or_not(tmp_path: Path) -> None:
-    clock = Clock()
-    with open_store(tmp_path, clock=clock, ttl_s=100.0) as store:
-        assert all(store.put(chunk, LINEAGE) for chunk in CHUNKS)
-        assert store.node.flush(TIMEOUT_S)
-        clock.now_s -= 900
-        store.node.expire()
-        assert len(sources_of(store)) == 3
-        clock.now_s += 1e7
-        store.node.expire()
-        assert sources_of(store) == []
-        assert store.node.stats()["host"]["bytes"] == folder_bytes(tmp_path) == 0
-
-
 def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
     with open_store(tmp_path / "not" / "there"):
         assert (tmp_path / "not" / "there").stat().st_mode & 0o777 == 0o700
-
-
-def test_one_folder_has_one_store(tmp_path: Path) -> None:
-    with open_store(tmp_path), pytest.raises(ConfigError, match="in use"):
-        open_store(tmp_path).__enter__()
 
 
 class FailingOnce(ProcessMemory):

@@ -132,10 +132,11 @@ def test_a_load_of_nothing_is_there() -> None:
 
 
 def test_a_tier_that_nobody_holds_ends_its_thread() -> None:
+    before = set(threading.enumerate())
     tier = HostMemory(make_pool(), 4)
     tier.save(np.array([3]), np.array([0]))
     tier.before_reuse(np.array([3]))
-    thread = tier._transfers._thread
+    (thread,) = set(threading.enumerate()) - before
     del tier
     gc.collect()
     thread.join(TIMEOUT_S)

@@ -19,7 +19,7 @@ from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline
 from tests.cachetier.model_tier import Operation, operations, run_operations
 from tests.cachetier.played_streams import PlayedStreams
-from tests.cachetier.pools import NUM_LAYERS, make_pool, wait_all
+from tests.cachetier.pools import NUM_LAYERS, Pool, make_pool, wait_all
 
 LAYER_BYTES = 2 * 2 * 4 * 6 * 4  # of a page of `make_pool`
 
@@ -52,15 +52,21 @@ def test_any_order_of_streams_is_a_dictionary_of_pages(
     assert not streams.pinned
 
 
-def make(num_pages: int = 6, **options: Any) -> tuple[PinnedHostMemory, PlayedStreams]:
+def make(pool: Pool | None = None, **options: Any) -> tuple[PinnedHostMemory, PlayedStreams]:
     streams = PlayedStreams()
-    return PinnedHostMemory(make_pool(8), num_pages, streams, save_bytes=1, staging_bytes=1, **options), streams
+    return PinnedHostMemory(pool or make_pool(8), 6, streams, save_bytes=1, staging_bytes=1, **options), streams
+
+
+def make_saved(pool: Pool) -> tuple[PinnedHostMemory, PlayedStreams]:
+    """The pool's first page is in the first host page."""
+    tier, streams = make(pool)
+    tier.save(np.array([0]), np.array([0]))
+    tier.before_reuse(np.array([0]))
+    return tier, streams
 
 
 def test_the_engines_thread_issues_no_copies_and_waits_for_launches_alone() -> None:
-    tier, streams = make()
-    tier.save(np.array([0]), np.array([0]))
-    tier.before_reuse(np.array([0]))  # returns when it was copied
+    tier, streams = make_saved(make_pool(8))
     streams.finish()
     loads, saves = streams.others()
     loads.is_held = True
@@ -92,10 +98,9 @@ def test_copies_are_behind_what_the_engine_did_with_their_memory() -> None:
 
 
 def test_a_layer_is_computed_while_the_next_is_on_its_way() -> None:
-    tier, streams = make()
-    tier.save(np.array([0]), np.array([0]))
-    tier.before_reuse(np.array([0]))
-    pool, engine, seen = tier._pool, streams.current(), []
+    pool = make_pool(8)
+    tier, streams = make_saved(pool)
+    engine, seen = streams.current(), []
     load = tier.load(np.array([0]), np.array([7]))
     for layer in range(NUM_LAYERS):
         load.wait_layer(layer)
@@ -107,27 +112,25 @@ def test_a_layer_is_computed_while_the_next_is_on_its_way() -> None:
 
 
 def test_a_save_into_a_host_page_is_behind_the_load_that_reads_it() -> None:
-    tier, streams = make()
-    tier.save(np.array([0]), np.array([0]))
-    tier.before_reuse(np.array([0]))
+    pool = make_pool(8)
+    tier, streams = make_saved(pool)
     streams.choose = lambda n: n - 1  # saves first wherever they can
     tier.load(np.array([0]), np.array([7]))
     tier.save(np.array([1]), np.array([0]))
     tier.before_reuse(np.array([1]))
     streams.finish()
-    assert torch.equal(tier._pool.k_pages[:, :, 7], tier._pool.k_pages[:, :, 0])
+    assert torch.equal(pool.k_pages[:, :, 7], pool.k_pages[:, :, 0])
     tier.close()
 
 
 def test_what_is_written_to_reused_pages_is_behind_loads_of_them() -> None:
-    tier, streams = make()
-    tier.save(np.array([0]), np.array([0]))
-    tier.before_reuse(np.array([0]))
+    pool = make_pool(8)
+    tier, streams = make_saved(pool)
     tier.load(np.array([0]), np.array([7]))
     tier.before_reuse(np.array([7]))
-    streams.current().run(lambda: tier._pool.k_pages[:, :, 7].fill_(5))
+    streams.current().run(lambda: pool.k_pages[:, :, 7].fill_(5))
     streams.finish(lambda n: 0)  # the engine first wherever it can
-    assert (tier._pool.k_pages[:, :, 7] == 5).all()
+    assert (pool.k_pages[:, :, 7] == 5).all()
     tier.close()
 
 
