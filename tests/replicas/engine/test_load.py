@@ -1,7 +1,9 @@
-"""What an engine takes of its device and its machine, and what is refused when a model is loaded."""
+"""What an engine takes of its device and machine, what is refused when a model is loaded, what identifies its KV."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,15 @@ from mneme.replicas.engine.load import (
     choose_num_host_pages,
     choose_num_pages,
     load_engine,
+    model_fingerprint,
 )
-from mneme.replicas.model.config import parse_model_config
+from mneme.replicas.model.config import (
+    EMBEDDED_MODEL,
+    DecoderConfig,
+    load_model_config,
+    model_directory,
+    parse_model_config,
+)
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4128, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
@@ -169,3 +178,46 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_not_the_cpu(
     with pytest.raises(ConfigError, match=message):
         choose_device("cuda")
     assert choose_device("auto").type == "cpu"
+
+
+TINY_DIR = model_directory(EMBEDDED_MODEL)
+TINY = load_model_config(TINY_DIR)
+
+
+def digest(model_dir: Path = TINY_DIR, config: DecoderConfig = TINY, dtype: torch.dtype = torch.float32) -> bytes:
+    return model_fingerprint(model_dir, config, dtype).digest
+
+
+def test_what_changes_kv_changes_the_fingerprint() -> None:
+    rope = replace(TINY.rope, inv_freq=(TINY.rope.inv_freq[0] * 2, *TINY.rope.inv_freq[1:]))
+    configs = [
+        TINY,
+        replace(TINY, rope=rope),
+        replace(TINY, rope=replace(TINY.rope, attention_factor=1.5)),
+        replace(TINY, norm_eps=TINY.norm_eps * 2),
+        replace(TINY, qk_norm=not TINY.qk_norm),
+        replace(TINY, windows=(16,) * TINY.num_layers),
+        replace(TINY, num_q_heads=2 * TINY.num_q_heads),
+    ]
+    digests = {digest(config=config) for config in configs} | {digest(dtype=torch.bfloat16)}
+    digests.add(model_fingerprint(TINY_DIR, TINY, torch.float32, chunk_tokens=128).digest)
+    assert len(digests) == len(configs) + 2
+
+
+def test_what_changes_no_kv_changes_no_fingerprint() -> None:
+    other = replace(TINY, max_context=2 * TINY.max_context, eos_token_ids=(1, 2), dtype="bfloat16")
+    assert digest(config=other) == digest()
+
+
+def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(TINY_DIR, copy)
+    assert digest(copy) == digest()
+    path = copy / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert digest(copy) != digest()
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        digest(copy)
