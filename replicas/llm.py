@@ -254,13 +254,13 @@ class LLM:
         described = self.engine.pins.describe(key)
         error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
         if error is not None:
-            self.engine.pins.drop(key)
+            self.engine.pins.unpin(key)
             raise error
         return key.pin_id
 
     def unpin(self, name: str) -> bool:
         """Unpin what `warm` keeps; returns whether it was kept."""
-        return self.engine.pins.drop(PinKey(PUBLIC.name, name))
+        return self.engine.pins.unpin(PinKey(PUBLIC.name, name))
 
     def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
         if not isinstance(prompt, str):

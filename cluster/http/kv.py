@@ -128,7 +128,7 @@ async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
 
 async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Release the pin of that name wherever there is one; raises `PinNotFound`."""
-    answers = await api.client.query(commands.drop_pin(PinKey(tenant, pin_id)))
+    answers = await api.client.query(commands.delete_pin(PinKey(tenant, pin_id)))
     was_in_tier = await ask_tier(api.client, commands.unpin_kv(kv_salt(tenant, None), pin_id))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
@@ -164,16 +164,16 @@ async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, 
     field = _one_given(body, "session_id", "document", "tenant")
     salt = kv_salt(request.state.tenant, None if field == "tenant" else body.cache_salt)
     if field == "tenant":
-        of_engines, of_tier = commands.drop_tenant_pages(salt), commands.drop_tenant_kv(salt)
+        of_engines, of_tier = commands.delete_tenant_pages(salt), commands.delete_tenant_kv(salt)
     elif body.document is not None:  # it is encoded on its own, behind the model's BOS alone
         ids = await _token_ids(api, field, body.document, api.model(body.model), special=False)
         bos = api.tokenizer.bos_token_id
         of_engines = commands.settle_saves()
-        of_tier = commands.drop_kv(salt, ids, sink_ids=() if bos is None else (bos,))
+        of_tier = commands.delete_kv(salt, ids, sink_ids=() if bos is None else (bos,))
     else:
         chosen = await _select(api, request, body, visible=False, others=("document", "tenant"))
-        of_engines = commands.drop_pages(salt, chosen.token_ids, chosen.session)
-        of_tier = commands.drop_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
+        of_engines = commands.delete_sequence_pages(salt, chosen.token_ids, chosen.session)
+        of_tier = commands.delete_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
     engines = await api.client.query(of_engines)
     tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
     return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}
@@ -204,7 +204,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, 
         async with asyncio.timeout(_WARM_TIMEOUT_S):
             described = await _computed(api, key, prompt, chosen)
     except BaseException as error:  # what one refuses is released on the others
-        await _drop_pin(api, key, chosen)
+        await _delete_pin(api, key, chosen)
         if isinstance(error, TimeoutError):
             raise ReplicaUnavailable(f"the prompt was not computed within {_WARM_TIMEOUT_S:g} s") from None
         if isinstance(error, ContextLengthExceeded):
@@ -213,7 +213,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, 
     for replica_id in chosen:
         api.client.note_prefix(ids, replica_id, salt=salt)
     if not body.pin:
-        await _drop_pin(api, key, chosen)  # only its outcome was kept
+        await _delete_pin(api, key, chosen)  # only its outcome was kept
     return _device_pin(described, chosen)
 
 
@@ -257,10 +257,10 @@ async def _ask(api: ApiState, query: commands.Query, chosen: Sequence[str]) -> l
     return described
 
 
-async def _drop_pin(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
+async def _delete_pin(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
     async def drop(replica_id: str) -> None:
         with contextlib.suppress(MnemeError):
-            await api.client.query(commands.drop_pin(key), replica_id=replica_id)
+            await api.client.query(commands.delete_pin(key), replica_id=replica_id)
 
     await asyncio.gather(*map(drop, chosen))
 

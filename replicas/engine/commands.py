@@ -5,8 +5,9 @@ runs on the engine's thread (`AskedEngine.between_steps`), and gives plain value
 over the wire: `await client.query(get_session(key))`.
 
 Commands about the cache tier may take milliseconds, and answer None where there is no tier. Of several replicas one is
-asked for the tier's, as they share it. A deletion asks all for their pages first (`drop_pages`, `drop_tenant_pages`,
-`settle_saves`), then one for the tier's chunks: nothing that a request saves meanwhile comes into the tier behind it.
+asked for the tier's, as they share it. A deletion asks all for their pages first (`delete_sequence_pages`,
+`delete_tenant_pages`, `settle_saves`), then one for the tier's chunks: nothing that a request saves meanwhile comes
+into the tier behind it.
 
 Policy only: no tensors.
 """
@@ -192,9 +193,9 @@ def list_pins(asked: AskedEngine, tenant: str) -> Any:
 
 
 @Command
-def drop_pin(asked: AskedEngine, key: PinKey) -> Any:
+def delete_pin(asked: AskedEngine, key: PinKey) -> Any:
     """Unpin; whether there was such a pin."""
-    return asked.between_steps(lambda engine: engine.pins.drop(key))
+    return asked.between_steps(lambda engine: engine.pins.unpin(key))
 
 
 @KvCommand
@@ -236,10 +237,12 @@ def list_kv_pins(asked: AskedEngine, salt: str) -> Any:
 
 
 @KvCommand
-def drop_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...], session: SessionKey | None = None) -> Any:
-    """Forget a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
+def delete_sequence_pages(
+    asked: AskedEngine, salt: str, token_ids: tuple[int, ...], session: SessionKey | None = None
+) -> Any:
+    """Delete a prompt's pages with all that begins with it, or what is a session's own; what is being saved settles."""
 
-    def drop(engine: Engine) -> None:
+    def delete(engine: Engine) -> None:
         if session is None:
             _save_no_more(engine, lambda s: s.request.salt == salt and tuple(s.context[: len(token_ids)]) == token_ids)
             engine.forest.drop_prefix(salt, token_ids)
@@ -249,24 +252,24 @@ def drop_pages(asked: AskedEngine, salt: str, token_ids: tuple[int, ...], sessio
         if log is not None:
             delete_pages(engine.forest, log)
 
-    dropped = asked.between_steps(lambda engine: _dropped_pages(engine, drop))
+    deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _settle(asked)
-    return dropped
+    return deleted
 
 
 @KvCommand
-def drop_tenant_pages(asked: AskedEngine, salt: str) -> Any:
-    """Forget all pages and sessions of a tenant; a session that answers is forgotten when it has."""
+def delete_tenant_pages(asked: AskedEngine, salt: str) -> Any:
+    """Delete all pages and sessions of a tenant; a session that answers is deleted when it has."""
     tenant = tenant_of(salt)
 
-    def drop(engine: Engine) -> None:
+    def delete(engine: Engine) -> None:
         _save_no_more(engine, lambda sequence: tenant_of(sequence.request.salt) == tenant)
         engine.sessions.delete_salts(lambda other: tenant_of(other) == tenant)
         engine.forest.drop_salts(lambda other: tenant_of(other) == tenant)
 
-    dropped = asked.between_steps(lambda engine: _dropped_pages(engine, drop))
+    deleted = asked.between_steps(lambda engine: _deleted_pages(engine, delete))
     _settle(asked)
-    return dropped
+    return deleted
 
 
 @KvCommand
@@ -276,7 +279,7 @@ def settle_saves(asked: AskedEngine) -> Any:
 
 
 @KvCommand
-def drop_kv(
+def delete_kv(
     asked: AskedEngine,
     salt: str,
     token_ids: tuple[int, ...],
@@ -296,7 +299,7 @@ def drop_kv(
 
 
 @KvCommand
-def drop_tenant_kv(asked: AskedEngine, salt: str) -> Any:
+def delete_tenant_kv(asked: AskedEngine, salt: str) -> Any:
     """Delete all that a tenant has in the tier; its logs first: a session read from one would be saved again."""
     if asked.kv_tier is None:
         return None
@@ -358,11 +361,11 @@ def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -
             sequence.chain = None
 
 
-def _dropped_pages(engine: Engine, drop: Callable[[Engine], None]) -> dict[str, int]:
-    """Count the pages that `drop` frees."""
+def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> dict[str, int]:
+    """Count the pages that `delete` frees."""
     device, host = engine.forest.device, engine.forest.host
     before = len(device.free), len(host.free)
-    drop(engine)
+    delete(engine)
     return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
 
 

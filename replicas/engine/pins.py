@@ -146,8 +146,8 @@ class Pins:
                 except MnemeError as error:
                     self._fail(entry, error)
 
-    def drop(self, key: PinKey) -> bool:
-        """Remove a pin, or a prompt that is being warmed; returns whether there was one."""
+    def unpin(self, key: PinKey) -> bool:
+        """Unpin a prompt, or cancel one that is being warmed; returns whether there was one."""
         entry = self._entries.get(key)
         if entry is None:
             return False

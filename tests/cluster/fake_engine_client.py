@@ -124,13 +124,13 @@ class FakeEngineClient:
         if isinstance(COMMANDS[query.name], KvCommand):
             return self._answer_kv(query, replica_id)
         known = answer(self, query)  # type: ignore[arg-type]  # it has what is asked for here
-        nothing = {"get_session": None, "delete_session": False, "drop_pin": False}.get(query.name, [])
+        nothing = {"get_session": None, "delete_session": False, "delete_pin": False}.get(query.name, [])
         return {name: each for name, each in (("a", nothing), ("b", known)) if replica_id in (None, name)}
 
     def _answer_kv(self, query: Query, replica_id: str | None) -> dict[str, Any]:
         """Both replicas ask the same tier; only "b" has pages."""
         known = answer(self, query, self.kv_tier)  # type: ignore[arg-type]
-        other = None if query.name in ("look_up_pages", "drop_pages", "drop_tenant_pages") else known
+        other = None if query.name in ("look_up_pages", "delete_sequence_pages", "delete_tenant_pages") else known
         return {name: each for name, each in (("a", other), ("b", known)) if replica_id in (None, name)}
 
     def replica_ids(self) -> list[str]:

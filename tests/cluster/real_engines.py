@@ -50,7 +50,7 @@ class TwoEngines(FakeEngineClient):
 
     async def query(self, query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
         asked = [name for name in self.loops if replica_id in (None, name)]
-        if self.silent & set(asked) and query.name != "drop_pin":
+        if self.silent & set(asked) and query.name != "delete_pin":
             raise ReplicaUnavailable("a replica did not answer")
         answers = {name: await asyncio.to_thread(self.loops[name].query, query) for name in asked}
         for answer in answers.values():

@@ -109,7 +109,7 @@ def test_a_prompt_that_takes_too_long_is_given_up(
     asked = engines.query
 
     async def query(query: Query, *, replica_id: str | None = None) -> dict[str, Any]:
-        if query.name != "drop_pin":
+        if query.name != "delete_pin":
             await blocked.wait()
         return await asked(query, replica_id=replica_id)
 

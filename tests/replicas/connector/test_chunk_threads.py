@@ -15,7 +15,7 @@ from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.save import ChunkSaver
-from mneme.replicas.engine.commands import KvTier, drop_pages, drop_tenant_pages
+from mneme.replicas.engine.commands import KvTier, delete_sequence_pages, delete_tenant_pages
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.llm import LLM
 from mneme.replicas.model.decoder import Decoder
@@ -303,7 +303,7 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
     num_there: list[int] = []
 
     def delete() -> None:
-        answer(engine, drop_tenant_pages(""), tier)
+        answer(engine, delete_tenant_pages(""), tier)
         num_there.append(len(store.chunks))
 
     thread = threading.Thread(target=delete)
@@ -325,7 +325,7 @@ def test_a_turn_that_runs_while_its_kv_is_deleted_saves_none_afterwards(
     submit(engine, "a", draw(1, 40), NUM_NEW, session_id=session_id)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    answer(engine, drop_tenant_pages(""))
+    answer(engine, delete_tenant_pages(""))
     assert answers(run(engine))["a"]
     engine.close()
     assert store.chunks == {}
@@ -342,8 +342,8 @@ def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_
     submit(engine, "a", ids, NUM_NEW)
     while engine.is_blocked or not engine.scheduler.running:
         engine.step()
-    answer(engine, drop_pages("", (*ids[:29], ids[29] + last)))
-    answer(engine, drop_pages("other", tuple(ids)))
+    answer(engine, delete_sequence_pages("", (*ids[:29], ids[29] + last)))
+    answer(engine, delete_sequence_pages("other", tuple(ids)))
     assert answers(run(engine))["a"]
     engine.close()
     assert bool(store.chunks) == are_saved

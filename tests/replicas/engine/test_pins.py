@@ -60,8 +60,8 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     assert tokens_of(events, "r") == continuation([1, 2] * 5 + [3], 4, 5)
     engine.submit(make_request("stranger", [1, 2] * 5, salt="other"))
     assert usage_of(run(engine), "stranger")[1] == 0
-    assert engine.pins.drop(PinKey("t", "p"))
-    assert not engine.pins.drop(PinKey("t", "p"))
+    assert engine.pins.unpin(PinKey("t", "p"))
+    assert not engine.pins.unpin(PinKey("t", "p"))
     assert engine.forest.num_in_use == 0
 
 
@@ -92,7 +92,7 @@ def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
     engine.pins.warm(PinKey("t", "p"), "", (1,) * 24)
     engine.step()
     assert engine.pins.of_tenant("t")[0]["warming"]
-    assert engine.pins.drop(PinKey("t", "p"))
+    assert engine.pins.unpin(PinKey("t", "p"))
     run(engine)
     assert engine.forest.num_in_use == 0
     assert engine.in_flight == {}
@@ -142,9 +142,9 @@ def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
         warm(engine, "a", [1], keeps=False)
     warm(engine, "c", [1, 2, 3], tenant="u")
     assert [pin["id"] for pin in engine.pins.of_tenant("t")] == ["a", "b"]
-    assert not engine.pins.drop(PinKey("u", "a"))
+    assert not engine.pins.unpin(PinKey("u", "a"))
     assert engine.pins.describe(PinKey("u", "a")) is None
-    engine.pins.drop(PinKey("t", "a"))
+    engine.pins.unpin(PinKey("t", "a"))
     warm(engine, "d", [1, 2, 3])
 
 
@@ -210,7 +210,7 @@ def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:
         engine.submit(make_request(tenant.name, ids, GREEDY, salt=tenant.salt))
         assert usage_of(run(engine), tenant.name)[1] == len(prefix)
         with pytest.raises(InvalidRequest, match="part of the configuration"):
-            engine.pins.drop(PinKey(tenant.name, pins[0]["id"]))
+            engine.pins.unpin(PinKey(tenant.name, pins[0]["id"]))
     engine.pins.warm(PinKey("one", "own"), "salt one", (5, 6))
 
 
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lo
     assert engine.forest.resident("", ids).device == len(ids)
     fill(engine)
     assert engine.forest.resident("", ids).device == len(ids)
-    engine.pins.drop(PinKey("t", "p"))
+    engine.pins.unpin(PinKey("t", "p"))
     assert engine.forest.num_in_use == 0
 
 
@@ -257,7 +257,7 @@ def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees
     assert (runner.num_rows - num_rows, runner.num_loaded - num_loaded) == (1, 0)
     engine.submit(make_request("in the middle", [*ids[:9], 3], SamplingParams(temperature=0, max_tokens=1)))
     assert tokens_of(run(engine), "in the middle") == continuation([*ids[:9], 3], 1, 5)
-    engine.pins.drop(PinKey("t", "p"))
+    engine.pins.unpin(PinKey("t", "p"))
     assert engine.forest.num_in_use == 0
 
 

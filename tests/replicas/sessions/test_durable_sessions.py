@@ -14,7 +14,7 @@ from mneme.cachetier.chunk.keys import owner_of
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
-from mneme.replicas.engine.commands import delete_session, drop_tenant_pages, fork_session, get_session, leave_session
+from mneme.replicas.engine.commands import delete_session, delete_tenant_pages, fork_session, get_session, leave_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import SamplingParams, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
@@ -390,7 +390,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
     say(two, "c", [2, 1], session_id="public:here")
     say(two, "d", [3, 3], salt="neighbour")
     for engine in (one, two):
-        answer(engine, drop_tenant_pages(KEY[0]))
+        answer(engine, delete_tenant_pages(KEY[0]))
         flush(engine)
     assert (len(one.sessions), len(two.sessions)) == (0, 1)
     assert two.durable is not None
