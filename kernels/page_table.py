@@ -96,10 +96,6 @@ class PageTable:
             np.append(self.masks, signed_integers("masks", masks)),
         )
 
-    def with_masks(self, masks: npt.ArrayLike) -> PageTable:
-        """The same pages under other masks."""
-        return PageTable(self.page_ids, self.deltas, signed_integers("masks", masks))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows:

@@ -2,13 +2,13 @@
 
 A plan never changes; each edit gives a new one and reuses what the edit leaves valid (ChunkAttention 3.1):
 `with_rows` keeps segments, and for the rows of the same sequences all work; `append_page` fills room that the work
-keeps behind a sequence's own pages, when the page is new to all tables; `join`, `leave` and `restrict` with masks look
-for segments anew. So a decode step costs what changed: the rows' positions and the pages begun, not the context.
+keeps behind a sequence's own pages, when the page is new to all tables. So a decode step costs what changed: the rows'
+positions and the pages begun, not the context. When a sequence joins or leaves, a plan is built anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -124,51 +124,6 @@ class Plan:
         num_pages = max(self.num_pages, 1 + max(new_pages, default=-1))
         return replace(self, num_pages=num_pages, appended=appended, work=grown, prepared={})
 
-    def join(self, page_table: PageTable | Sequence[PageRef], positions: npt.ArrayLike, at: int | None = None) -> Plan:
-        """A sequence joins as number `at` (default: the last), with rows at these positions.
-
-        Later sequences move up by one. The new rows stand before those of the sequence that was `at`, or at the end
-        when that one has none.
-        """
-        tables = list(self.page_tables)
-        index = len(tables) if at is None else at
-        if not 0 <= index <= len(tables):
-            raise ValueError(f"at: must be in [0, {len(tables)}] (got {at})")
-        (new,) = _vectors(positions=positions)
-        tables.insert(index, PageTable.from_refs(page_table))
-        later = np.flatnonzero(self.sequence == index)
-        row = int(later[0]) if len(later) else len(self.sequence)
-        sequence = np.insert(self.sequence + (self.sequence >= index), row, np.full(len(new), index))
-        return self._rebuilt(tables, sequence, np.insert(self.position, row, new))
-
-    def leave(self, sequence: int) -> Plan:
-        """A sequence leaves with its rows; later sequences move down by one."""
-        tables = list(self.page_tables)
-        if not 0 <= sequence < len(tables):
-            raise ValueError(f"sequence: must be in [0, {len(tables)}) (got {sequence})")
-        del tables[sequence]
-        stays = self.sequence != sequence
-        numbers = self.sequence[stays]
-        return self._rebuilt(tables, numbers - (numbers > sequence), self.position[stays])
-
-    def restrict(self, rows: npt.ArrayLike, masks: Mapping[int, npt.ArrayLike] | None = None) -> Plan:
-        """Fewer rows and, for some sequences, other masks: the deeper layers of a blended prefill (CacheBlend
-        4.3).
-
-        rows    int [t] ascending indices of the rows that stay, or bool [T]
-        masks   sequence -> int64 [P], one mask for each reference of its table
-        """
-        keep = _kept(rows, self.num_rows)
-        sequence, position = self.sequence[keep], self.position[keep]
-        if not masks:
-            return self.with_rows(QueryRows(sequence, position))
-        tables = list(self.page_tables)
-        for index, mask in masks.items():
-            if not 0 <= index < len(tables):
-                raise ValueError(f"masks: no sequence {index} (there are {len(tables)})")
-            tables[index] = tables[index].with_masks(mask)
-        return self._rebuilt(tables, sequence, position)
-
     def _arranged(self, sequence: IntArray) -> WorkList:
         return arrange(
             self.references,
@@ -240,18 +195,6 @@ def _vectors(**values: npt.ArrayLike) -> tuple[IntArray, ...]:
         if vector.ndim != 1 or len(vector) not in (1, length):
             raise ValueError(f"{name}: must be a number or a vector as long as the others (got shape {vector.shape})")
     return np.broadcast_arrays(*vectors)
-
-
-def _kept(rows: npt.ArrayLike, num_rows: int) -> IntArray:
-    keep = np.asarray(rows)
-    if keep.dtype == bool and keep.shape == (num_rows,):
-        return np.flatnonzero(keep)
-    if keep.dtype == bool or keep.ndim != 1:
-        raise ValueError(f"rows: must be a vector of indices, or bool of shape ({num_rows},) (got {keep.shape})")
-    keep = signed_integers("rows", keep)
-    if keep.size and (keep.min() < 0 or keep.max() >= num_rows or (np.diff(keep) <= 0).any()):
-        raise ValueError(f"rows: must be ascending indices in [0, {num_rows})")
-    return keep
 
 
 def _check_sizes(page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, share: str) -> None:

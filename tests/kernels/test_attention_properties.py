@@ -123,7 +123,7 @@ def test_a_row_does_not_depend_on_the_other_rows(backend: str, scene: Scene, dat
     plan = scene.plan()
     out, lse = scene.attend(plan, backend=backend)
     kept = np.array(data.draw(st.lists(st.booleans(), min_size=plan.num_rows, max_size=plan.num_rows)), bool)
-    fewer = plan.restrict(kept)
+    fewer = plan.with_rows(QueryRows(plan.sequence[kept], plan.position[kept]))
     assert_close(scene.attend(fewer, scene.q[kept], backend=backend), (out[kept], lse[kept]))
 
 
@@ -131,26 +131,21 @@ def test_a_row_does_not_depend_on_the_other_rows(backend: str, scene: Scene, dat
 @given(scene=scenes(), data=st.data())
 @bounded
 def test_edited_plans_equal_fresh_ones(backend: str, scene: Scene, data: Any) -> None:
-    """Join, leave, append and restrict, in any order, against a plan built from the final tables and rows."""
+    """New pages and other rows, in any order, against a plan built from the final tables and rows."""
     plan = scene.plan(share=data.draw(st.sampled_from(["always", "never", "auto"])))
     spare = iter(range(24, 32))
     for _ in range(data.draw(st.integers(1, 4))):
         count = len(plan.page_tables)
-        edit = data.draw(st.sampled_from(["join", "leave", "append", "append_shared", "restrict"]))
-        if edit == "join":
-            table = data.draw(st.sampled_from(scene.tables)) if scene.tables else []
-            plan = plan.join(table, sorted(data.draw(st.sets(st.integers(0, 300), max_size=3))))
-        elif edit == "leave" and count:
-            plan = plan.leave(data.draw(st.integers(0, count - 1)))
-        elif edit == "append" and count:
+        edit = data.draw(st.sampled_from(["append", "append_shared", "append_seen", "rows"]))
+        if edit == "append" and count:
             plan = plan.append_page(data.draw(st.integers(0, count - 1)), next(spare))
         elif edit == "append_shared" and count:
             page = next(spare)
             plan = plan.append_page(np.arange(count), page, delta=np.arange(count) * 3)
-        elif edit == "restrict" and count:
-            index = data.draw(st.integers(0, count - 1))
-            masks = np.arange(1, len(plan.page_tables[index]) + 1) * 5
-            plan = plan.restrict(np.arange(0, plan.num_rows, 2), {index: masks})
+        elif edit == "append_seen" and count:  # a page of some table, at a place and under a mask of its own
+            plan = plan.append_page(data.draw(st.integers(0, count - 1)), 1, delta=250 + next(spare), mask=0b0101)
+        elif edit == "rows":
+            plan = plan.with_rows(QueryRows(plan.sequence[::2], plan.position[::2] + 1))
     fresh = scene.plan(tables=list(plan.page_tables), rows=plan.rows, share=plan.share)
     q = torch.randn(plan.num_rows, plan.num_q_heads, plan.head_dim, generator=torch.Generator().manual_seed(1))
     wanted = scene.attend(fresh, q, backend="reference")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mneme.kernels.page_table import PageRef, PageTable, QueryRows
+from mneme.kernels.page_table import PageTable, QueryRows
 from mneme.kernels.plan import Plan, build_plan
 
 SIZES: dict[str, Any] = {"page_size": 4, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -44,7 +42,7 @@ def test_other_rows_reuse_the_segments() -> None:
 def test_what_backends_prepared_is_not_carried_over() -> None:
     plan = two_sharers()
     plan.prepared["key"] = 1
-    edits = [plan.with_rows(plan.rows), plan.append_page(0, 12), plan.join([], [3]), plan.leave(0)]
+    edits = [plan.with_rows(plan.rows), plan.with_rows(QueryRows([1], [9])), plan.append_page(0, 12)]
     assert all(not edited.prepared for edited in edits)
 
 
@@ -103,31 +101,3 @@ def test_an_appended_page_that_another_table_shows_is_shared() -> None:
     assert grown.page_tables[0].masks.tolist() == [-1, -1, -1, 7]
     together = two_sharers().append_page([0, 1], 12, delta=[0, 4])
     assert len(together.segments.segments) == 2
-
-
-def test_a_sequence_joins_at_the_end_or_in_between() -> None:
-    plan = two_sharers()
-    last = plan.join([PageRef(1)], [3, 4])
-    assert rows(last) == [(0, 9), (1, 9), (2, 3), (2, 4)]
-    between = plan.join([PageRef(1)], [3, 4], at=1)
-    assert rows(between) == [(0, 9), (1, 3), (1, 4), (2, 9)]
-    assert page_ids(between) == [[1, 2, 10], [1], [1, 2, 11]]
-    assert sorted(segment.sequences.tolist() for segment in between.segments.segments) == [[0, 1, 2], [0, 2]]
-
-
-def test_a_sequence_leaves_and_later_ones_move_down() -> None:
-    left = two_sharers().join([PageRef(5)], [0]).leave(0)
-    assert page_ids(left) == [[1, 2, 11], [5]]
-    assert rows(left) == [(0, 9), (1, 0)]
-    assert not left.segments.segments
-
-
-def test_deeper_layers_see_fewer_rows_and_other_masks() -> None:
-    plan = build_plan([PageTable.own([1, 2])], QueryRows([0, 0, 0], [5, 6, 7]), **SIZES)
-    fewer = plan.restrict([0, 2])
-    assert rows(fewer) == [(0, 5), (0, 7)]
-    assert fewer.segments is plan.segments
-    masked = plan.restrict(np.array([True, False, True]), {0: [0b0111, -1]})
-    assert rows(masked) == [(0, 5), (0, 7)]
-    assert masked.page_tables[0].masks.tolist() == [7, -1]
-    assert plan.page_tables[0].masks.tolist() == [-1, -1]

@@ -118,14 +118,6 @@ def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:
         ("rows: ", lambda: plan_of(1).with_rows(QueryRows([0.5], [1]))),
         *(("rows: ", lambda s=s: two_sequences().with_rows(QueryRows(s, [5, 5, 6]))) for s in ([0, 1, 0], [0, 2, 2])),
         ("rows: ", lambda: two_sequences().with_rows(QueryRows([-1, 0, 0], [5, 5, 6]))),
-        *(
-            ("rows: ", lambda rows=rows: plan_of(20, 21, 22).restrict(rows))
-            for rows in ([0.7], [True], [True] * 4, [[0]], np.zeros((3, 1), bool), 0, [1, 0])
-        ),
-        ("masks: ", lambda: two_sequences().restrict([0], {2: [1]})),
-        ("masks: ", lambda: two_sequences().restrict([0], {0: [1]})),
-        ("masks: ", lambda: two_sequences().restrict([0], {0: [-1, 2**63, 0]})),
-        ("sequence: ", lambda: two_sequences().leave(2)),
         ("sequence: ", lambda: two_sequences().append_page(2, 12)),
         ("page_tables: ", lambda: two_sequences().append_page(0, -1)),
         ("page_tables: ", lambda: two_sequences().append_page(0, 2**31)),
@@ -133,8 +125,6 @@ def test_a_pool_has_fewer_slots_than_32_bits_count() -> None:
         ("mask: ", lambda: two_sequences().append_page([0, 1], [12, 13], mask=[-1, 2**63])),
         ("page_id: must be a number or a vector", lambda: plan_of(20).append_page(0, [[3]])),
         ("page_id: must be a number or a vector", lambda: plan_of(20).append_page([0, 0, 0], [3, 4])),
-        ("positions: must be a number or a vector", lambda: plan_of(20).join([PageRef(2)], [[3]])),
-        ("at: ", lambda: two_sequences().join([], [], at=3)),
     ],
 )
 def test_plans_and_their_edits(message: str, call: Callable[[], object]) -> None:
@@ -303,8 +293,6 @@ def test_packed_linears(message: str, call: Callable[[], object]) -> None:
         call()
 
 
-def test_what_only_looks_wrong_is_taken() -> None:
-    plan = plan_of(20, 21, 22)
-    assert plan.restrict([]).num_rows == 0
-    assert plan.restrict([True, False, True]).position.tolist() == [20, 22]
+def test_no_page_may_be_appended() -> None:
+    plan = plan_of(20)
     assert plan.append_page([], []).num_pages == plan.num_pages
