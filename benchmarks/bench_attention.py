@@ -13,7 +13,6 @@
 | plan_time | host time of a step's plan                                                                 |
 | pensieve  | Pensieve Fig. 10: several rows over scattered pages, copy-out, rounds, contiguous          |
 | chunk     | ChunkAttention Fig. 3-5: token rates, latency of the first token, memory operations        |
-| roofline  | ChunkAttention appendix A: each module's work, intensity and time                          |
 
 What bounds it: decode over private KV reads every key and value once (the copy bandwidth); a shared segment is read
 once per batch, and from some batch size on its products bound it (the matrix rate). Both ceilings are measured in the
@@ -28,22 +27,11 @@ import argparse
 import os
 import sys
 
-
-def _threads(arguments: list[str]) -> str:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--threads", type=int, default=1)
-    return str(parser.parse_known_args(arguments)[0].threads)
-
-
-def main() -> int:
+if __name__ == "__main__":
     # Before torch is imported: compiled kernels may bring an OpenMP of their own, which reads this once.
-    os.environ["OMP_NUM_THREADS"] = _threads(sys.argv[1:])
+    threads = argparse.ArgumentParser(add_help=False)
+    threads.add_argument("--threads", default="1")
+    os.environ["OMP_NUM_THREADS"] = threads.parse_known_args()[0].threads
     from attention import suite
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suite.add_arguments(parser)
-    return suite.run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(suite.run(__doc__))

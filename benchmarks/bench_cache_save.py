@@ -23,41 +23,232 @@ interpreter lock between two calls. `engine CPU` is the engine's thread's own pr
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from arguments import cache_arguments
-from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
-from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
-from cache_saving import (
-    BATCH,
-    NUM_STEPS,
-    PROMPT_TOKENS,
-    DecodingArm,
-    PrefillingArm,
-    SavingTier,
-    Stretch,
-    process_tier,
-    write_row,
+from cache_engines import (
+    CHUNK_TOKENS,
+    FLUSH_S,
+    CachedModel,
+    RestartableStore,
+    answer,
+    cache_config,
+    make_engine,
+    make_model,
+    pages_for,
+    wait_for_saves,
 )
+from engines import DTYPE, request
+from harness import Check, PartResult, Run, at_most, median_ratio, options_of, rounded, take_turns
 from plots import DIM, caption_of, rows, save
-from random_models import SHAPES
-from workloads import cpu_name, load_average
+from random_models import SHAPES, kv_bytes_per_token
+from workloads import VOCAB_SIZE
+
+from mneme.cachetier.chunk.syscalls import FileOperations
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.store import ChunkStore
+from mneme.errors import MnemeError
+from mneme.replicas.engine.engine import Engine
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
 PLAIN, SAVING = "no tier", "saving"
 MAX_COST = 0.03  # of the time of a decode step
 MAX_WRITTEN = 1.1, 2.6  # times the distinct KV: tails delayed, and each of them written; headers included
 QUICK_PAIRS = 10
+APPLICATION = "bench-saving"
+BATCH = 16
+NUM_STEPS = 64  # of a stretch of decodes
+FIRST_CONTEXT = 128  # of the first of the batch
+APART = CHUNK_TOKENS // BATCH  # tokens between the contexts of two of the batch
+PROMPT_TOKENS = 512  # of a prompt in a stretch of prefills
+PROMPTS_PER_STRETCH = 4
+TURN_TOKENS = 64  # of a question, and of its answer
+NUM_SESSIONS = 4
+_MIN_SAVED = 0.5  # of what a stretch completes, or the arm does not do what it says
+
+
+class Stretch(NamedTuple):
+    wall_s: float
+    engine_s: float  # processor time of the engine's thread
+    num_tokens: int  # that were computed
+    num_saved_bytes: int  # that were put into the store meanwhile
+
+
+class SavingTier(NamedTuple):
+    """Under an engine that saves."""
+
+    store: ChunkStore
+    config: CacheConfig
+    flush: Callable[[], None]  # until all that was put is on the disk
+    end: Callable[[], object]
+
+
+def process_tier(folder: Path) -> SavingTier:
+    """In the engine's own process."""
+    store = RestartableStore(config := cache_config(folder))
+    return SavingTier(store, config, store.flush, store.end)
+
+
+def served_tier(folder: Path) -> SavingTier:
+    """This process puts chunks; the actor of its node, another process, keeps them and writes the files (`--ray`)."""
+    import ray
+
+    from mneme.cachetier.distributed.lifecycle import node_actor, own_identity, shutdown_cache_tier, start_cache_tier
+
+    config = cache_config(folder, host_bytes=256 << 20)
+    store = start_cache_tier(config, APPLICATION)
+    node = node_actor(config, own_identity(config, APPLICATION, 3600.0))
+
+    def flush() -> None:
+        if not (store.settle(FLUSH_S) and ray.get(node.flush.remote(FLUSH_S), timeout=2 * FLUSH_S)):
+            raise MnemeError(f"the node's disk was not written within {FLUSH_S:g} s")
+
+    return SavingTier(store, config, flush, lambda: shutdown_cache_tier(APPLICATION, timeout_s=20.0))
+
+
+class SavingArm:
+    """An engine with a tier, which ends with it, or without one."""
+
+    num_tokens: int  # of a stretch
+
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_context: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._serials = itertools.count()
+        self._tier = tier
+        store, config = (None, CacheConfig()) if tier is None else (tier.store, tier.config)
+        self._chunk_bytes = CHUNK_TOKENS * kv_bytes_per_token(model.decoder.config, DTYPE)
+        self._engine: Engine = make_engine(model, store, config, pages_for(num_context))
+
+    def close(self) -> None:
+        self._engine.close()
+        if self._tier is not None:
+            self._tier.end()
+
+    def stretch(self) -> Stretch:
+        """Raises `MnemeError` if saving was given up where there is a tier."""
+        before, wall_s, engine_s = self._num_saved(), time.perf_counter(), time.thread_time()
+        self.run()
+        engine_s, wall_s = time.thread_time() - engine_s, time.perf_counter() - wall_s
+        wait_for_saves(self._engine)  # the other arm's stretch is not to pay for what is left
+        if self._tier is not None:
+            self._tier.flush()
+        num_saved = self._num_saved() - before
+        expected = self.num_tokens / CHUNK_TOKENS * self._chunk_bytes
+        if self._tier is not None and num_saved < _MIN_SAVED * expected:
+            raise MnemeError(f"{num_saved} bytes were saved, not {expected:.0f}")
+        return Stretch(wall_s, engine_s, self.num_tokens, num_saved)
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def _num_saved(self) -> int:
+        chunks = self._engine.chunks
+        return 0 if chunks is None else chunks.saver.counts.bytes
+
+    def _submit(self, num_tokens: int, num_out: int) -> None:
+        ids = self._rng.choices(range(16, VOCAB_SIZE), k=num_tokens)
+        self._engine.submit(request(f"{next(self._serials)}", ids, num_out))
+
+
+class DecodingArm(SavingArm):
+    """A batch that decodes; chunks are completed evenly."""
+
+    num_tokens = BATCH * NUM_STEPS
+
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
+        contexts = [FIRST_CONTEXT + index * APART for index in range(BATCH)]
+        num_new = (num_stretches + 1) * NUM_STEPS
+        super().__init__(model, tier, sum(contexts) + BATCH * num_new, seed)
+        for context in contexts:
+            self._submit(context, num_new)
+        while any(sequence.num_output < 2 for sequence in self._engine.scheduler.running) or self._is_waiting:
+            self._engine.step()
+
+    def run(self) -> None:
+        for _ in range(NUM_STEPS):
+            self._engine.step()
+
+    @property
+    def _is_waiting(self) -> bool:
+        return len(self._engine.scheduler.running) < BATCH
+
+
+class PrefillingArm(SavingArm):
+    """Prompts of strangers, one after the other; their pages go as others need them."""
+
+    num_tokens = PROMPTS_PER_STRETCH * PROMPT_TOKENS
+
+    def __init__(self, model: CachedModel, tier: SavingTier | None, num_stretches: int, seed: int) -> None:
+        super().__init__(model, tier, 8 * PROMPT_TOKENS, seed)
+
+    def run(self) -> None:
+        for _ in range(PROMPTS_PER_STRETCH):
+            self._submit(PROMPT_TOKENS, 1)
+            while self._engine.has_work:
+                self._engine.step()
+
+
+class CountedFiles(FileOperations):
+    """Counts what is written, and files at their most."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_files = self.most_files = 0
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes = super().write(fd, buffers, offset)
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def create(self, path: str) -> int:
+        self.num_files += 1
+        self.most_files = max(self.most_files, self.num_files)
+        return super().create(path)
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self.num_files -= 1
+
+
+def write_row(model: CachedModel, folder: Path, num_turns: int, seed: int, *, is_delayed: bool) -> dict[str, Any]:
+    """Sessions that take turns in rounds; `is_delayed`: tails may wait to be written."""
+    rng, files = random.Random(seed), CountedFiles()
+    store = RestartableStore(cache_config(folder), files)
+    num_session = num_turns * 2 * TURN_TOKENS
+    sessions: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
+    with closing(make_engine(model, store, cache_config(folder), pages_for(NUM_SESSIONS * num_session))) as engine:
+        for turn in range(num_turns):
+            for index, ids in enumerate(sessions):
+                ids += rng.choices(range(16, VOCAB_SIZE), k=TURN_TOKENS)
+                ids += answer(engine, ids, TURN_TOKENS, f"{index}.{turn}").token_ids
+                wait_for_saves(engine)
+                if not is_delayed:
+                    store.flush()
+    store.flush()
+    num_files = len(store.paths())
+    store.end()
+    num_distinct = sum(map(len, sessions)) - NUM_SESSIONS  # the last token's KV was never computed
+    distinct_bytes = num_distinct * kv_bytes_per_token(model.decoder.config, DTYPE)
+    fewest = sum(-(-(len(ids) - 1) // CHUNK_TOKENS) for ids in sessions)
+    return {
+        "tails": "delayed" if is_delayed else "each written",
+        "sessions": NUM_SESSIONS,
+        "turns": num_turns,
+        "written MB": files.num_bytes / 1e6,
+        "distinct MB": distinct_bytes / 1e6,
+        "written over distinct": files.num_bytes / distinct_bytes,
+        "files": num_files,
+        "most files": files.most_files,
+        "files over fewest": num_files / fewest,
+    }
 
 
 class Part(NamedTuple):
@@ -76,31 +267,18 @@ PARTS = (
     Part("prefills", MODEL, PrefillingArm, 0.7),
     Part("prefills", SMALL_MODEL, PrefillingArm, 1),
 )
-SERVED_PARTS = (Part("decodes, served", MODEL, DecodingArm, 1, is_served=True),)
+SERVED = Part("decodes, served", MODEL, DecodingArm, 1, is_served=True)
 
 
 def measure(model: CachedModel, part: Part, folder: Path, num_pairs: int, seed: int) -> dict[str, list[Stretch]]:
-    """The stretches of each arm, pair by pair; a first pair does not count."""
+    """The stretches of each arm, pair by pair."""
     with ExitStack() as ends:
         arms = {}
         for name in (PLAIN, SAVING):
-            arms[name] = part.arm(model, _tier(part, folder) if name == SAVING else None, num_pairs + 1, seed)
+            tier = None if name == PLAIN else served_tier(folder) if part.is_served else process_tier(folder)
+            arms[name] = part.arm(model, tier, num_pairs + 1, seed)
             ends.callback(arms[name].close)
-        found: dict[str, list[Stretch]] = {name: [] for name in arms}
-        for number in range(num_pairs + 1):
-            for name in arms if number % 2 else reversed(arms):
-                took = arms[name].stretch()
-                if number:
-                    found[name].append(took)
-    return found
-
-
-def _tier(part: Part, folder: Path) -> SavingTier:
-    if not part.is_served:
-        return process_tier(folder)
-    from cache_ray_saving import served_tier
-
-    return served_tier(folder)
+        return take_turns(arms, lambda name: arms[name].stretch(), num_pairs)
 
 
 def row_of(part: Part, name: str, found: dict[str, list[Stretch]]) -> dict[str, Any]:
@@ -113,15 +291,10 @@ def row_of(part: Part, name: str, found: dict[str, list[Stretch]]) -> dict[str, 
         "ms": statistics.median(each.wall_s for each in took) * 1e3,
         "engine CPU ms": statistics.median(each.engine_s for each in took) * 1e3,
         "tokens/s": statistics.median(each.num_tokens / each.wall_s for each in took),
-        "cost": cost([each.wall_s for each in took], [each.wall_s for each in plain]),
-        "CPU cost": cost([each.engine_s for each in took], [each.engine_s for each in plain]),
+        "cost": median_ratio([each.wall_s for each in took], [each.wall_s for each in plain]) - 1,
+        "CPU cost": median_ratio([each.engine_s for each in took], [each.engine_s for each in plain]) - 1,
         "saved MB": sum(each.num_saved_bytes for each in took) / 1e6,
     }
-
-
-def cost(times: Sequence[float], base: Sequence[float]) -> float:
-    """By which share the times are above the base's, pair by pair, in the median."""
-    return statistics.median(time / of - 1 for time, of in zip(times, base, strict=True))
 
 
 def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) -> list[Check]:
@@ -141,43 +314,33 @@ def checks_of(rows: Sequence[dict[str, Any]], writes: Sequence[dict[str, Any]]) 
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="10 pairs of decodes, 6 turns; at most 90 s on 2 cores", out=True, folder=True)
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--ray", action="store_true", help="decodes over a node's actor in another process too")
+    args = parser.parse_args()
     num_pairs = min(args.pairs, QUICK_PAIRS) if args.quick else args.pairs
-    parts = [part for part in PARTS if part.shape == MODEL or not args.quick]
-    parts = [part for part in parts if part.arm is DecodingArm or not args.quick]
+    run = Run("cache_save", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
+              models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS, batch=BATCH,
+              steps=NUM_STEPS, prompt_tokens=PROMPT_TOKENS, pairs=num_pairs)  # fmt: skip
+    parts = list(PARTS[:1] if args.quick else PARTS)
     rows: list[dict[str, Any]] = []
     with ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
         if args.ray and two_nodes(ends) is not None:
-            parts += SERVED_PARTS
+            parts.append(SERVED)
         models = {s: make_model(s, 8192, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         for index, part in enumerate(parts):
             found = measure(models[part.shape], part, folder / f"part{index}", int(part.share * num_pairs), args.seed)
             rows += [row_of(part, arm, found) for arm in found]
-            print_part(PartResult(name=part.name, title="with a tier and without", rows=rows[-2:]))
+            run.show(PartResult(name=part.name, title="with a tier and without", rows=rows[-2:]))
         num_turns = 6 if args.quick else 16
         writes = [
             write_row(models[SMALL_MODEL], folder / f"writes{delayed}", num_turns, args.seed, is_delayed=delayed)
             for delayed in (True, False)
         ]
-    result = PartResult(
-        name="writes", title="turns of 64 + 64 tokens on the disk", rows=writes, checks=checks_of(rows, writes)
-    )
-    print_part(result)
-    line = {
-        "benchmark": "cache_save", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
-        "batch": BATCH, "steps": NUM_STEPS, "prompt_tokens": PROMPT_TOKENS, "pairs": num_pairs,
-        "results": rounded(rows), "writes": rounded(writes), **closing_checks(result.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, line)
-        draw(args.out, line)
-    print(json.dumps(line))
+    checks, title = checks_of(rows, writes), "turns of 64 + 64 tokens on the disk"
+    run.show(PartResult(name="writes", title=title, rows=writes, checks=checks))
+    run.end(rows, draw, writes=rounded(writes))
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -190,13 +353,6 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
 
     title = "What saving KV to the cache tier costs the engine (lower is better)"
     save(folder / "cache_save_cost.png", title, caption_of(closing), percent)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = cache_arguments(__doc__, quick="10 pairs of decodes, 6 turns; at most 90 s on 2 cores")
-    parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--ray", action="store_true", help="decodes over a node's actor in another process too")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -26,37 +26,64 @@ a checksum, a copy into pages, and on a disk a read, on a thread beside the engi
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from arguments import cache_arguments
-from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
-from cache_engines import CHUNK_TOKENS, DTYPE, CachedModel, make_model
-from cache_turns import (
-    ARMS,
-    COLD,
-    HOST,
+from cache_engines import (
+    CHUNK_TOKENS,
+    NUM_ANSWER,
     NUM_NEW,
-    RECOMPUTE,
-    SLOW,
-    WARM,
-    Case,
-    NextTurns,
-    measure_pairs,
-    restarted_rows,
+    Answer,
+    CachedModel,
+    Draw,
+    RestartableStore,
+    ThrottledFiles,
+    answer,
+    answers,
+    bare_model,
+    cache_config,
+    make_engine,
+    make_model,
+    pages_for,
+    tell,
+    wait_for_saves,
 )
+from engines import DTYPE
+from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
 from plots import DIM, caption_of, rows, save
 from random_models import SHAPES
-from workloads import cpu_name, load_average
+
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import Calibration, CostModel
+from mneme.errors import MnemeError
+from mneme.replicas.engine.engine import Engine
+
+Row = dict[str, Any]
+Source = Literal["host", "disk, cold", "disk, warm", "slow disk"]  # `disk`: files, in the page cache or not
+RECOMPUTE, HOST, COLD, WARM = "recompute", "host", "disk, cold", "disk, warm"
+SLOW = "slow disk"  # warm too, but every read is held back
+ARMS = (RECOMPUTE, HOST, COLD, WARM)
+NUM_SESSIONS = 20  # that go on after a restart
+MIN_CACHED = 0.99  # of the history, or an arm that loads is not what it says
+APPLICATION = "bench"  # the cluster's, of `--ray`
+RAY_HOST_BYTES = 256 << 20
+RAY_TIMEOUT_S, RAY_CLOSE_S = 600.0, 20.0
+
+
+class Case(NamedTuple):
+    """Where the history is, while the controller decides."""
+
+    shape: str
+    num_history: int
+    source: Source
+
 
 MODEL, SMALL_MODEL = "llama-31m", "llama-wide-kv"
 HISTORY, QUICK_HISTORY, RESTARTED_HISTORY = 4096, 1024, 1600
@@ -91,20 +118,11 @@ def turn_rows(model: CachedModel, num_history: int, folder: Path, num_rounds: in
             "arm": name,
             "rounds": len(found[name]),
             "ttft ms": statistics.median(took.ttft_s for took in found[name]) * 1e3,
-            "lower by": statistics.median(1 - a.ttft_s / b for a, b in zip(found[name], base, strict=True)),
+            "lower by": 1 - median_ratio([took.ttft_s for took in found[name]], base),
             "cached share": min(took.usage.cached_tokens for took in found[name]) / num_history,
         }
         for name in ARMS
     ]
-
-
-def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: int) -> list[dict[str, Any]]:
-    """A row per place of the other replica."""
-    with ExitStack() as stack:
-        cluster = two_nodes(stack)
-        from cache_ray_turns import ray_rows
-
-        return ray_rows(cluster, model, MODEL, num_history, num_rounds, seed)
 
 
 def checks_of(
@@ -137,18 +155,23 @@ def checks_of(
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="1k of history, 3 rounds, the small model's pairs", out=True, folder=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
+    args = parser.parse_args()
+    run = Run("cache_turn", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
+              models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
+              new_tokens=NUM_NEW, slow_disk_bytes_per_s=SLOW_BYTES_PER_S)  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
         folder = Path(name)
         models = {s: make_model(s, MAX_CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
         num_history = QUICK_HISTORY if args.quick else HISTORY
         turns = turn_rows(models[MODEL], num_history, folder / "turns", 3 if args.quick else args.rounds, args.seed)
-        print_part(PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns))
+        run.show(PartResult(name="cache_turn", title=f"a turn of {NUM_NEW} tokens on another replica", rows=turns))
         num_restarts, place = 2 if args.quick else args.rounds, folder / "restarted"
         restarted = restarted_rows(models[MODEL], RESTARTED_HISTORY, place, num_restarts, args.seed)
-        print_part(PartResult(name="restarted", title="the first turns after a restart", rows=restarted))
+        run.show(PartResult(name="restarted", title="the first turns after a restart", rows=restarted))
         pairs = []
         for index, case in enumerate(QUICK_CASES if args.quick else CASES):
             place = folder / f"case{index}"
@@ -156,25 +179,11 @@ def main() -> None:
             pairs.append(found.row())
     num_rounds = 3 if args.quick else max(args.rounds // 2, 1)
     cluster = cluster_rows(models[MODEL], num_history, num_rounds, args.seed) if args.ray else []
-    print_part(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
-    last = PartResult(name="never slower", title="with a tier over without", rows=pairs)
-    last.checks = checks_of(turns, restarted, pairs, cluster)
-    print_part(last)
-    line = {
-        "benchmark": "cache_turn", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
-        "new_tokens": NUM_NEW, "slow_disk_bytes_per_s": SLOW_BYTES_PER_S,
-        "calibration": {shape: _costs(model) for shape, model in models.items()},
-        "results": rounded(turns), "restarted": rounded(restarted), "pairs": rounded(pairs),
-        "cluster": rounded(cluster),
-        **closing_checks(last.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, line)
-        draw(args.out, line)
-    print(json.dumps(line))
+    run.show(PartResult(name="cluster", title="the same in a cluster", rows=cluster))
+    checks = checks_of(turns, restarted, pairs, cluster)
+    run.show(PartResult(name="never slower", title="with a tier over without", rows=pairs, checks=checks))
+    run.end(turns, draw, restarted=rounded(restarted), pairs=rounded(pairs), cluster=rounded(cluster),
+            calibration={shape: _costs(model) for shape, model in models.items()})  # fmt: skip
 
 
 def _costs(model: CachedModel) -> dict[str, Any]:
@@ -210,12 +219,229 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     save(folder / "cache_turn_pairs.png", title, caption, ratios)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = cache_arguments(__doc__, quick="1k of history, 3 rounds, the small model's pairs")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--ray", action="store_true", help="replicas in other processes too")
-    return parser.parse_args()
+class NextTurns:
+    """One session, whose turns are taken by engines that have nothing of it."""
+
+    def __init__(self, model: CachedModel, num_history: int, folder: Path, seed: int) -> None:
+        self._ends = ExitStack()
+        self._draw = Draw(seed)
+        prompt = self._draw.ids(num_history - NUM_ANSWER)
+        self._stores = {name: RestartableStore(cache_config(folder / name)) for name in ("host", "disk")}
+        for store in self._stores.values():
+            self._ends.callback(store.end)
+            self._history = tell(model, store, prompt)
+        self._engines = {
+            name: self._engine(model, store, num_history) for name, store in {**self._stores, RECOMPUTE: None}.items()
+        }
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def rounds(self, num_rounds: int) -> dict[str, list[Answer]]:
+        """Every arm once per round, forwards and backwards in alternation; a first round does not count."""
+        return take_turns(ARMS, self._turn, num_rounds)
+
+    def _turn(self, name: str) -> Answer:
+        engine = self._engines.get(name) or self._engines["disk"]
+        engine.forest.clear()
+        if name in (COLD, WARM):
+            self._stores["disk"].flush()
+            self._stores["disk"].restart(is_cold=name == COLD)
+        took = answer(engine, self._history + self._draw.question(), 1)
+        wait_for_saves(engine)
+        self._check(name, took)
+        return took
+
+    def _check(self, name: str, took: Answer) -> None:
+        """Whether the prompt came from where the arm says."""
+        kv = took.usage.kv_details()
+        found = {RECOMPUTE: 0, HOST: kv["host"]}.get(name, kv["disk"] + kv["host"])  # a node brings chunks up meanwhile
+        is_sound = took.usage.cached_tokens == 0 if name == RECOMPUTE else found >= MIN_CACHED * len(self._history)
+        if not is_sound or kv["device"]:
+            raise MnemeError(f"arm {name}, {len(self._history)} tokens of history: kv_details say {kv}")
+
+    def _engine(self, model: CachedModel, store: RestartableStore | None, num_history: int) -> Engine:
+        config = cache_config(self._stores["disk"].folder if store is None else store.folder)
+        engine = make_engine(model, store, config, pages_for(num_history + 2 * NUM_NEW))
+        self._ends.callback(engine.close)
+        return engine
+
+
+def restarted_rows(model: CachedModel, num_history: int, folder: Path, num_restarts: int, seed: int) -> list[Row]:
+    """A row per restart: the next turns of all sessions come at once, to an engine and a node that were just started.
+
+    What costs were learned before it is kept, as an engine keeps it. The files are cold after every other restart.
+    """
+    draw, config = Draw(seed), cache_config(folder)
+    store = RestartableStore(config)
+    num_pages = pages_for(NUM_SESSIONS * (num_history + 2 * NUM_NEW))
+    costs, rows = CostModel(model.calibration), list[Row]()
+    with closing(make_engine(model, store, config, num_pages, costs=costs)) as engine, ExitStack() as ends:
+        ends.callback(store.end)
+        prompts = [draw.ids(num_history - NUM_ANSWER) for _ in range(NUM_SESSIONS)]
+        told = answers(engine, prompts, NUM_ANSWER)
+        histories = [ids + took.token_ids for ids, took in zip(prompts, told, strict=True)]
+        wait_for_saves(engine)
+        store.flush()
+        for number in range(num_restarts):
+            is_cold = number % 2 == 0
+            store.restart(is_cold=is_cold)
+            costs = CostModel.from_mapping(costs.as_mapping())
+            with closing(make_engine(model, store, config, num_pages, costs=costs, is_warm=True)) as started:
+                took = answers(started, [ids + draw.question() for ids in histories], 1)
+                wait_for_saves(started)
+                assert started.chunks is not None
+                stats = started.chunks.stats()
+            store.flush()
+            shares = [turn.usage.cached_tokens / num_history for turn in took]
+            rows.append({
+                "files": COLD if is_cold else WARM, "sessions": NUM_SESSIONS, "history": num_history,
+                "found": statistics.mean(shares), "least": min(shares),
+                "ttft ms": statistics.median(turn.ttft_s for turn in took) * 1e3,
+                "plans": stats["plans"], "given up": stats["given_up"],
+            })  # fmt: skip
+    return rows
+
+
+class Pairs(NamedTuple):
+    """The same turns with a tier and without one."""
+
+    case: Case
+    with_s: list[float]
+    without_s: list[float]
+    outcomes: Counter[str]  # "loaded", "split", "recomputed", "given up"
+
+    @property
+    def ratios(self) -> list[float]:
+        return [a / b for a, b in zip(self.with_s, self.without_s, strict=True)]
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "model": self.case.shape, "history": self.case.num_history, "source": self.case.source,
+            "pairs": len(self.with_s), "with ms": statistics.median(self.with_s) * 1e3,
+            "without ms": statistics.median(self.without_s) * 1e3, "ratio": statistics.median(self.ratios),
+            "worst": max(self.ratios), "first": self.ratios[0],
+            **{name: self.outcomes[name] for name in ("loaded", "split", "recomputed", "given up")},
+        }  # fmt: skip
+
+
+def measure_pairs(
+    model: CachedModel, case: Case, folder: Path, num_pairs: int, slow_bytes_per_s: float, seed: int
+) -> Pairs:
+    """A first pair does not count; the disk becomes slow after it, which the controller is not told."""
+    draw, files = Draw(seed), ThrottledFiles()
+    store = RestartableStore(cache_config(folder), files)
+    num_pages = pages_for(case.num_history + 2 * NUM_NEW)
+    with closing(make_engine(model, None, cache_config(folder), num_pages)) as plain, ExitStack() as ends:
+        ends.callback(store.end)
+        history = tell(model, store, draw.ids(case.num_history - NUM_ANSWER))
+        tiered = make_engine(model, store, cache_config(folder), num_pages)
+        ends.callback(tiered.close)
+        pairs = Pairs(case, [], [], Counter())
+        for number in range(num_pairs + 1):
+            if case.source != HOST:
+                store.flush()
+                store.restart(is_cold=case.source == COLD)
+            is_counted = number > 0
+            if is_counted and case.source == SLOW:
+                files.bytes_per_s = slow_bytes_per_s
+            question, num_retracted = history + draw.question(), tiered.scheduler.num_retracted
+            took = dict(_took(number, {"with": tiered, "without": plain}, question))
+            if is_counted:
+                pairs.with_s.append(took["with"].ttft_s)
+                pairs.without_s.append(took["without"].ttft_s)
+                pairs.outcomes[_outcome(took["with"], len(history))] += 1
+                pairs.outcomes["given up"] += tiered.scheduler.num_retracted > num_retracted
+    return pairs
+
+
+def _took(number: int, engines: dict[str, Engine], ids: Sequence[int]) -> Iterator[tuple[str, Answer]]:
+    for name in engines if number % 2 else reversed(engines):
+        engines[name].forest.clear()
+        yield name, answer(engines[name], ids, 1)
+        wait_for_saves(engines[name])
+
+
+def _outcome(took: Answer, num_history: int) -> str:
+    if not took.usage.cached_tokens:
+        return "recomputed"
+    return "loaded" if took.usage.cached_tokens >= MIN_CACHED * num_history else "split"
+
+
+class Replica:
+    """One engine with the cluster's tier and one without it, in a process of its own."""
+
+    def __init__(self, shape: str, num_history: int, calibration: Calibration, seed: int) -> None:
+        from mneme.cachetier.distributed.lifecycle import start_cache_tier
+
+        torch.set_num_threads(1)
+        config = CacheConfig(host_bytes=RAY_HOST_BYTES)
+        model = bare_model(shape, num_history + 4 * NUM_NEW, seed)._replace(calibration=calibration)
+        num_pages = pages_for(num_history + 2 * NUM_NEW)
+        self._store = start_cache_tier(config, APPLICATION)
+        self._engines = {
+            True: make_engine(model, self._store, config, num_pages),
+            False: make_engine(model, None, config, num_pages),
+        }
+
+    def tell(self, ids: list[int]) -> list[int]:
+        """The session so far; all of it is saved."""
+        told = answer(self._engines[True], ids, NUM_ANSWER).token_ids
+        wait_for_saves(self._engines[True])
+        return ids + told
+
+    def turn(self, ids: list[int], has_tier: bool) -> tuple[float, dict[str, int]]:
+        """Seconds to the first token, and where the prompt's KV came from; nothing of it is on the device."""
+        engine = self._engines[has_tier]
+        engine.forest.clear()
+        took = answer(engine, ids, 1)
+        wait_for_saves(engine)
+        return took.ttft_s, took.usage.kv_details()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def cluster_rows(model: CachedModel, num_history: int, num_rounds: int, seed: int) -> list[Row]:
+    """A row per place of the other replica, which also computes the same turn anew, in alternation."""
+    draw = Draw(seed)
+    with ExitStack() as ends:
+        cluster = two_nodes(ends)
+        import ray  # behind its environment, which it reads when it is imported
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier
+
+        ends.callback(shutdown_cache_tier, APPLICATION, timeout_s=RAY_CLOSE_S)
+
+        def replica(node: str) -> Any:
+            strategy = NodeAffinitySchedulingStrategy(cluster.nodes[node], soft=False)
+            made = ray.remote(num_cpus=0)(Replica).options(scheduling_strategy=strategy)
+            actor = made.remote(MODEL, num_history, model.calibration, seed)
+            ends.callback(ray.kill, actor)
+            return actor
+
+        def asked(reference: Any) -> Any:
+            return ray.get(reference, timeout=RAY_TIMEOUT_S)
+
+        history = asked(replica("host").tell.remote(draw.ids(num_history - NUM_ANSWER)))
+
+        def row(node: str) -> Row:
+            reader = replica(node)
+            ask = lambda has_tier: asked(reader.turn.remote(history + draw.question(), has_tier))  # noqa: E731
+            found = take_turns((True, False), ask, num_rounds)
+            with_s, without_s = ([took_s for took_s, _ in found[has_tier]] for has_tier in (True, False))
+            cached = [kv[node] for _, kv in found[True]]
+            return {
+                "history": len(history), "replica": f"another process, {'same' if node == 'host' else 'other'} node",
+                "rounds": num_rounds, "recompute ms": statistics.median(without_s) * 1e3,
+                "ttft ms": statistics.median(with_s) * 1e3, "lower by": 1 - median_ratio(with_s, without_s),
+                "cached share": min(cached) / len(history),
+                "not found": sum(each < MIN_CACHED * len(history) for each in cached),  # rounds, also those too late
+            }  # fmt: skip
+
+        return [row(node) for node in ("host", "peer")]
 
 
 if __name__ == "__main__":

@@ -19,26 +19,22 @@ threads' processor time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded
+from engines import DTYPE, MAIN_MODEL, PAGE_SIZE, TWO_TIER, make_decoder, make_runner, request
+from harness import PartResult, Run, at_most, median_ratio, options_of
 from random_models import kv_bytes_per_token
-from session_engines import DTYPE, PAGE_SIZE, TWO_TIER, make_decoder, make_runner
-from workloads import MODEL_SHAPE, VOCAB_SIZE, cpu_name, load_average
+from workloads import MODEL_SHAPE, VOCAB_SIZE
 
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.nodes import Pin
 from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.request import GenerationRequest, SamplingParams
 
 BATCH = 8
 NUM_CONTEXT = 512  # tokens that each of the batch has at first
@@ -118,8 +114,7 @@ class Arm:
         return host.num_pages - len(host.free)
 
     def _submit(self, name: str, ids: list[int], num_new: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
-        self._engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=params))
+        self._engine.submit(request(name, ids, num_new))
 
     def _draw(self, count: int) -> list[int]:
         return self._rng.choices(range(16, VOCAB_SIZE), k=count)
@@ -147,48 +142,30 @@ def row_of(name: str, found: dict[str, list[Stretch]], bytes_per_page: int) -> d
         "stretches": len(took),
         "step ms": statistics.median(each.wall_s for each in took) / NUM_STEPS * 1e3,
         "engine CPU ms": statistics.median(each.engine_s for each in took) / NUM_STEPS * 1e3,
-        "cost": cost([each.wall_s for each in took], [each.wall_s for each in plain]),
-        "CPU cost": cost([each.engine_s for each in took], [each.engine_s for each in plain]),
+        "cost": median_ratio([each.wall_s for each in took], [each.wall_s for each in plain]) - 1,
+        "CPU cost": median_ratio([each.engine_s for each in took], [each.engine_s for each in plain]) - 1,
         "copied MB": num_bytes / 1e6,
         "copy GB/s": num_bytes / extra_s / 1e9 if num_bytes and extra_s > 0 else None,
     }
 
 
-def cost(times: list[float], base: list[float]) -> float:
-    """By which share the times are above the base's, pair by pair, in the median."""
-    return statistics.median(time / of - 1 for time, of in zip(times, base, strict=True))
-
-
-def checks_of(rows: list[dict[str, Any]]) -> list[Check]:
-    (copying,) = (row for row in rows if row["arm"] == COPYING)
-    return [at_most("copy_out_cost", copying["cost"], MAX_COST, "of a decode step")]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 pairs at most; at most 90 s on 2 cores")
+    parser = options_of(__doc__, quick="10 pairs at most; at most 90 s on 2 cores")
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--times", type=int, default=1, help="idle KV given back, in what the batch makes meanwhile")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
     num_pairs = min(args.pairs, 10) if args.quick else args.pairs
     max_context = NUM_CONTEXT + (num_pairs + 3) * NUM_STEPS
-    decoder = make_decoder(max_context, args.seed)
+    model = MODEL_SHAPE | {"max_position_embeddings": max_context}
+    run = Run("copy_out", args, threads=1, dtype=str(DTYPE), model=model, batch=BATCH, context=NUM_CONTEXT,
+              pairs=num_pairs, steps=NUM_STEPS, times=args.times)  # fmt: skip
+    decoder = make_decoder(MAIN_MODEL, args.seed, max_context=max_context)
     found = measure(decoder, num_pairs, args.times, args.seed)
     rows = [row_of(name, found, PAGE_SIZE * kv_bytes_per_token(decoder.config, DTYPE)) for name in found]
-    result = PartResult(name="copy_out", title="decode steps beside copies", rows=rows, checks=checks_of(rows))
-    print_part(result)
-    closing = {
-        "benchmark": "copy_out", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "dtype": str(DTYPE),
-        "model": MODEL_SHAPE | {"max_position_embeddings": max_context},
-        "batch": BATCH, "context": NUM_CONTEXT, "pairs": num_pairs, "steps": NUM_STEPS, "times": args.times,
-        "results": rounded(rows), **closing_checks(result.checks),
-    }  # fmt: skip
-    print(json.dumps(closing))
+    (copying,) = (row for row in rows if row["arm"] == COPYING)
+    checks = [at_most("copy_out_cost", copying["cost"], MAX_COST, "of a decode step")]
+    run.show(PartResult(name="copy_out", title="decode steps beside copies", rows=rows, checks=checks))
+    run.end(rows)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ disk one `stat` for each file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
 import random
 import statistics
 import tempfile
@@ -30,9 +28,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from attention.report import PartResult, at_most, closing_checks, print_part, rounded, write_closing
 from bench_tier_io import two_nodes
-from workloads import cpu_name, load_average
+from harness import PartResult, Run, at_most, options_of
 
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
@@ -185,11 +182,15 @@ def disk_row(folder: Path, num_chunks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = _arguments()
-    load_before, started_s = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick=f"{QUICK_CHUNKS:,} chunks; at most 90 s on 2 cores", out=True, folder=True)
+    parser.add_argument("--chunks", type=int, default=NUM_CHUNKS)
+    parser.add_argument("--lookups", type=int, default=5000, help="of each size")
+    parser.add_argument("--no-ray", action="store_true", help="lookups in this process alone")
+    args = parser.parse_args()
     num_chunks, num_lookups = args.chunks, args.lookups
     if args.quick:
         num_chunks, num_lookups = min(num_chunks, QUICK_CHUNKS), min(num_lookups, 500)
+    run = Run("directory", args, chunks=num_chunks)
     num_bytes = measured_bytes(num_chunks)
     rows, own_s = in_process(num_chunks, num_lookups, args.seed)
     rebuilds = [{"what": "directory, in process", "chunks": num_chunks, "s": own_s, "bytes": num_bytes}]
@@ -200,36 +201,17 @@ def main() -> None:
             rebuilds.append({"what": "directory, through Ray", "chunks": num_chunks, "s": ray_s})
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as folder:
         rebuilds.append(disk_row(Path(folder), num_chunks))
-    per_million = 1_000_000 / num_chunks
-    lookups = PartResult(name="lookups", title=f"one shard, {num_chunks:,} keys", rows=rows)
-    whole = PartResult(name="rebuilt", title="whole again, and bytes of memory for each chunk", rows=rebuilds)
-    whole.checks = [
+    checks = [
         at_most("directory_bytes_per_chunk", num_bytes, MAX_BYTES, "bytes"),
-        at_most("disk_index_s_per_million_files", rebuilds[-1]["s"] * per_million, MAX_REBUILD_S, "s"),
+        at_most("disk_index_s_per_million_files", rebuilds[-1]["s"] * 1_000_000 / num_chunks, MAX_REBUILD_S, "s"),
     ]
-    for part in (lookups, whole):
-        print_part(part)
-    line = {
-        "benchmark": "directory", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started_s, 1),
-        "chunks": num_chunks, "results": rounded({part.name: part.rows for part in (lookups, whole)}),
-        **closing_checks(whole.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, line)
-    print(json.dumps(line))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_CHUNKS:,} chunks; at most 90 s on 2 cores")
-    parser.add_argument("--chunks", type=int, default=NUM_CHUNKS)
-    parser.add_argument("--lookups", type=int, default=5000, help="of each size")
-    parser.add_argument("--folder", type=Path, help="where the files are made, one inode each; default: temporary")
-    parser.add_argument("--no-ray", action="store_true", help="lookups in this process alone")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    return parser.parse_args()
+    parts = [
+        PartResult(name="lookups", title=f"one shard, {num_chunks:,} keys", rows=rows),
+        PartResult(
+            name="rebuilt", title="whole again, and bytes of memory for each chunk", rows=rebuilds, checks=checks
+        ),
+    ]
+    run.end({run.show(part).name: part.rows for part in parts})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ every round; otherwise figures are merged from the files that peers leave in ben
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -25,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention.report import Check, at_least, closing_checks, print_check
+from engines import PAGE_SIZE, request
+from harness import Check, Run, at_least, options_of
 from peers.beside import Peer
-from workloads import MODEL_SHAPE, WORKLOADS, Workload, cpu_name, load_average, make_prompts, write_random_llama
+from workloads import MODEL_SHAPE, WORKLOADS, Workload, make_prompts, write_random_llama
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
@@ -35,13 +35,11 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
-from mneme.replicas.request import GenerationRequest, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"bfloat16": 4.0, "float32": 3.0}  # times `generate`, workload W
 WARM_TARGETS = {"bfloat16": 10.0, "float32": 4.0}
 PEER_TARGETS = {"W": 1.2, "S": 2.0, "P": 1.2}  # times vLLM's CPU build, both warm
-PAGE_SIZE = 32
 
 
 class Ours:
@@ -72,10 +70,9 @@ class Ours:
     def _timed(self, prompts: list[list[int]]) -> float:
         engine = self._engine
         before = engine.num_tokens["generated"]
-        params = SamplingParams(temperature=0, max_tokens=self._workload.num_new, ignore_eos=True)
         started = time.perf_counter()
         for index, ids in enumerate(prompts):
-            engine.submit(GenerationRequest(request_id=str(index), prompt_token_ids=tuple(ids), sampling=params))
+            engine.submit(request(str(index), ids, self._workload.num_new))
         while engine.has_work:
             engine.step()
         elapsed = time.perf_counter() - started
@@ -175,49 +172,33 @@ def checks_of(workload: str, results: dict[str, dict[str, Any]]) -> list[Check]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, quick="two runs of workload W", seed=False)
     parser.add_argument("--workload", choices=WORKLOADS, default="W")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="only our engine: S and P take `generate` minutes a run")
-    parser.add_argument("--quick", action="store_true", help="two runs of workload W")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
     parser.add_argument("--beside", metavar="SCRIPT=PYTHON", help="a peer that takes turns, such as vllm_cpu=PATH")
     parser.add_argument("--peers", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.quick:
-        args.workload = "W"
-    workload = WORKLOADS[args.workload]
-    num_runs = 2 if args.quick else args.runs
-    load_before, started = load_average(), time.perf_counter()
+    name, num_runs = ("W", 2) if args.quick else (args.workload, args.runs)
+    workload = WORKLOADS[name]
+    run = Run("engine", args, threads=1, seed=1, model=MODEL_SHAPE, workload=name, workload_shape=workload._asdict(),
+              runs=num_runs)  # fmt: skip
     arms: dict[str, Callable[..., Any]] = (
         {"mneme": Ours} if args.alone else {"mneme": Ours, "transformers": Transformers}
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_random_llama(Path(scratch))
-        beside = [Peer(*args.beside.split("=", 1), args.workload)] if args.beside else []
-        names = args.dtype or (["bfloat16"] if beside else list(DTYPES))
-        results = {name: measure(name, workload, directory, num_runs, arms, beside) for name in names}
+        beside = [Peer(*args.beside.split("=", 1), name)] if args.beside else []
+        dtypes = args.dtype or (["bfloat16"] if beside else list(DTYPES))
+        results = {dtype: measure(dtype, workload, directory, num_runs, arms, beside) for dtype in dtypes}
         for peer in beside:
             peer.stop()
-    peers = peer_results(args.peers, args.workload)
+    peers = peer_results(args.peers, name)
     print_table(results, peers)
-    checks = checks_of(args.workload, results)
-    for check in checks:
-        print_check(check)
-    closing = json.dumps(
-        {
-            "benchmark": "engine", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 1, "threads": 1,
-            "torch": torch.__version__, "load_average": [load_before, load_average()],
-            "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL_SHAPE,
-            "workload": args.workload, "workload_shape": workload._asdict(), "runs": num_runs,
-            "results": results, "peers": peers, **closing_checks(checks),
-        }
-    )  # fmt: skip
-    if args.json:
-        args.json.write_text(closing + "\n")
-    print(closing)
+    run.check(*checks_of(name, results))
+    run.end(results, peers=peers)
 
 
 if __name__ == "__main__":

@@ -8,30 +8,35 @@ run, medians. Bound: Python objects that are not in the processor's caches when 
 heap. A step is taken to last 2 ms, what `bench_step_overhead.py` promises for a step beside its arithmetic: real ones
 are longer.
 
-*Hit rate*: prompt tokens found over prompt tokens, `session_simulator.py`, for pools from a part of what the sessions
-that are alive need to all of it, at loads without a queue, with a short one and a growing one. Bound: a pool that
-never evicts.
+*Hit rate*: prompt tokens found over prompt tokens, in simulated time with the forest's own code, for pools from a part
+of what the sessions that are alive need to all of it, at loads without a queue, with a short one and a growing one.
+Bound: a pool that never evicts. A session begins with one of a few system prompts, then takes turns: it asks, waits for
+a free place, is answered, thinks, asks again with the whole history. A turn holds its pages, those of its answer too,
+for as long as the model would take: uncached prompt tokens at the rate of prefill, then the answer at that of decode.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
+import heapq
+import itertools
 import random
 import statistics
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from attention.report import Check, at_most, closing_checks, print_check
-from session_simulator import PAGE_SIZE, Simulator, TraceShape, make_trace
-from workloads import cpu_name, load_average
+from harness import Check, Run, at_most, options_of
 
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Owner
+from mneme.replicas.forest.nodes import Owner, Path
+from mneme.replicas.forest.pages import OutOfPages
 
+PAGE_SIZE = 32
+_VOCAB = list(range(32_000))
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT = EngineConfig().eviction
 NUM_STORED = (100, 1_000, 10_000, 100_000)
@@ -96,6 +101,174 @@ class Store:
         return took * 1e6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceShape:
+    """Means of exponential draws, but for `num_turns`, which is geometric."""
+
+    num_sessions: int
+    sessions_per_s: float = 1.0
+    num_turns: float = 7.58  # ShareGPT as in Pensieve 6.1: turns, tokens asked, tokens answered
+    tokens_in: float = 31.26
+    tokens_out: float = 180.44
+    max_context: int = 2048  # a session ends before it outgrows this
+    think_s_per_token: float = 0.1
+    min_think_s: float = 5.0
+    num_system_prompts: int = 4
+    system_tokens: int = 256
+
+
+class Turn(NamedTuple):
+    asked: list[int]
+    answer: list[int]
+    think_s: float  # before the next turn
+
+
+class SessionTrace(NamedTuple):
+    name: str
+    begins_s: float
+    system_prompt: list[int]
+    turns: list[Turn]
+
+
+def make_trace(shape: TraceShape, seed: int) -> list[SessionTrace]:
+    """Sessions in order of arrival (Poisson); the same for every policy."""
+    rng = random.Random(seed)
+    prompts = [rng.choices(_VOCAB, k=shape.system_tokens) for _ in range(shape.num_system_prompts)]
+    weights = [1 / (rank + 1) for rank in range(len(prompts))]
+    begins_s, sessions = 0.0, []
+    for index in range(shape.num_sessions):
+        begins_s += rng.expovariate(shape.sessions_per_s)
+        prompt = rng.choices(prompts, weights)[0]
+        turns = _turns(shape, rng, shape.max_context - len(prompt))
+        sessions.append(SessionTrace(f"s{index}", begins_s, prompt, turns))
+    return sessions
+
+
+def _turns(shape: TraceShape, rng: random.Random, room: int) -> list[Turn]:
+    turns: list[Turn] = []
+    while not turns or rng.random() < 1 - 1 / shape.num_turns:
+        num_in = 1 + int(rng.expovariate(1 / shape.tokens_in))
+        num_out = 1 + int(rng.expovariate(1 / shape.tokens_out))
+        room -= num_in + num_out
+        if room < 0 and turns:
+            break
+        think_s = max(shape.min_think_s, shape.think_s_per_token * num_out)
+        turns.append(Turn(rng.choices(_VOCAB, k=num_in), rng.choices(_VOCAB, k=num_out), think_s))
+    return turns
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Sums over all turns."""
+
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.found_tokens / self.prompt_tokens
+
+
+class _Asked(NamedTuple):
+    """A turn from the question to the end of its answer."""
+
+    session: SessionTrace
+    number: int  # of the turn, from 0
+    prompt: list[int]
+
+    @property
+    def turn(self) -> Turn:
+        return self.session.turns[self.number]
+
+
+class _Answered(NamedTuple):
+    asked: _Asked
+    path: Path
+
+
+class Simulator:
+    """One replica of `num_places` running turns."""
+
+    def __init__(
+        self,
+        trace: list[SessionTrace],
+        num_pages: int,
+        eviction: PolicyName,
+        *,
+        num_places: int = 32,
+        prefill_tokens_per_s: float = 4000.0,
+        decode_tokens_per_s: float = 50.0,  # of one sequence
+    ) -> None:
+        self._num_places = num_places
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._decode_tokens_per_s = decode_tokens_per_s
+        self._now_s = 0.0
+        self._forest = PrefixForest(
+            num_pages,
+            PAGE_SIZE,
+            policy=make_policy(eviction, self._clock, num_pages),
+            clock=self._clock,
+        )
+        self._owner_by_name = {session.name: Owner() for session in trace}
+        self._forest.look_ahead(lambda: (self._owner_by_name[asked.session.name] for asked in self._waiting))
+        self._waiting: deque[_Asked] = deque()
+        self._num_running = 0
+        self._serials = itertools.count()
+        self._events: list[tuple[float, int, _Asked | _Answered]] = []
+        self._outcome = Outcome()
+        for session in trace:
+            self._at(session.begins_s, _Asked(session, 0, session.system_prompt + session.turns[0].asked))
+
+    def run(self) -> Outcome:
+        """Play the whole trace. Raises `OutOfPages` if a turn cannot run even alone."""
+        while self._events:
+            self._now_s, _, event = heapq.heappop(self._events)
+            if isinstance(event, _Asked):
+                self._waiting.append(event)
+            else:
+                self._end(event)
+            while self._waiting and self._num_running < self._num_places and self._begin(self._waiting[0]):
+                self._waiting.popleft()
+                self._num_running += 1
+            if self._waiting and not self._num_running:
+                raise OutOfPages
+        self._forest.check()
+        return self._outcome
+
+    def _clock(self) -> float:
+        return self._now_s
+
+    def _at(self, when_s: float, event: _Asked | _Answered) -> None:
+        heapq.heappush(self._events, (when_s, next(self._serials), event))
+
+    def _begin(self, asked: _Asked) -> bool:
+        """Take the pages of a turn and plan its end; False if they do not fit now."""
+        forest, prompt, turn = self._forest, asked.prompt, asked.turn
+        ids = prompt + turn.answer
+        path = forest.open_path("")
+        found = min(forest.extend(path, prompt, len(prompt)), len(prompt) - 1)
+        forest.extend(path, ids, len(ids))
+        if forest.num_new_pages(path, ids, len(ids)) > forest.num_available:
+            forest.release(path)
+            return False
+        forest.write(path, ids, len(ids))
+        forest.drain_moves()
+        self._outcome.prompt_tokens += len(prompt)
+        self._outcome.found_tokens += found
+        prefill_s = (len(prompt) - found) / self._prefill_tokens_per_s
+        self._at(self._now_s + prefill_s + len(turn.answer) / self._decode_tokens_per_s, _Answered(asked, path))
+        return True
+
+    def _end(self, answered: _Answered) -> None:
+        (session, number, prompt), turn = answered.asked, answered.asked.turn
+        self._forest.release(answered.path, self._owner_by_name[session.name])
+        self._num_running -= 1
+        if number + 1 < len(session.turns):
+            history = prompt + turn.answer
+            question = session.turns[number + 1].asked
+            self._at(self._now_s + turn.think_s, _Asked(session, number + 1, history + question))
+
+
 def turn_costs(eviction: PolicyName, sizes: tuple[int, ...], num_turns: int, seed: int) -> dict[int, Cost]:
     """By number of stored sessions."""
     stores = {size: Store(eviction, size, seed) for size in sizes}
@@ -138,33 +311,22 @@ def checks_of(costs: dict[PolicyName, dict[int, Cost]], rates: dict[str, dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer turns, 100,000 sessions under one policy")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    load_before, started = load_average(), time.perf_counter()
+    args = options_of(__doc__, quick="fewer turns, 100,000 sessions under one policy").parse_args()
+    num_sessions = 300 if args.quick else 1500
+    run = Run("eviction", args, sessions_in_trace=num_sessions)
     sizes = {name: NUM_STORED if name == DEFAULT or not args.quick else NUM_STORED[:-1] for name in POLICIES}
     costs = {name: turn_costs(name, sizes[name], 300 if args.quick else 3000, args.seed) for name in POLICIES}
     print(f"{'policy':10} {'sessions':>9} {'stored turn':>12} {'new session':>12} {'p99':>8}   microseconds")
     for name, by_size in costs.items():
         for size, cost in by_size.items():
             print(f"{name:10} {size:9,} {cost.stored_us:12.1f} {cost.new_us:12.1f} {cost.p99_us:8.1f}")
-    num_sessions = 300 if args.quick else 1500
     rates = hit_rates(num_sessions, args.seed)
     print(f"\n{'load, pages':>18} " + " ".join(f"{name:>10}" for name in POLICIES) + "   prompt tokens found")
     for case, by_name in rates.items():
         print(f"{case:>18} " + " ".join(f"{by_name[n]:10.3f}" if n in by_name else f"{'':>10}" for n in POLICIES))
-    checks = checks_of(costs, rates)
-    for check in checks:
-        print_check(check)
+    run.check(*checks_of(costs, rates))
     turn_us = {name: {size: cost._asdict() for size, cost in by.items()} for name, by in costs.items()}
-    result = {
-        "benchmark": "eviction", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "sessions_in_trace": num_sessions, "results": {"turn_us": turn_us, "hit_rate": rates},
-        **closing_checks(checks),
-    }  # fmt: skip
-    print(json.dumps(result))
+    run.end({"turn_us": turn_us, "hit_rate": rates})
 
 
 if __name__ == "__main__":

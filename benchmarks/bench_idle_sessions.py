@@ -18,9 +18,7 @@ the more objects there are (CPython: when those that are new are a quarter of th
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -32,8 +30,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from attention.report import Check, at_most, closing_checks, print_check
-from workloads import cpu_name, load_average
+from harness import Check, Run, at_most, options_of
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.load import load_engine
@@ -45,7 +42,7 @@ from mneme.replicas.text.tokenizer import Tokenizer
 
 MODEL, DTYPE = "mneme-tiny", "bfloat16"
 PAGE_SIZE = 16
-NUM_FEW, NUM_MANY, NUM_MANY_QUICK = 100, 100_000, 4_000
+NUM_FEW, NUM_MANY, NUM_MANY_QUICK = 100, 100_000, 2_000
 NUM_DECODING = 8
 MAX_BYTES, MAX_GROWTH = 1024, 0.05
 BATCH = 64  # turns at once while sessions are stored
@@ -64,7 +61,7 @@ class Case(NamedTuple):
 
 CASES = [Case(64, 10_000, False), Case(64, 400, True), Case(256, 120, False), Case(256, 120, True),
          Case(1024, 40, False), Case(1024, 40, True)]  # fmt: skip
-QUICK_CASES = [Case(64, 400, False), Case(64, 200, True), Case(1024, 20, False), Case(1024, 20, True)]
+QUICK_CASES = [Case(64, 200, False), Case(64, 100, True), Case(1024, 8, False), Case(1024, 8, True)]
 
 
 class Talker:
@@ -231,11 +228,8 @@ def checks_of(bytes_by_case: dict[Case, float], by_size: dict[int, Times]) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4,000 sessions for the times; at most 90 s on 2 cores")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    load_before, started = load_average(), time.perf_counter()
+    args = options_of(__doc__, quick="2,000 sessions for the times; at most 90 s on 2 cores").parse_args()
+    run = Run("idle_sessions", args, threads=1, model=MODEL, dtype=DTYPE)
     bytes_by_case = {case: session_bytes(case) for case in (QUICK_CASES if args.quick else CASES)}
     print(f"{'tokens':>7} {'sessions':>9} {'KV':>7} {'bytes each':>11}   besides KV and 4 a token")
     for case, size in bytes_by_case.items():
@@ -247,21 +241,12 @@ def main() -> None:
     for stored, each in by_size.items():
         print(f"{stored:7,} {each.step_us:12.0f} {each.new_us:10.0f} {each.stored_us:12.0f} {each.p99_us:8.0f}")
     print("a full collection: " + ", ".join(f"{ms:.1f} ms with {size:,}" for size, ms in collections.items()))
-    checks = checks_of(bytes_by_case, by_size)
-    for check in checks:
-        print_check(check)
-    result = {
-        "benchmark": "idle_sessions", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL, "dtype": DTYPE,
-        "results": {
-            "bytes": [{**case._asdict(), "bytes": round(size)} for case, size in bytes_by_case.items()],
-            "times_us": {size: each._asdict() for size, each in by_size.items()},
-            "full_collection_ms": collections,
-        },
-        **closing_checks(checks),
-    }  # fmt: skip
-    print(json.dumps(result))
+    run.check(*checks_of(bytes_by_case, by_size))
+    run.end({
+        "bytes": [{**case._asdict(), "bytes": round(size)} for case, size in bytes_by_case.items()],
+        "times_us": {size: each._asdict() for size, each in by_size.items()},
+        "full_collection_ms": collections,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ Arms take turns, each from an empty cache; gaps of all runs together, medians el
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -32,24 +30,19 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import torch
-from attention.report import Check, PartResult, at_most, closing_checks, print_part, rounded
-from random_models import SHAPES, random_weights
-from workloads import cpu_name, load_average
+from engines import MAIN_MODEL, PAGE_SIZE, make_decoder, request
+from harness import Check, PartResult, Run, at_most, options_of, take_turns
+from random_models import SHAPES
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import parse_model_config
-from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.request import GenerationRequest, SamplingParams
 
-PAGE_SIZE = 32
 NUM_DECODES = 8
 CONTEXT = 256  # of each decode
 NUM_NEW = 2048  # of each decode: more than any run takes
 SHORT, LONG = 64, 16_384
-SHAPE = {**SHAPES["llama-31m"], "max_position_embeddings": 32_768}
+SHAPE = {**SHAPES[MAIN_MODEL], "max_position_embeddings": 32_768}
 NOISE = 0.15  # by which two equal steps may differ on a shared machine
 
 
@@ -67,10 +60,8 @@ class Model:
     """Engines over one set of weights and one pool, each from an empty cache."""
 
     def __init__(self, seed: int) -> None:
-        config = parse_model_config(SHAPE, "llama-31m")
-        weights = random_weights(config, torch.device("cpu"), torch.bfloat16, seed)
         num_tokens = LONG + SHORT + NUM_DECODES * (CONTEXT + NUM_NEW)
-        self._runner = Runner(Decoder(config, weights), num_tokens // PAGE_SIZE + 64, PAGE_SIZE)
+        self._runner = Runner(make_decoder(SHAPE, seed), num_tokens // PAGE_SIZE + 64, PAGE_SIZE)
         self._random = random.Random(seed)
 
     def engine(self, chunk: int) -> Engine:
@@ -78,9 +69,8 @@ class Model:
         return Engine(self._runner, None, config)
 
     def submit(self, engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
-        ids = tuple(self._random.randrange(16, 8192) for _ in range(num_tokens))
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        engine.submit(GenerationRequest(request_id=name, prompt_token_ids=ids, sampling=params))
+        ids = [self._random.randrange(16, 8192) for _ in range(num_tokens)]
+        engine.submit(request(name, ids, max_tokens))
 
 
 class Pressure(NamedTuple):
@@ -147,11 +137,8 @@ def first_token_ms(model: Model, chunk: int, prompts: dict[str, int]) -> dict[st
 
 def pressure_part(model: Model, grid: Grid, num_runs: int) -> PartResult:
     chunks = (*grid.chunks, grid.prompt)
-    runs: dict[int, list[Pressure]] = {chunk: [] for chunk in chunks}
     press(model, grid.chunks[0], grid)  # a warm-up
-    for run in range(num_runs):
-        for chunk in chunks if run % 2 else reversed(chunks):
-            runs[chunk].append(press(model, chunk, grid))
+    runs = take_turns(chunks, lambda chunk: press(model, chunk, grid), num_runs, num_warm=0)
     part = PartResult(name="itl", title=f"{NUM_DECODES} decodes beside a prompt of {grid.prompt:,} tokens; ms")
     for chunk, found in runs.items():
         quiet, pressed = ([gap for run in found for gap in getattr(run, name)] for name in ("quiet", "pressed"))
@@ -180,10 +167,8 @@ def behind_part(model: Model, grid: Grid, num_runs: int) -> PartResult:
     part = PartResult(name="behind", title=f"first token of {SHORT} tokens right behind {LONG:,}; ms")
     chunks = {grid.chunks[-1]: str(grid.chunks[-1]), LONG + SHORT: "whole prompt"}
     arms = {"alone": {"short": SHORT}, "behind": {"long": LONG, "short": SHORT}}
-    found: dict[tuple[int, str], list[dict[str, float]]] = {(chunk, arm): [] for chunk in chunks for arm in arms}
-    for _ in range(num_runs):
-        for (chunk, arm), times in found.items():
-            times.append(first_token_ms(model, chunk, arms[arm]))
+    pairs = [(chunk, arm) for chunk in chunks for arm in arms]
+    found = take_turns(pairs, lambda pair: first_token_ms(model, pair[0], arms[pair[1]]), num_runs, num_warm=0)
     for chunk, name in chunks.items():
         alone = statistics.median(times["short"] for times in found[chunk, "alone"])
         behind, long = (statistics.median(times[who] for times in found[chunk, "behind"]) for who in ("short", "long"))
@@ -194,32 +179,16 @@ def behind_part(model: Model, grid: Grid, num_runs: int) -> PartResult:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two chunk sizes, two runs, a shorter prompt")
+    parser = options_of(__doc__, quick="two chunk sizes, two runs, a shorter prompt")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
     grid, num_runs = (QUICK, 2) if args.quick else (FULL, args.runs)
+    run = Run("itl", args, threads=1, dtype="bfloat16", model=SHAPE, decodes=NUM_DECODES, context=CONTEXT,
+              prompt=grid.prompt, runs=num_runs)  # fmt: skip
     model = Model(args.seed)
     parts = [pressure_part(model, grid, num_runs), behind_part(model, grid, 1 if args.quick else num_runs)]
-    for part in parts:
-        print_part(part)
-    closing = json.dumps(
-        {
-            "benchmark": "itl", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "dtype": "bfloat16",
-            "model": SHAPE, "decodes": NUM_DECODES, "context": CONTEXT, "prompt": grid.prompt,
-            "runs": num_runs, "seed": args.seed, "threads": 1, "torch": torch.__version__,
-            "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-            "results": {part.name: rounded(part.rows) for part in parts},
-            **closing_checks(check for part in parts for check in part.checks),
-        }
-    )  # fmt: skip
-    if args.json:
-        args.json.write_text(closing + "\n")
-    print(closing)
+    run.end({run.show(part).name: part.rows for part in parts})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ rate of reading); many rows multiply 2 x 27M times a row. One thread, the thread
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention.report import Check, at_least, closing_checks, print_check
+from harness import Check, Run, at_least, options_of
 from torch import Tensor
-from workloads import MODEL_SHAPE, cpu_name, load_average
+from workloads import MODEL_SHAPE
 
 from mneme.kernels.linear import PackedLinear, can_pack
 
@@ -86,39 +84,25 @@ def checks_of(results: dict[str, list[dict[str, Any]]]) -> list[Check]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, quick="few rows, 5 runs", seed=False)
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="few rows, 5 runs")
     parser.add_argument("--json", type=Path, help="also write the closing line to this file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     if not can_pack(torch.empty(1, 1)):
         raise SystemExit("no compiled kernels here: nothing to compare")
     rows, num_runs = (QUICK_ROWS, 5) if args.quick else (ROWS, args.runs)
-    load_before, started = load_average(), time.perf_counter()
+    run = Run("linear", args, threads=1, model=MODEL_SHAPE, runs=num_runs)
     with torch.inference_mode():
         results = {name: measure(dtype, rows, num_runs) for name, dtype in DTYPES.items()}
-    checks = checks_of(results)
     print(f"{'dtype':<10}{'rows':>6}{'packed ms':>11}{'torch ms':>10}{'ratio':>7}{'GF/s':>6}{'read floor ms':>15}")
     for name, entries in results.items():
         for entry in entries:
             ours, theirs = entry["ms"]["packed"], entry["ms"]["torch"]
             rate, floor = entry["gflop_per_s"]["packed"], entry["read_floor_ms"]
             print(f"{name:<10}{entry['rows']:>6}{ours:>11}{theirs:>10}{theirs / ours:>7.2f}{rate:>6}{floor:>15}")
-    for check in checks:
-        print_check(check)
-    closing = json.dumps(
-        {
-            "benchmark": "linear", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 0, "threads": 1,
-            "torch": torch.__version__, "load_average": [load_before, load_average()],
-            "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL_SHAPE, "runs": num_runs,
-            "results": results, **closing_checks(checks),
-        }
-    )  # fmt: skip
-    if args.json:
-        args.json.write_text(closing + "\n")
-    print(closing)
+    run.check(*checks_of(results))
+    run.end(results)
 
 
 if __name__ == "__main__":

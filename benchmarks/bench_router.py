@@ -15,9 +15,7 @@ chooser's part of it alone, among eight replicas. What bounds it: one actor call
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import secrets
 import statistics
@@ -25,8 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from attention.report import at_most, closing_checks, print_check
-from workloads import cpu_name, load_average
+from harness import Run, at_most, options_of
 
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.router.chooser import ReplicaChooser
@@ -182,30 +179,21 @@ async def _deploy_and_call(num_calls: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer calls; at most 90 s on 2 cores")
+    parser = options_of(__doc__, quick="fewer calls; at most 90 s on 2 cores", seed=False)
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args()
-    load_before, started = load_average(), time.perf_counter()
     num_calls = 400 if args.quick else 2000
+    run = Run("router", args, calls=num_calls, prompt_tokens=PROMPT_TOKENS)
     decision = decision_ms(num_calls)
     times = measure(num_calls)
     p50 = {arm: statistics.median(values) for arm, values in times.items()}
     p99 = {arm: statistics.quantiles(values, n=100)[98] for arm, values in times.items()}
-    added = p50[OURS] - min(rate for arm, rate in p50.items() if arm != OURS)
-    check = at_most("added_p50", added, ADDED_P50_TARGET_MS, "ms")
-    result = {
-        "benchmark": "router", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": SEED,
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "calls": num_calls, "prompt_tokens": PROMPT_TOKENS,
-        "results": {"p50_ms": p50, "p99_ms": p99, "decision_p50_ms": decision}, **closing_checks([check]),
-    }  # fmt: skip
-    if not args.json:
-        for arm in ROUTERS:
-            print(f"{arm:16} p50 {p50[arm]:.2f} ms  p99 {p99[arm]:.2f} ms")
-        print(f"decision alone   p50 {decision:.3f} ms")
-        print_check(check)
-    print(json.dumps(result))
+    for arm in ROUTERS:
+        run.say(f"{arm:16} p50 {p50[arm]:.2f} ms  p99 {p99[arm]:.2f} ms")
+    run.say(f"decision alone   p50 {decision:.3f} ms")
+    added = p50[OURS] - min(ms for arm, ms in p50.items() if arm != OURS)
+    run.check(at_most("added_p50", added, ADDED_P50_TARGET_MS, "ms"))
+    run.end({"p50_ms": p50, "p99_ms": p99, "decision_p50_ms": decision})
 
 
 if __name__ == "__main__":

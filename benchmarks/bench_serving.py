@@ -30,8 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from attention.report import at_most, closing_checks, print_check  # noqa: E402
-from workloads import cpu_name, load_average  # noqa: E402
+from harness import Run, at_most, options_of  # noqa: E402
 
 from benchmarks.timed_engine import TIMES_DIR_VARIABLE  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
@@ -231,40 +230,30 @@ PARTS = {"--client": run_client, "--server": run_server}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; at most 90 s on 2 cores")
+    parser = options_of(__doc__, quick="fewer rounds; at most 90 s on 2 cores", seed=False)
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     for part in PARTS:
         parser.add_argument(part, nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for part, run in PARTS.items():
+    for part, start in PARTS.items():
         given = getattr(args, part.removeprefix("--"))
         if given is not None:
-            run(*given)
+            start(*given)
             return
-    load_before, started = load_average(), time.perf_counter()
+    run = Run("serving", args, cores=os.cpu_count(), model="mneme-tiny", streams=NUM_STREAMS, tokens=NUM_TOKENS)
     figures = measure(num_rounds=3 if args.quick else 9, idle_s=10 if args.quick else 30)
     figures |= measure_starts(1 if args.quick else 5)
-    checks = [
+    for key, value in figures.items():
+        run.say(f"{key:16} {value}")
+    run.check(
         at_most("ready", figures["ready_s"], READY_TARGET_S, "s"),
         at_most("first_request", figures["first_over_fifth"], FIRST_TARGET, "times the fifth"),
         at_most("itl_p99_above_engine", figures["itl_p99_above_engine_ms"], ITL_TARGET_MS, "ms"),
         at_most("idle_cpu", figures["idle_percent"]["all"], IDLE_TARGET_PERCENT, "% of a core"),
         at_most("stop", figures["stop_s"], 5.0, "s"),
         at_most("left_behind", len(figures["left_behind"]), 0, "items"),
-    ]
-    result = {
-        "benchmark": "serving", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": 0,
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "cores": os.cpu_count(), "model": "mneme-tiny", "dtype": figures.pop("dtype"),
-        "streams": NUM_STREAMS, "tokens": NUM_TOKENS, "results": figures, **closing_checks(checks),
-    }  # fmt: skip
-    if not args.json:
-        for key, value in figures.items():
-            print(f"{key:16} {value}")
-        for check in checks:
-            print_check(check)
-    print(json.dumps(result))
+    )
+    run.end(figures, dtype=figures.pop("dtype"))
 
 
 if __name__ == "__main__":

@@ -26,27 +26,54 @@ its own, on another core.
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
 import math
+import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
-from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN
+from conversations import CONTEXT, MIN_THINK_S, SHAPES, THINK_S_PER_TOKEN, Traffic, draw_requests, make_trace
+from engines import (
+    DTYPE,
+    MAIN_MODEL,
+    PAGE_SIZE,
+    STATELESS,
+    SYSTEMS,
+    TWO_TIER,
+    make_decoder,
+    make_engine,
+    make_runner,
+    request,
+)
+from harness import Check, PartResult, Run, at_least, options_of
 from plots import DIM, Points, caption_of, lines, save
-from rate_search import Point, Reading, median_points, throughput_at
-from session_engines import DTYPE, PAGE_SIZE, STATELESS, SYSTEMS, TWO_TIER
-from session_load import Window
-from session_runs import Runs, Scale
-from session_sweep import Steps, Sweep
-from workloads import MODEL_SHAPE, cpu_name, load_average
+from rate_search import Point, Reading, Steps, Sweep, median_points, throughput_at
+from session_load import Load, Window, counted, kv_per_turn, percentile, point_of
+from workloads import MODEL_SHAPE, VOCAB_SIZE
 
+from mneme.replicas.engine.engine import Engine
+
+NOMINAL_S_PER_TOKEN = 0.015  # of an answer under load: how far conversations have come when a trace begins
 BOUND = 4.0  # times the unloaded p90 of the stateless system
 SHOWN = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 TARGETS = {"sharegpt": 1.6, "lmsys": 1.95}  # two-tier over stateless
+
+
+class Scale(NamedTuple):
+    """How large a run is."""
+
+    window: Window
+    think_scale: float
+    num_pages: int
+    num_host_pages: int
+    num_unloaded: int  # turns that are answered one at a time
+    growth: float  # of the coarse rates
+    closeness: float  # ratio of the rates around the bound that is narrow enough
+    num_rounds: int
+
+
 FULL = Scale(Window(6.0, 30.0), 0.2, 768, 16 * 1024, 60, 1.5, 1.13, 3)
 QUICK = Scale(Window(1.5, 6.0), 0.05, 512, 4 * 1024, 20, 2.0, 2.0, 1)
 
@@ -64,12 +91,91 @@ PARTS = {
 }
 
 
+class Unloaded(NamedTuple):
+    """The stateless system, one turn at a time."""
+
+    p90_s: float  # normalized latency
+    served_per_s: float
+
+
+class Runs:
+    """Measures systems on one kind of conversations."""
+
+    def __init__(self, shape: str, context: int, scale: Scale, seed: int) -> None:
+        self._scale = scale
+        self._seed = seed
+        self._traffic = Traffic(
+            shape=SHAPES[shape],
+            context=context,
+            think_scale=scale.think_scale,
+            nominal_s_per_token=NOMINAL_S_PER_TOKEN,
+        )
+        self._decoder = make_decoder(MAIN_MODEL, seed, max_context=context)
+        self.rows: list[dict[str, Any]] = []
+
+    def measure(self, system: str, offered_per_s: float, seed: int) -> Point:
+        """One run on an engine of its own, which is warmed up first."""
+        window = self._scale.window
+        trace = make_trace(replace(self._traffic, seed=seed), offered_per_s, window.ends_s)
+        engine = self._engine(system)
+        load = Load(engine, trace, think_scale=self._scale.think_scale, keeps_sessions=system != STATELESS)
+        load.warm_up()
+        num_steps = engine.num_steps
+        load.play(window.ends_s)
+        point = point_of(load.served, window, offered_per_s)
+        self.rows.append(
+            {
+                "system": system, "offered/s": offered_per_s, "seed": seed, "served/s": point.served_per_s,
+                "p90 ms/token": point.p90_s * 1e3, **_per_turn(load, window), "busy": load.busy_s / window.ends_s,
+                "steps/s": (engine.num_steps - num_steps) / window.ends_s,
+                "suspended": engine.scheduler.num_suspensions,
+            }
+        )  # fmt: skip
+        return point
+
+    def unloaded(self) -> Unloaded:
+        """Turns on an idle engine, drawn from whole conversations; the first warms up and does not count."""
+        engine = self._engine(STATELESS)
+        traffic = self._traffic
+        turns = draw_requests(traffic.shape, traffic.context, self._scale.num_unloaded + 1, self._seed)
+        took_s = []
+        for number, (num_prompt, num_out) in enumerate(turns):
+            ids = random.Random(str(number)).choices(range(16, VOCAB_SIZE), k=num_prompt)
+            started_s = time.perf_counter()
+            engine.submit(request(str(number), ids, num_out))
+            while engine.has_work:
+                engine.step()
+            took_s += [time.perf_counter() - started_s] if number else []
+        normalized = [took / num_out for took, (_, num_out) in zip(took_s, turns[1:], strict=True)]
+        return Unloaded(percentile(normalized, 90), len(took_s) / sum(took_s))
+
+    def _engine(self, system: str) -> Engine:
+        gc.collect()  # pools of engines that are gone
+        scale = self._scale
+        runner = make_runner(self._decoder, system, num_pages=scale.num_pages, num_host_pages=scale.num_host_pages)
+        return make_engine(runner, system)
+
+
+def _per_turn(load: Load, window: Window) -> dict[str, float]:
+    """Means over the turns that count: prompt and output tokens, where the prompts' KV came from."""
+    turns = list(counted(load.served, window))
+    if not turns:
+        return {}
+    kv = kv_per_turn(load.served, window)
+    return {
+        "turns": len(turns),
+        "prompt": sum(turn.num_prompt for turn in turns) / len(turns),
+        "out": sum(turn.num_out for turn in turns) / len(turns),
+        "rows": kv.get("recomputed", 0.0) + kv.get("dropped", 0.0),
+        "device": kv.get("device", 0.0),
+        "host": kv.get("host", 0.0),
+    }
+
+
 class Found(NamedTuple):
     """What a part came to."""
 
     result: PartResult
-    points: dict[str, list[Point]]
-    bound_s: float
     figures: dict[str, Any]
 
 
@@ -100,7 +206,7 @@ def run_part(name: str, scale: Scale, seed: int, ends_s: float) -> Found:
         "is_complete": sweep.is_complete,
         "at_bound": {system: reading and reading._asdict() for system, reading in readings.items()},
     }  # fmt: skip
-    return Found(result, sweep.points, bound_s, figures)
+    return Found(result, figures)
 
 
 def _title(part: Part, scale: Scale) -> str:
@@ -138,41 +244,27 @@ def _checks(name: str, readings: dict[str, Reading | None]) -> list[Check]:
     return [at_least(f"{name}_two_tier_over_stateless", ratio, TARGETS[name])]
 
 
-def run_all(names: list[str], scale: Scale, seed: int, budget_s: float) -> dict[str, Found]:
-    """The parts one after the other; what one does not use of its share of the time, the others get."""
-    found, ends_s = {}, time.perf_counter() + budget_s
-    for index, name in enumerate(names):
-        share = PARTS[name].share / sum(PARTS[other].share for other in names[index:])
-        now_s = time.perf_counter()
-        found[name] = run_part(name, scale, seed, now_s + (ends_s - now_s) * share)
-        print_part(found[name].result)
-    return found
-
-
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="short runs of one part; at most 90 s on 2 cores", out=True)
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick lmsys")
+    parser.add_argument("--budget-s", type=float, help="no run begins later; default 3600, 60 with --quick")
+    args = parser.parse_args()
     scale = QUICK if args.quick else FULL
+    run = Run("sessions", args, threads=1, model=MODEL_SHAPE, dtype=str(DTYPE), page_size=PAGE_SIZE,
+              scale=scale._replace(window=scale.window._asdict())._asdict(),  # type: ignore[arg-type]
+              think={"s_per_token": THINK_S_PER_TOKEN, "min_s": MIN_THINK_S, "factor": scale.think_scale},
+              bound=f"{BOUND:g} x the unloaded p90 of {STATELESS}")  # fmt: skip
     names = args.only or (["lmsys"] if args.quick else list(PARTS))
     budget_s = args.budget_s if args.budget_s is not None else (60.0 if args.quick else 3600.0)
-    found = run_all(names, scale, args.seed, budget_s)
-    closing = {
-        "benchmark": "sessions", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "model": MODEL_SHAPE, "dtype": str(DTYPE),
-        "page_size": PAGE_SIZE, "scale": scale._replace(window=scale.window._asdict())._asdict(),  # type: ignore[arg-type]
-        "think": {"s_per_token": THINK_S_PER_TOKEN, "min_s": MIN_THINK_S, "factor": scale.think_scale},
-        "bound": f"{BOUND:g} x the unloaded p90 of {STATELESS}",
-        "results": {name: rounded({**each.figures, "rows": each.result.rows}) for name, each in found.items()},
-        **closing_checks(
-            check for name in TARGETS for check in (found[name].result.checks if name in found else _checks(name, {}))
-        ),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, closing)
-        draw(args.out, closing)
-    print(json.dumps(closing))
+    results, ends_s = {}, time.perf_counter() + budget_s
+    for index, name in enumerate(names):  # what a part does not use of its share of the time, the others get
+        share = PARTS[name].share / sum(PARTS[other].share for other in names[index:])
+        now_s = time.perf_counter()
+        found = run_part(name, scale, args.seed, now_s + (ends_s - now_s) * share)
+        run.show(found.result)
+        results[name] = {**found.figures, "rows": found.result.rows}
+    run.check(*(check for name in TARGETS if name not in results for check in _checks(name, {})))
+    run.end(results, draw)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -200,16 +292,6 @@ def _medians(rows: list[dict[str, Any]], system: str) -> Points:
         if row["system"] == system and row["p90 ms/token"] is not None
     ]
     return [(point.served_per_s, point.p90_s * 1e3) for point in median_points(points) if math.isfinite(point.p90_s)]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short runs of one part; at most 90 s on 2 cores")
-    parser.add_argument("--only", choices=PARTS, action="append", help="default: all; with --quick lmsys")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget-s", type=float, help="no run begins later; default 3600, 60 with --quick")
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -27,19 +27,11 @@ all figures and the promised ones as `checks`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
-
-def main() -> int:
+if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: compiled kernels read it once
     from system_prompt import suite
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    suite.add_arguments(parser)
-    return suite.run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(suite.run(__doc__))

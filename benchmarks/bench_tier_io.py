@@ -25,26 +25,19 @@ allocates are single pages, where its own readahead takes large ones. So the tie
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import torch
-from arguments import cache_arguments
-from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
+from harness import PartResult, Run, at_least, options_of
 from plots import caption_of, rows, save
-from tier_io.chunks import LARGE, TINY, Chain, Shape
+from tier_io.chunks import LARGE, TINY, Chain, Shape, measured, table
 from tier_io.disk import Disk, cold_arms, warm_arms, write_arms
 from tier_io.memory import Pages, PlainHost, host_arms, page_arms
-from tier_io.rounds import table, take_turns
-from workloads import cpu_name, load_average
 
 from mneme.errors import MnemeError
 
@@ -66,7 +59,7 @@ def measure(shape: Shape, folder: Path, cluster: Any, num_rounds: int, seed: int
     chain = Chain(shape, seed)
 
     def rows_of(arms: Sequence[Any], rounds: int = num_rounds) -> list[dict[str, Any]]:
-        return table(take_turns(arms, shape.num_chunks, rounds), shape.name, shape.chunk_bytes)
+        return table(measured(arms, shape.num_chunks, rounds), shape.name, shape.chunk_bytes)
 
     pages, host = Pages(chain, seed), PlainHost(chain)
     yield rows_of(page_arms(pages))
@@ -92,7 +85,7 @@ def _store_rows(
 
     copy, checked, _ = host_arms(host)
     with closing(ClusterTier(cluster, chain, seed)) as tier:
-        found = take_turns([copy, *read_arms(tier, [checked])], chain.shape.num_chunks, num_rounds)
+        found = measured([copy, *read_arms(tier, [checked])], chain.shape.num_chunks, num_rounds)
         rows = table(found, chain.shape.name, chain.shape.chunk_bytes)
         yield _of_store(tier.with_locating(rows, found))
         yield _of_store(rows_of(put_arms(tier, [copy])))
@@ -103,17 +96,15 @@ def _of_store(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["edge"] != "host"]
 
 
-def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """Every promise; what was not run is not measured."""
-    share = {(row["edge"], row["arm"]): row["share"] for row in rows if row["shape"] == LARGE.name}
-    return [at_least(name, share.get(arm), target) for arm, (name, target) in TARGETS.items()]
-
-
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="3 rounds; at most 90 s on 2 cores", out=True, folder=True)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
+    parser.add_argument("--no-store", action="store_true", help="without the cluster's tier")
+    args = parser.parse_args()
     num_rounds = min(args.rounds, QUICK_ROUNDS) if args.quick else args.rounds
+    run = Run("tier_io", args, threads=1, dtype="bfloat16", tokens=LARGE.num_tokens, rounds=num_rounds,
+              shapes=[shape._asdict() for shape in SHAPES.values()])  # fmt: skip
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder)))
@@ -121,19 +112,10 @@ def main() -> None:
         for name in args.shape or SHAPES:
             for found in measure(SHAPES[name], folder, cluster, num_rounds, args.seed):
                 rows += found
-    result = PartResult(name="tier_io", title="edges of the cache tier", rows=rows, checks=checks_of(rows))
-    print_part(result)
-    line = {
-        "benchmark": "tier_io", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "dtype": "bfloat16", "tokens": LARGE.num_tokens,
-        "shapes": [shape._asdict() for shape in SHAPES.values()], "rounds": num_rounds,
-        "results": rounded(rows), **closing_checks(result.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, line)
-        draw(args.out, line)
-    print(json.dumps(line))
+    share = {(row["edge"], row["arm"]): row["share"] for row in rows if row["shape"] == LARGE.name}
+    checks = [at_least(name, share.get(arm), target) for arm, (name, target) in TARGETS.items()]
+    run.show(PartResult(name="tier_io", title="edges of the cache tier", rows=rows, checks=checks))
+    run.end(rows, draw)
 
 
 def two_nodes(stack: ExitStack) -> Any:
@@ -162,14 +144,6 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     title = f"Rates of the cache tier's edges, chunks of {closing['tokens']} tokens (higher is better)"
     save(folder / "tier_io_rate.png", title, f"{found[0]['shape']} heads, {caption_of(closing)}",
          lambda axes: rows(axes, names, rates, "GB/s", is_stacked=True))  # fmt: skip
-
-
-def _arguments() -> argparse.Namespace:
-    parser = cache_arguments(__doc__, quick="3 rounds; at most 90 s on 2 cores")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
-    parser.add_argument("--no-store", action="store_true", help="without the cluster's tier")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

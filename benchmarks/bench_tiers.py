@@ -2,13 +2,18 @@
 
     python benchmarks/bench_tiers.py [--quick] [--sessions 28] [--folder DIR] [--seed 0] [--out DIR]
 
-*Tiers*: conversations with ShareGPT's histories (`cache_workload.py`), four at a time, none of which waits for a place,
+*Tiers*: conversations with ShareGPT's histories, four at a time, none of which waits for a place,
 warmed up on their first fifth. `none` keeps nothing, `device` keeps KV in a pool of a fifth of all tokens, `+host` 30%
 more in memory, `+disk (page cache)` all in files, which were written moments ago: the kernel has them in memory, so
 that this says what is found, not what a disk's speed makes of it. Shares of prompt tokens by where their KV came from,
 time to first token, prompt tokens per second of the steps that computed rows of prompts, seconds in steps (`busy`) and
 between them while the engine could only wait for the tier (`blocked`), and what both cost on a machine of the paper's
 prices and sizes (four A100s at $20 per hour, 128 GB of memory, 10 TB of SSD).
+
+Lengths are ShareGPT's (`conversations.py`) with answers cut to a quarter, so that prompts are most of the work. The
+order of turns is drawn once: every arm takes the same turns in the same order. A session's next turn is sent as soon
+as there is a place, but never before its last one has ended. Whether requests queue is a matter of the places and the
+pool: a pool that has room for as many contexts as there are places never lets one wait.
 
 *Policies*: what goes from memory first, with no disk. Ten of the same sessions at a time on a pool of two contexts, so
 that requests wait (`waiting`, on average) and a policy can look ahead to them. A request looks for its KV in memory
@@ -27,41 +32,48 @@ are small (`llama-5m`, `llama-wide-kv`), so that KV is as heavy beside computing
 
 from __future__ import annotations
 
-import argparse
-import json
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
-from arguments import cache_arguments
-from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
 from cache_engines import (
     CHUNK_TOKENS,
-    DTYPE,
-    PAGE_SIZE,
     CachedModel,
     RestartableStore,
+    ThrottledFiles,
+    answer,
     cache_config,
     make_engine,
     make_model,
     pages_for,
+    tell,
+    wait_for_saves,
 )
-from cache_overlap import read_buffer_rows, write_overlap_rows
-from cache_workload import CONTEXT, NUM_PLACES, WARM_UP_SHARE, Ran, Workload, make_order, make_sessions
-from conversations import Conversation
+from cache_engines import (
+    Draw as DrawIds,
+)
+from conversations import SHAPES as LENGTHS
+from conversations import Conversation, Turn, draw_turns
+from engines import DTYPE, PAGE_SIZE, request
+from harness import Check, PartResult, Run, at_least, at_most, median_ratio, options_of, rounded, take_turns
 from plots import Draw, bars, caption_of, save
 from random_models import SHAPES, kv_bytes_per_token
-from workloads import cpu_name, load_average
 
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import PolicyName
 from mneme.cachetier.simulate.costs import Prices
+from mneme.errors import MnemeError
+from mneme.replicas.engine.engine import BLOCKED_S, Engine
+from mneme.replicas.request import PromptUsage
+from mneme.replicas.sequence import Chunk
 
 MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
 NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"
@@ -72,6 +84,16 @@ PAPER_HOST_GB, PAPER_DISK_GB = 128.0, 10_000.0
 QUEUE_PLACES, QUEUE_CONTEXTS = 10, 2  # of the policies' part: requests at once, and contexts that the pool holds
 QUICK_SESSIONS = 12
 assert set(POLICIES) <= set(get_args(PolicyName))
+CONTEXT = 2048
+WARM_UP_SHARE = 0.2  # of the turns, which do not count
+ANSWER_SHARE = 0.25
+NUM_PLACES = 4  # requests in the engine at once; all of them run if the pool holds as many contexts
+FIG19_HISTORY, FIG19_NEW = 1024, 100  # Fig. 19's
+NUM_OTHER, MAX_OTHER = 64, 512  # tokens of a prompt that decodes meanwhile, and of its answer
+LOAD_OVER_COMPUTE = 2.0  # as long as the new tokens' computing times this, loading the history takes
+PROMPTS = (1024, 1280, 1600)  # Fig. 20's
+NUM_OUT = 20
+NO_SAVING, BESIDE, WAITED_FOR = "no saving", "beside", "waited for"
 
 
 class Tiers:
@@ -167,43 +189,34 @@ def checks_of(
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
-    num_rounds = 3 if args.quick else 9
+    parser = options_of(
+        __doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores", out=True, folder=True
+    )
+    parser.add_argument("--sessions", type=int, default=28)
+    args = parser.parse_args()
+    run = Run("tiers", args, threads=1, cpu=torch.backends.cpu.get_cpu_capability(), dtype=str(DTYPE),
+              models={shape: SHAPES[shape] for shape in (MODEL, SMALL_MODEL)}, chunk_tokens=CHUNK_TOKENS,
+              warm_up=WARM_UP_SHARE, places=NUM_PLACES, queue_places=QUEUE_PLACES,
+              queue_device_tokens=pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE)  # fmt: skip
+    num_rounds, num_sessions = (3, min(args.sessions, QUICK_SESSIONS)) if args.quick else (9, args.sessions)
     with tempfile.TemporaryDirectory(prefix="mneme-", dir=args.folder) as name:
         folder = Path(name)
         models = {s: make_model(s, CONTEXT, folder / "calibration", args.seed) for s in (MODEL, SMALL_MODEL)}
-        tiers = Tiers(
-            models[MODEL], folder, min(args.sessions, QUICK_SESSIONS) if args.quick else args.sessions, args.seed
-        )
+        tiers = Tiers(models[MODEL], folder, num_sessions, args.seed)
         ran = {arm: tiers.run(arm) for arm in ARMS}
         base = cost(NONE, ran[NONE])
         rows = [row_of(arm, each) | {"cost of none": cost(arm, each) / base} for arm, each in ran.items()]
         policies = [row_of(policy, tiers.run_queued(policy)) for policy in POLICIES if not args.quick]
         buffers = read_buffer_rows(models[SMALL_MODEL], folder / "buffers", num_rounds, args.seed)
         overlap = write_overlap_rows(models[SMALL_MODEL], num_rounds, args.seed)
-    print_part(PartResult(name="tiers", title=f"{tiers.num_turns} turns, {tiers.num_tokens} tokens", rows=rows))
-    print_part(PartResult(name="policies", title="what goes from memory first, with a queue, no disk", rows=policies))
-    print_part(PartResult(name="read buffer", title="layers read ahead", rows=buffers))
+    run.show(PartResult(name="tiers", title=f"{tiers.num_turns} turns, {tiers.num_tokens} tokens", rows=rows))
+    run.show(PartResult(name="policies", title="what goes from memory first, with a queue, no disk", rows=policies))
+    run.show(PartResult(name="read buffer", title="layers read ahead", rows=buffers))
     checks = checks_of(found_of_history(ran[WITH_DISK]), rows, overlap, is_quick=args.quick)
-    last = PartResult(name="write overlap", title="saving", rows=overlap, checks=checks)
-    print_part(last)
-    line = {
-        "benchmark": "tiers", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(),
-        "load_average": [load_before, load_average()], "elapsed_s": round(time.perf_counter() - started, 1),
-        "dtype": str(DTYPE), "models": {shape: SHAPES[shape] for shape in models}, "chunk_tokens": CHUNK_TOKENS,
-        "turns": tiers.num_turns, "tokens": tiers.num_tokens, "warm_up": WARM_UP_SHARE, "places": NUM_PLACES,
-        "queue_places": QUEUE_PLACES, "queue_device_tokens": pages_for(QUEUE_CONTEXTS * CONTEXT) * PAGE_SIZE,
-        "device_tokens": tiers.num_pages * PAGE_SIZE, "host_bytes": tiers.host_bytes,
-        "results": rounded(rows), "policies": rounded(policies), "read_buffers": rounded(buffers),
-        "write_overlap": rounded(overlap), **closing_checks(last.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, line)
-        draw(args.out, line)
-    print(json.dumps(line))
+    run.show(PartResult(name="write overlap", title="saving", rows=overlap, checks=checks))
+    run.end(rows, draw, turns=tiers.num_turns, tokens=tiers.num_tokens, device_tokens=tiers.num_pages * PAGE_SIZE,
+            host_bytes=tiers.host_bytes, policies=rounded(policies), read_buffers=rounded(buffers),
+            write_overlap=rounded(overlap))  # fmt: skip
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -230,10 +243,309 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
          lambda axes: bars(axes, groups, times, "", "milliseconds"))  # fmt: skip
 
 
-def _arguments() -> argparse.Namespace:
-    parser = cache_arguments(__doc__, quick="12 sessions, no policies, 3 rounds; at most 90 s on 2 cores")
-    parser.add_argument("--sessions", type=int, default=28)
-    return parser.parse_args()
+class Taken(NamedTuple):
+    """One turn."""
+
+    ttft_s: float  # from when it was sent
+    usage: PromptUsage
+    history: int  # tokens of its prompt that its conversation has said before
+
+
+class Ran(NamedTuple):
+    """The turns that count."""
+
+    turns: list[Taken]
+    busy_s: float  # inside of steps
+    blocked_s: float  # between them, while all there was to do waited for the cache tier
+    prefill_s: float  # inside of steps that computed rows of prompts
+    num_waiting: float  # requests that were not admitted yet, on average over steps
+
+    @property
+    def device_s(self) -> float:
+        """For which nobody else could have had the device."""
+        return self.busy_s + self.blocked_s
+
+    def tokens_from(self, tier: str) -> int:
+        return sum(each.usage.kv_details()[tier] for each in self.turns)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(each.usage.prompt_tokens for each in self.turns)
+
+
+def make_sessions(num_sessions: int, seed: int) -> list[Conversation]:
+    """Whole conversations, cut answers."""
+    rng = random.Random(f"{seed}.sessions")
+    found = []
+    for _ in range(num_sessions):
+        turns = [Turn(t.num_in, max(int(t.num_out * ANSWER_SHARE), 1)) for t in _turns(rng)]
+        found.append(Conversation(0.0, turns, 0, rng.getrandbits(48)))
+    return found
+
+
+def _turns(rng: random.Random) -> list[Turn]:
+    """With questions as much longer as answers are shorter: histories are as long as ShareGPT's."""
+    return [
+        Turn(turn.num_in + turn.num_out - int(turn.num_out * ANSWER_SHARE), turn.num_out)
+        for turn in draw_turns(LENGTHS["sharegpt"], CONTEXT, rng)
+    ]
+
+
+def make_order(sessions: Sequence[Conversation], seed: int) -> list[int]:
+    """Which session takes the next turn: drawn from those that have turns left."""
+    rng = random.Random(f"{seed}.order")
+    left = {index: len(each.turns) for index, each in enumerate(sessions)}
+    order = []
+    while left:
+        index = rng.choice(sorted(left))
+        order.append(index)
+        left[index] -= 1
+        if not left[index]:
+            del left[index]
+    return order
+
+
+def prompt_rows(chunk: Chunk) -> int:
+    """How many rows of its prompt a sequence computes in a step."""
+    num_prompt = len(chunk.sequence.request.prompt_token_ids)
+    return sum(max(min(end, num_prompt) - start, 0) for start, end in chunk.spans)
+
+
+class Workload:
+    """The turns on one engine, at most so many at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sequence[Conversation],
+        order: Sequence[int],
+        *,
+        num_places: int = NUM_PLACES,
+    ) -> None:
+        self._engine, self._sessions, self._num_places = engine, sessions, num_places
+        self._unsent = list(enumerate(order))
+        self._ids: list[list[int]] = [[] for _ in sessions]
+        self._turn = [0] * len(sessions)
+        self._running: dict[str, tuple[int, int, int, float]] = {}  # session, number in the order, history, sent
+        self._num_warm_up = int(WARM_UP_SHARE * len(order))
+        self._turns: list[Taken] = []
+        self._busy_s = self._blocked_s = self._prefill_s = 0.0
+        self._num_steps = self._num_waited = 0
+        self.scheduled: list[Chunk] = []  # of the last step
+
+    def run(self) -> Ran:
+        """Raises `MnemeError` if a turn fails."""
+        with self.noted_chunks():
+            while self._unsent or self._running:
+                self._send()
+                self._step()
+        mean_waiting = self._num_waited / max(self._num_steps, 1)
+        return Ran(self._turns, self._busy_s, self._blocked_s, self._prefill_s, mean_waiting)
+
+    def _step(self) -> None:
+        blocked_s = self._wait() if self._engine.is_blocked else 0.0
+        stepped_s = time.perf_counter()
+        events = self._engine.step()
+        ended_s = time.perf_counter()
+        if self._is_warm:
+            self._blocked_s += blocked_s
+            self._busy_s += ended_s - stepped_s
+            self._prefill_s += ended_s - stepped_s if any(map(prompt_rows, self.scheduled)) else 0.0
+            self._num_steps += 1
+            self._num_waited += len(self._engine.scheduler.waiting)
+        for event in events:
+            if event.finish_reason == "error":
+                raise MnemeError(f"{event.request_id}: {event.error}")
+            self._take(event.request_id, event.token_ids, event.usage, ended_s)
+            if event.finish_reason is not None:
+                del self._running[event.request_id]
+
+    def _wait(self) -> float:
+        """For the cache tier, a little; how long."""
+        began_s = time.perf_counter()
+        time.sleep(BLOCKED_S)
+        return time.perf_counter() - began_s
+
+    @contextmanager
+    def noted_chunks(self) -> Iterator[None]:
+        """What steps compute is noted as it is scheduled."""
+        scheduler = self._engine.scheduler
+        schedule = scheduler.schedule
+
+        def noted() -> list[Chunk]:
+            self.scheduled = schedule()
+            return self.scheduled
+
+        scheduler.schedule = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            scheduler.schedule = schedule  # type: ignore[method-assign]
+
+    @property
+    def _is_warm(self) -> bool:
+        return len(self._unsent) <= self._num_turns - self._num_warm_up
+
+    @property
+    def _num_turns(self) -> int:
+        return sum(len(each.turns) for each in self._sessions)
+
+    def _send(self) -> None:
+        busy = {session for session, *_ in self._running.values()}
+        while len(self._running) < self._num_places:
+            place = next((p for p, (_, session) in enumerate(self._unsent) if session not in busy), None)
+            if place is None:
+                return
+            number, session = self._unsent.pop(place)
+            busy.add(session)
+            history = len(self._ids[session])
+            self._ids[session] += self._sessions[session].question(self._turn[session])
+            num_out = self._sessions[session].turns[self._turn[session]].num_out
+            self._turn[session] += 1
+            name = f"{session}.{self._turn[session]}"
+            self._running[name] = (session, number, history, time.perf_counter())
+            self._engine.submit(request(name, self._ids[session], num_out))
+
+    def _take(self, name: str, token_ids: Sequence[int], usage: PromptUsage | None, now_s: float) -> None:
+        session, number, history, sent_s = self._running[name]
+        self._ids[session] += token_ids
+        if usage is not None and number >= self._num_warm_up:
+            self._turns.append(Taken(now_s - sent_s, usage, history))
+
+
+class _Took(NamedTuple):
+    ttft_s: float
+    longest_s: float  # between two tokens of the other
+    num_cached: int
+
+
+class _Turns:
+    """A turn whose history is on a disk, beside another that decodes, on engines that read ahead more or less."""
+
+    def __init__(self, model: CachedModel, folder: Path, seed: int) -> None:
+        self._ends, self._draw, self._files = ExitStack(), DrawIds(seed), ThrottledFiles()
+        history_bytes = FIG19_HISTORY * kv_bytes_per_token(model.decoder.config, model.decoder.dtype)
+        self.layer_bytes = history_bytes // model.decoder.config.num_layers
+        costs = model.calibration
+        compute_s = CostModel(costs).prefill_s(FIG19_NEW, FIG19_HISTORY)
+        self.bytes_per_s = history_bytes / (LOAD_OVER_COMPUTE * compute_s)
+        edges = {**costs.edges, "disk": (0.0, 0.0, 1 / self.bytes_per_s)}  # as if calibrated on that disk
+        self._model = model._replace(calibration=replace(costs, edges=edges))
+        self._config = cache_config(folder)
+        self._store = RestartableStore(self._config, self._files)
+        self._ends.callback(self._store.end)
+        self._history = tell(model, self._store, self._draw.ids(FIG19_HISTORY - 64))
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def engine(self, buffer_bytes: int | None) -> Engine:
+        """None: without a tier."""
+        store = None if buffer_bytes is None else self._store
+        config = replace(self._config, read_buffer_bytes=buffer_bytes or 0)
+        engine = make_engine(self._model, store, config, pages_for(FIG19_HISTORY + FIG19_NEW + NUM_OTHER + MAX_OTHER))
+        self._ends.callback(engine.close)
+        return engine
+
+    def take(self, engine: Engine) -> _Took:
+        """Raises `MnemeError` if the other ends first: then nothing was to be held up."""
+        self._files.bytes_per_s = None
+        self._store.restart(is_cold=False)
+        self._files.bytes_per_s = self.bytes_per_s
+        engine.forest.clear()
+        engine.submit(request("other", self._draw.ids(NUM_OTHER), MAX_OTHER))
+        for _ in range(4):
+            engine.step()
+        sent_s = other_s = time.perf_counter()
+        engine.submit(request("turn", self._history + self._draw.ids(FIG19_NEW), 1))
+        longest_s = 0.0
+        took_s, num_cached = 0.0, 0
+        while "turn" in engine.in_flight:
+            for event in engine.step():
+                now_s = time.perf_counter()
+                if event.request_id == "turn" and event.usage is not None:
+                    took_s, num_cached = now_s - sent_s, event.usage.cached_tokens
+                elif event.request_id == "other":
+                    longest_s, other_s = max(longest_s, now_s - other_s), now_s
+        if "other" not in engine.in_flight:
+            raise MnemeError(f"the turn takes longer than {MAX_OTHER} tokens of another")
+        engine.abort("other")
+        engine.take_events()
+        wait_for_saves(engine)
+        return _Took(took_s, longest_s, num_cached)
+
+
+def read_buffer_rows(model: CachedModel, folder: Path, num_rounds: int, seed: int) -> list[dict[str, Any]]:
+    """A row per size of the read buffer, in layers of the history."""
+    turns = _Turns(model, folder, seed)
+    try:
+        num_layers = model.decoder.config.num_layers
+        sizes = [None, *range(num_layers + 1)]
+        engines = {size: turns.engine(None if size is None else size * turns.layer_bytes) for size in sizes}
+        found = take_turns(sizes, lambda size: turns.take(engines[size]), num_rounds)
+    finally:
+        turns.close()
+    return [
+        {
+            "read buffer": "recompute" if size is None else f"{size} layers",
+            "rounds": num_rounds,
+            "ttft ms": statistics.median(each.ttft_s for each in found[size]) * 1e3,
+            "other's longest gap ms": statistics.median(each.longest_s for each in found[size]) * 1e3,
+            "found share": statistics.mean(each.num_cached for each in found[size]) / FIG19_HISTORY,
+            "disk MB/s": turns.bytes_per_s / 1e6,
+        }
+        for size in sizes
+    ]
+
+
+def write_overlap_rows(model: CachedModel, num_rounds: int, seed: int) -> list[dict[str, Any]]:
+    """A row per length of the prompt and way of saving, all to memory."""
+    draw, arms = DrawIds(seed), (NO_SAVING, BESIDE, WAITED_FOR)
+    config = CacheConfig(host_bytes=256 << 20)
+    with ExitStack() as ends:
+        engines = {}
+        for name in arms:
+            store = None if name == NO_SAVING else RestartableStore(config)
+            engines[name] = make_engine(model, store, config, pages_for(max(PROMPTS) + NUM_OUT))
+            ends.callback(engines[name].close)
+            if store is not None:
+                ends.callback(store.end)
+        return [row for length in PROMPTS for row in _overlap_rows(engines, draw, length, num_rounds)]
+
+
+def _overlap_rows(engines: dict[str, Engine], draw: DrawIds, length: int, num_rounds: int) -> list[dict[str, Any]]:
+    def saved_s(name: str) -> float:
+        took_s = _saved(engines[name], draw.ids(length), is_waited_for=name == WAITED_FOR)
+        wait_for_saves(engines[name])
+        return took_s
+
+    found = take_turns(engines, saved_s, num_rounds)
+    return [
+        {
+            "prompt": length,
+            "saving": name,
+            "rounds": num_rounds,
+            "ms": statistics.median(took) * 1e3,
+            "below waited for": 1 - median_ratio(took, found[WAITED_FOR]),
+        }
+        for name, took in found.items()
+    ]
+
+
+def _saved(engine: Engine, ids: Sequence[int], *, is_waited_for: bool) -> float:
+    """Seconds until the answer has ended and, if that is waited for after each step, all of it is saved."""
+    engine.forest.clear()
+    if not is_waited_for:
+        return answer(engine, ids, NUM_OUT).total_s
+    began_s = time.perf_counter()
+    engine.submit(request("turn", ids, NUM_OUT))
+    while engine.has_work:
+        if engine.is_blocked:
+            time.sleep(BLOCKED_S)
+        if any(event.finish_reason == "error" for event in engine.step()):
+            raise MnemeError("a prompt failed")
+        wait_for_saves(engine)
+    return time.perf_counter() - began_s
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ AttentionStore 3.4, 4.3.4 and 4.3.7 (Tables 1 and 2, Fig. 22). The arms:
 *NKVT*  naive: KV stays as it was rotated, new tokens are numbered from the truncated length, and see what came earlier
 
 *perplexity*  of held-out text, token by token, over the tokens behind the first overflow. TT and ours run through real
-              sessions of the engine (truncation_arms.py says how); NKVT, which our primitive cannot do, through the
-              same decoder with dense attention (truncation_dense.py). `over TT` is the ratio of perplexities, `se` the
-              standard error of its logarithm over the texts.
+              sessions of the engine (`TaughtRunner`); NKVT, which our primitive cannot do, through the same decoder
+              with dense attention (`DenseDecoder`). The text: documentation and docstrings of the running Python that
+              mneme-tiny was not trained on (training/tiny_corpus.py); nothing is downloaded. `over TT` is the ratio
+              of perplexities, `se` the standard error of its logarithm over the texts.
 *retrieval*   a text and a story fill the window; a question about the story overflows it, and the answer is kept.
 *turns*       a conversation goes past its window again and again: how much of what it saw before a turn it need not
               compute (hit rate), time to the first token of a turn that truncates and of the others.
@@ -23,27 +24,45 @@ thread in float32, one per token and text in decode, and for TT half a window of
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
+import random
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from attention.report import Check, PartResult, at_least, at_most, closing_checks, print_part, rounded, write_closing
+from engines import PAGE_SIZE, request
+from harness import PartResult, Run, at_least, at_most, options_of
 from plots import bars, caption_of, save
-from truncation_arms import Arm, Heard, Thought, load_decoder
-from truncation_dense import DenseDecoder
-from truncation_texts import MODEL, Question, held_out_ids, load_tokenizer, questions, streams
-from workloads import cpu_name, load_average
+from tokenizers import Tokenizer
+from torch import Tensor
 
-from mneme.replicas.model.decoder import Decoder
-from mneme.replicas.truncation import Truncation
+from mneme.errors import MnemeError
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.moves import Moves
+from mneme.replicas.model.config import load_model_config
+from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.model.weights import LayerWeights, load_weights
+from mneme.replicas.request import PromptUsage
+from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import Sequence as EngineSequence
+from mneme.replicas.truncation import Truncation, plan_truncation
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "replicas" / "mneme_tiny"
+sys.path.insert(0, str(ROOT / "training"))
+
+from tiny_checks import encode_ids  # noqa: E402
+from tiny_coreference import px_cases  # noqa: E402
+from tiny_corpus import library_documents  # noqa: E402
 
 PARTS = ("perplexity", "retrieval", "turns")
 TT, OURS, NKVT = "TT", "ours", "NKVT"
@@ -55,6 +74,8 @@ NUM_SPARE = 4  # tokens that a story leaves of its window: any question overflow
 BATCH = 20  # sessions at once in `retrieval`
 TURN_TOKENS = 64
 NUM_NEW = TURN_TOKENS - 1  # of a turn; one token is the answer
+NUM_CHUNKS, NUM_SENTENCES = 8, 4  # of a case: the card's main layout, 0.995 with full attention
+Positions = Literal["naive", "afresh"]
 
 
 class Scale(NamedTuple):
@@ -71,6 +92,220 @@ class Scale(NamedTuple):
 
 FULL = Scale((256, 512, 1024), (0.25, 0.5, 0.75), 1024, (256, 512), 400, (512, 2048), 60)
 QUICK = Scale((256,), (0.5,), 512, (256,), 200, (512,), 25)
+
+
+class Thought(NamedTuple):
+    """What the model expected where the text has a token."""
+
+    nats: float  # of that token
+    choice: int  # the most likely one
+
+
+class TaughtRunner(Runner):
+    """Runs requests whose output is known.
+
+    Teacher forcing is no API of the engine. This stands between the decoder and the sampler: for each row it notes what
+    the model thought of the text's next token, then hands on logits that leave no other choice. All else is what serves
+    requests.
+    """
+
+    def __init__(self, decoder: Decoder, num_pages: int, page_size: int) -> None:
+        super().__init__(decoder, num_pages, page_size)
+        self.text_by_request: dict[str, list[int]] = {}
+        self.thoughts_by_request: dict[str, list[Thought]] = {}
+        self._sampling: list[EngineSequence] = []
+
+    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Any = ()) -> StepInputs | None:
+        self._sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        return super().prepare(chunks, moves, saves)
+
+    def forward(self, inputs: StepInputs | None) -> torch.Tensor:
+        """One-hot rows of the texts' next tokens."""
+        logits = super().forward(inputs)
+        names = [sequence.request.request_id for sequence in self._sampling]
+        outputs = [sequence.num_output for sequence in self._sampling]
+        wanted = [self.text_by_request[name][index] for name, index in zip(names, outputs, strict=True)]
+        chosen = torch.tensor(wanted, dtype=torch.int64)
+        thoughts = thoughts_of(logits, chosen)
+        for name, thought in zip(names, thoughts, strict=True):
+            self.thoughts_by_request.setdefault(name, []).append(thought)
+        return torch.nn.functional.one_hot(chosen, self.vocab_size).float()
+
+
+def thoughts_of(logits: torch.Tensor, wanted: torch.Tensor) -> list[Thought]:
+    """logits float32 [S, vocab]; wanted int64 [S]."""
+    nats = -logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+    return [Thought(*pair) for pair in zip(nats.tolist(), logits.argmax(-1).tolist(), strict=True)]
+
+
+class Heard(NamedTuple):
+    """Of one turn."""
+
+    thoughts: list[Thought]  # of its output
+    usage: PromptUsage
+    ttft_s: float
+
+
+class Arm:
+    """An engine with a window, over the weights of mneme-tiny in float32, and one way to truncate."""
+
+    def __init__(self, decoder: Decoder, window: int, truncation: Truncation, num_sessions: int) -> None:
+        num_pages = 4 * num_sessions * (window // PAGE_SIZE + 2) + 8
+        self._runner = TaughtRunner(decoder, num_pages, PAGE_SIZE)
+        self._engine = Engine(self._runner, None, EngineConfig(page_size=PAGE_SIZE, max_context=window))
+        self._truncation = truncation
+        self._num_requests = 0
+
+    def turns(self, prompts: dict[str, list[int]], texts: dict[str, list[int]], *, append: bool = False) -> list[Heard]:
+        """A turn of each session, all at once; the answers are the texts.
+
+        prompts  token ids by session; with `append` what is new only
+        texts    token ids of the answers by session
+        """
+        self._num_requests += 1
+        names = {session: f"{session}.{self._num_requests}" for session in prompts}
+        started = time.perf_counter()
+        for session, prompt in prompts.items():
+            self._runner.text_by_request[names[session]] = texts[session]
+            turn = {"session_id": session, "truncation": self._truncation, "append": append}
+            self._engine.submit(request(names[session], prompt, len(texts[session]), **turn))
+        first = self._run(started)
+        return [Heard(self._runner.thoughts_by_request.pop(name), *first[name]) for name in names.values()]
+
+    def _run(self, started: float) -> dict[str, tuple[PromptUsage, float]]:
+        first: dict[str, tuple[PromptUsage, float]] = {}
+        while self._engine.has_work:
+            events = self._engine.step()
+            now_s = time.perf_counter() - started
+            for event in events:
+                if event.error is not None:
+                    raise MnemeError(f"{event.request_id}: {event.error}")
+                if event.usage is not None:
+                    first[event.request_id] = (event.usage, now_s)
+        return first
+
+
+def load_decoder(folder: Path, kind: type[Decoder] = Decoder, **options: Any) -> Decoder:
+    """A model directory in float32 on the CPU."""
+    config = load_model_config(folder)
+    return kind(config, load_weights(folder, config, torch.device("cpu"), torch.float32), **options)
+
+
+class DenseDecoder(Decoder):
+    """The same forward pass with attention over plain tensors, all sequences in step; `begin` before each batch.
+
+    `naive` is AttentionStore's NKVT (4.3.7): keys stay rotated to where their tokens once stood, and new tokens are
+    numbered from the truncated length. A key is visible because it came earlier, whatever its position says: our
+    primitive hides keys that stand behind a query. `afresh` rotates every key to where its token stands now: what
+    `reuse_kv` does without rotating keys, so the two must agree.
+    """
+
+    def begin(self, num_sequences: int, window: int, truncation: Truncation, positions: Positions) -> None:
+        config = self.config
+        shape = (config.num_layers, num_sequences, window + 1, config.num_kv_heads, config.head_dim)
+        self._keys, self._values = torch.zeros(shape), torch.zeros(shape)
+        self._num_tokens = 0
+        self._window, self._truncation, self._positions = window, truncation, positions
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Logits behind the last of these tokens, float32 [B, vocab]; room is made first if they do not fit.
+
+        ids  int64 [B, n]
+        """
+        num_new = ids.shape[1]
+        if self._num_tokens + num_new > self._window:
+            self._truncate(num_new)
+        num_rows = ids.numel()
+        inputs = StepInputs(
+            token_ids=ids.reshape(-1),
+            positions=torch.arange(self._num_tokens, self._num_tokens + num_new),  # of one sequence: all are alike
+            slots=torch.empty(0),
+            sampled_rows=torch.arange(num_new - 1, num_rows, num_new),
+            num_sampled=len(ids),
+            plan=None,  # type: ignore[arg-type]  # nothing here has pages
+        )
+        logits = self.forward(inputs, None)  # type: ignore[arg-type]
+        self._num_tokens += num_new
+        return logits
+
+    def read(self, ids: Tensor, num_prompt: int) -> list[list[Thought]]:
+        """What is thought of the tokens behind the first `num_prompt` of each text; ids int64 [B, n]."""
+        logits = self.feed(ids[:, :num_prompt])
+        thoughts = [thoughts_of(logits, ids[:, num_prompt])]
+        rest = range(num_prompt, ids.shape[1] - 1)
+        thoughts += [thoughts_of(self.feed(ids[:, place : place + 1]), ids[:, place + 1]) for place in rest]
+        return [list(own) for own in zip(*thoughts, strict=True)]
+
+    def _truncate(self, num_new: int) -> None:
+        """As the engine does it: so that one more token fits behind the new ones."""
+        ranges = plan_truncation(self._num_tokens, self._window, num_new + 1, self._truncation)
+        kept = torch.cat([torch.arange(start, end) for start, end in ranges])
+        for cache in (self._keys, self._values):
+            cache[:, :, : len(kept)] = cache[:, :, kept]
+        self._num_tokens = len(kept)
+
+    def _attend(
+        self, layer: LayerWeights, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, spans: object
+    ) -> Tensor:
+        config, places = self.config, inputs.positions
+        num_new, batch = len(places), len(self._keys[index])
+        heads = layer.qkv(hidden).view(batch, num_new, -1, config.head_dim)
+        q, k, v = heads.split([config.num_q_heads, config.num_kv_heads, config.num_kv_heads], 2)
+        if self._positions == "naive":
+            k = self.rope.rotate(k.contiguous(), places)
+        end = self._num_tokens + num_new
+        self._keys[index, :, self._num_tokens : end] = k
+        self._values[index, :, self._num_tokens : end] = v
+        keys = self._keys[index, :, :end]
+        if self._positions == "afresh":
+            keys = self.rope.rotate(keys, torch.arange(end))
+        came_earlier = torch.arange(end) <= places[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            self.rope.rotate(q.contiguous(), places).transpose(1, 2),
+            keys.transpose(1, 2),
+            self._values[index, :, :end].transpose(1, 2),
+            attn_mask=came_earlier,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).reshape(batch * num_new, -1)
+
+
+class Question(NamedTuple):
+    """A session in token ids."""
+
+    history: list[int]  # a text, then the case
+    asked: list[int]
+    answer: int
+
+
+def load_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+def held_out_ids(tokenizer: Tokenizer) -> list[int]:
+    """All held-out documents in order, each behind a BOS, as in training."""
+    documents = (document for document in library_documents() if document.held_out)
+    return [token_id for document in documents for token_id in tokenizer.encode(document.text).ids]
+
+
+def streams(ids: list[int], num_tokens: int) -> torch.Tensor:
+    """Whole streams of so many tokens; int64 [streams, num_tokens]."""
+    count = len(ids) // num_tokens
+    return torch.tensor(ids[: count * num_tokens]).view(count, num_tokens)
+
+
+def questions(tokenizer: Tokenizer, text: list[int], num_cases: int, num_history: int, seed: int) -> list[Question]:
+    """Each history is held-out text that the case at its end makes `num_history` tokens long."""
+    rng = random.Random(seed)
+    found = []
+    cases = px_cases(seed, num_cases=num_cases, num_chunks=NUM_CHUNKS, num_sentences=NUM_SENTENCES)
+    for case, fact in cases:
+        told = [token_id for chunk in case.chunks for token_id in encode_ids(tokenizer, chunk)]
+        num_before = num_history - len(told) - 1
+        start = rng.randrange(len(text) - num_before)
+        history = [text[0], *text[start : start + num_before], *told]
+        found.append(Question(history, encode_ids(tokenizer, fact.question), encode_ids(tokenizer, fact.answer)[0]))
+    return found
 
 
 class Bench:
@@ -140,7 +375,8 @@ class Bench:
         for keeps, setting in SETTINGS.items():
             for arm in arms_of(keeps):
                 truncation = Truncation(strategy=STRATEGIES[arm], **setting)  # type: ignore[arg-type]
-                hits = [hit for some in batches(asked) for hit in self._answers(arm, some, window, truncation)]
+                batches = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
+                hits = [hit for batch in batches for hit in self._answers(arm, batch, window, truncation)]
                 found = {"window": window, "keeps": keeps, "arm": arm, "accuracy": sum(hits) / len(hits)}
                 base = rows[0]["accuracy"] if rows else found["accuracy"]
                 rows.append(found | {"below TT": base - found["accuracy"], "cases": len(hits)})
@@ -218,33 +454,14 @@ def spent(heard: Sequence[Heard]) -> dict[str, Any]:
     }
 
 
-def batches(asked: Sequence[Question]) -> Iterator[Sequence[Question]]:
-    for start in range(0, len(asked), BATCH):
-        yield asked[start : start + BATCH]
-
-
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="one window, one ratio, 200 questions; at most 90 s", out=True)
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
+    args = parser.parse_args()
+    run = Run("truncation", args, threads=1, python=platform.python_version(), dtype="float32", model="mneme-tiny")
     bench = Bench(QUICK if args.quick else FULL, args.seed)
-    results = {name: getattr(bench, name)() for name in args.only or PARTS}
-    checks: list[Check] = []
-    for part in results.values():
-        print_part(part)
-        checks += part.checks
-    closing = {
-        "benchmark": "truncation", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed,
-        "threads": 1, "torch": torch.__version__, "python": platform.python_version(), "dtype": "float32",
-        "model": "mneme-tiny", "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1),
-        "results": {name: rounded(part.rows) for name, part in results.items()},
-        **closing_checks(checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, closing)
-        draw(args.out, closing)
-    print(json.dumps(closing))
+    parts = [getattr(bench, name)() for name in args.only or PARTS]
+    run.end({run.show(part).name: part.rows for part in parts}, draw)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -263,24 +480,12 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
             groups = list(dict.fromkeys("\n".join(f"{row[key]:,}" for key in group) for row in rows))
             arms = [arm for arm in names if any(row["arm"] == arm for row in rows)]
             series = {names[arm]: [row[column] for row in rows if row["arm"] == arm] for arm in arms}
-            x_label = "window, tokens" + ("; share of it that goes" if "ratio" in group else "")
-            y_label = "milliseconds" if part == "turns" else column
-            _draw_bars(folder / f"truncation_{part}.png", title, closing, groups, series, x_label, y_label)
-
-
-def _draw_bars(
-    path: Path, title: str, closing: dict[str, Any], groups: list[str], series: dict[str, list[float]], *labels: str
-) -> None:
-    save(path, title, f"mneme-tiny, {caption_of(closing)}", lambda axes: bars(axes, groups, series, *labels))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one window, one ratio, 200 questions; at most 90 s")
-    parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given more than once")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions")
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
-    return parser.parse_args()
+            labels = (
+                "window, tokens" + ("; share of it that goes" if "ratio" in group else ""),
+                "milliseconds" if part == "turns" else column,
+            )
+            save(folder / f"truncation_{part}.png", title, f"mneme-tiny, {caption_of(closing)}",
+                 partial(bars, groups=groups, series=series, x_label=labels[0], y_label=labels[1]))  # fmt: skip
 
 
 if __name__ == "__main__":

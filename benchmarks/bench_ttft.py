@@ -17,26 +17,44 @@ memory once more.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from attention.report import Check, PartResult, at_least, closing_checks, print_part, rounded, write_closing
+from engines import (
+    DEVICE_ONLY,
+    DTYPE,
+    MAIN_MODEL,
+    PAGE_SIZE,
+    STATELESS,
+    TWO_TIER,
+    make_decoder,
+    make_engine,
+    make_runner,
+    request,
+)
+from harness import Check, PartResult, Run, at_least, median_ratio, options_of, take_turns
 from plots import Draw, caption_of, lines, save
-from session_engines import DTYPE, make_decoder
-from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, Took, interleaved
-from workloads import MODEL_SHAPE, cpu_name, load_average
+from workloads import MODEL_SHAPE, VOCAB_SIZE
 
+from mneme.errors import MnemeError
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.timeline import Timeline
+from mneme.replicas.request import GenerationRequest, TokenEvent
 
 HISTORIES = (1024, 4096, 16384, 32768)
 QUICK_HISTORIES = (1024, 4096)
+RECOMPUTE, HOST, DEVICE = "recompute", "host", "device"
+SYSTEM_BY_ARM = {RECOMPUTE: STATELESS, HOST: TWO_TIER, DEVICE: DEVICE_ONLY}
+NUM_NEW = 64  # tokens that a turn adds
+_FILLER_TOKENS = 1024  # of a prompt that only takes pages
+_SPARE = 1.25  # of the pool: tails of earlier turns, which go first
+_HOST_POOLS = 4  # pools that the host tier holds: histories stay while what fills the pool passes through
+_MAX_LEFT = 0.02  # of an evicted history that may still be on the device
 ARMS = (RECOMPUTE, HOST, DEVICE)
 NUM_OUT = 32
 TARGETS = {DEVICE: 0.95, HOST: 0.90}  # lower than recompute, at 4k
@@ -45,13 +63,131 @@ BATCH_TOKENS, MAX_BATCH = 32768, 8
 QUICK_BATCH = 2
 
 
+class Took(NamedTuple):
+    """One turn or a batch of them, submitted at once."""
+
+    began_s: float  # on `time.perf_counter`
+    ttft_s: float  # until each has its first token
+    total_s: float  # to the last token
+    busy_s: float  # of it, inside of steps
+    num_out: int
+
+
+class Arm:
+    """`batch` sessions with a history of `num_history` tokens each, on an engine of their own."""
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        *,
+        num_history: int,
+        batch: int,
+        num_out: int,
+        seed: int,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.name = name
+        self._num_history = num_history
+        self._num_out = num_out
+        self._rng = random.Random(seed)
+        self._serials = itertools.count()
+        self._firsts = itertools.count(1)
+        num_tokens = batch * (num_history + NUM_NEW + num_out)
+        self._num_pages = int(_SPARE * num_tokens / PAGE_SIZE) + 2 * _FILLER_TOKENS // PAGE_SIZE
+        system, num_host_pages = SYSTEM_BY_ARM[name], _HOST_POOLS * self._num_pages
+        self._runner = make_runner(
+            decoder, system, num_pages=self._num_pages, num_host_pages=num_host_pages, timeline=timeline
+        )
+        self._engine = make_engine(self._runner, system)
+        self._histories = [self._draw(num_history) for _ in range(batch)]
+        for index, history in enumerate(self._histories if name != RECOMPUTE else ()):
+            self._run([self._request(history, f"history{index}", max_tokens=1)])
+
+    def turns(self, count: int) -> Took:
+        """One of each of the first `count` sessions; raises `MnemeError` if KV is not from where the arm says."""
+        if self.name == HOST:
+            self._fill_pool()
+        asked = [
+            self._request(history + self._new(), f"history{index}", max_tokens=self._num_out)
+            for index, history in enumerate(self._histories[:count])
+        ]
+        return self._run(asked, is_turn=True)
+
+    def _new(self) -> list[int]:
+        """A question that begins as no earlier one did: what those left behind must not be found."""
+        return [next(self._firsts), *self._draw(NUM_NEW - 1)]
+
+    def _fill_pool(self) -> None:
+        """Other sessions' prompts, as many tokens as the pool has slots: what was there goes to the host tier."""
+        for _ in range(-(-self._num_pages * PAGE_SIZE // _FILLER_TOKENS)):
+            name = f"filler{next(self._serials)}"
+            self._run([self._request(self._draw(_FILLER_TOKENS - 1), name, max_tokens=1)])
+
+    def _run(self, requests: list[GenerationRequest], *, is_turn: bool = False) -> Took:
+        """Until each has ended, and then, not timed, until nothing is left to copy: arms leave each other alone."""
+        began_s, busy_s, first_s = time.perf_counter(), 0.0, 0.0
+        for each in requests:
+            self._engine.submit(each)
+        unanswered = {each.request_id for each in requests}
+        unended = set(unanswered)
+        while unended:
+            stepped_s = time.perf_counter()
+            events = self._engine.step()
+            now_s = time.perf_counter()
+            busy_s += now_s - stepped_s
+            answered = unanswered.intersection(event.request_id for event in events if event.token_ids)
+            first_s = now_s - began_s if answered else first_s
+            unanswered -= answered
+            unended.difference_update(event.request_id for event in events if event.finish_reason)
+            self._check(events, is_turn)
+        self._finish_copies()
+        num_out = sum(each.sampling.max_tokens or 0 for each in requests)
+        return Took(began_s, first_s, now_s - began_s, busy_s, num_out)
+
+    def _finish_copies(self) -> None:
+        while self._runner.num_host_pages and (self._engine.forest.wants_copies or not self._runner.can_copy):
+            if self._engine.has_work:
+                self._engine.step()
+            else:
+                time.sleep(0.001)
+
+    def _check(self, events: list[TokenEvent], is_turn: bool) -> None:
+        """Whether nothing failed, and a turn's prompt came from where the arm says."""
+        for event in events:
+            if event.finish_reason == "error":
+                raise MnemeError(f"{event.request_id}: {event.error}")
+            kv = event.usage.kv_details() if event.usage is not None and is_turn else None
+            if kv is not None and not is_from(self.name, kv, self._num_history):
+                raise MnemeError(f"arm {self.name}, {self._num_history} tokens of history: kv_details say {kv}")
+
+    def _request(self, ids: list[int], session: str, max_tokens: int) -> GenerationRequest:
+        session_id = None if self.name == RECOMPUTE else session
+        return request(f"{session}.{next(self._serials)}", ids, max_tokens, session_id=session_id)
+
+    def _draw(self, count: int) -> list[int]:
+        return self._rng.choices(range(16, VOCAB_SIZE), k=count)
+
+
+def is_from(arm: str, kv: dict[str, int], num_history: int) -> bool:
+    """Whether the tokens of a turn's prompt were computed and found as the arm means it."""
+    num_rows = kv["recomputed"] + kv["dropped"]
+    if arm == RECOMPUTE:
+        return num_rows == num_history + NUM_NEW
+    if num_rows != NUM_NEW or kv["device"] + kv["host"] != num_history:
+        return False
+    return kv["host"] == 0 if arm == DEVICE else kv["device"] <= _MAX_LEFT * num_history
+
+
 def measure(decoder: Decoder, num_history: int, num_rounds: int, max_batch: int, seed: int) -> list[dict[str, Any]]:
     """A row per arm."""
     batch = max(min(max_batch, BATCH_TOKENS // num_history), 1)
-    arms = [Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed) for name in ARMS]
+    arms = {name: Arm(name, decoder, num_history=num_history, batch=batch, num_out=NUM_OUT, seed=seed) for name in ARMS}
     # All first: a history that no turn uses for many rounds leaves the host tier.
-    together = interleaved(arms, batch, max(num_rounds // 3, 1) if batch > 1 else num_rounds)
-    alone = interleaved(arms, 1, num_rounds) if batch > 1 else together
+    together = take_turns(
+        ARMS, lambda name: arms[name].turns(batch), max(num_rounds // 3, 1) if batch > 1 else num_rounds
+    )
+    alone = take_turns(ARMS, lambda name: arms[name].turns(1), num_rounds) if batch > 1 else together
     return [_row(name, num_history, batch, alone, together) for name in ARMS]
 
 
@@ -62,16 +198,11 @@ def _row(
     return row | {
         "rounds": len(alone[name]),
         "ttft ms": statistics.median(took.ttft_s for took in alone[name]) * 1e3,
-        "lower by": lower_by([took.ttft_s for took in alone[name]], [took.ttft_s for took in alone[RECOMPUTE]]),
+        "lower by": 1 - median_ratio([took.ttft_s for took in alone[name]], [took.ttft_s for took in alone[RECOMPUTE]]),
         "batch": batch,
         "busy s/turn": statistics.median(took.busy_s for took in together[name]) / batch,
         "out tokens/s": statistics.median(took.num_out / took.total_s for took in together[name]),
     }
-
-
-def lower_by(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median over the rounds of the share by which a time is below the base's."""
-    return statistics.median(1 - time / of for time, of in zip(times, base, strict=True))
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
@@ -94,32 +225,23 @@ def write_timeline(decoder: Decoder, path: Path, seed: int) -> None:
 
 
 def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(1)
-    load_before, started = load_average(), time.perf_counter()
+    parser = options_of(__doc__, quick="1k and 4k, three rounds; at most 90 s on 2 cores", out=True)
+    parser.add_argument("--history", type=int, action="append", help="tokens; default: 1k, 4k, 16k, 32k")
+    parser.add_argument("--timeline", type=Path, help="write trace events of one turn from host memory")
+    args = parser.parse_args()
     histories = args.history or (QUICK_HISTORIES if args.quick else HISTORIES)
     max_context = max(*histories, TARGET_HISTORY) + NUM_NEW + NUM_OUT
-    decoder = make_decoder(max_context, args.seed)
+    run = Run("ttft", args, threads=1, dtype=str(DTYPE), model=MODEL_SHAPE | {"max_position_embeddings": max_context},
+              new_tokens=NUM_NEW, output_tokens=NUM_OUT)  # fmt: skip
+    decoder = make_decoder(MAIN_MODEL, args.seed, max_context=max_context)
     rows = []
     for num_history in histories:
         num_rounds = 3 if args.quick or num_history > TARGET_HISTORY else 15
         rows += measure(decoder, num_history, num_rounds, QUICK_BATCH if args.quick else MAX_BATCH, args.seed)
-    result = PartResult(name="ttft", title=f"a turn of {NUM_NEW} tokens", rows=rows, checks=checks_of(rows))
-    print_part(result)
+    run.show(PartResult(name="ttft", title=f"a turn of {NUM_NEW} tokens", rows=rows, checks=checks_of(rows)))
     if args.timeline is not None:
         write_timeline(decoder, args.timeline, args.seed)
-    closing = {
-        "benchmark": "ttft", "device": cpu_name(), "kind": "cpu", "quick": args.quick, "seed": args.seed, "threads": 1,
-        "torch": torch.__version__, "load_average": [load_before, load_average()],
-        "elapsed_s": round(time.perf_counter() - started, 1), "dtype": str(DTYPE),
-        "model": MODEL_SHAPE | {"max_position_embeddings": max_context},
-        "new_tokens": NUM_NEW, "output_tokens": NUM_OUT, "results": rounded(rows),
-        **closing_checks(result.checks),
-    }  # fmt: skip
-    if args.out is not None:
-        write_closing(args.out, closing)
-        draw(args.out, closing)
-    print(json.dumps(closing))
+    run.end(rows, draw)
 
 
 def draw(folder: Path, closing: dict[str, Any]) -> None:
@@ -139,16 +261,6 @@ def draw(folder: Path, closing: dict[str, Any]) -> None:
     save(folder / "ttft_together.png", f"Several turns at once: a {turn}", caption,
          over_history("busy s/turn", "seconds of computing for each turn (lower is better)"),
          over_history("out tokens/s", "output tokens per second (higher is better)"))  # fmt: skip
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1k and 4k, three rounds; at most 90 s on 2 cores")
-    parser.add_argument("--history", type=int, action="append", help="tokens; default: 1k, 4k, 16k, 32k")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
-    parser.add_argument("--timeline", type=Path, help="write trace events of one turn from host memory")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

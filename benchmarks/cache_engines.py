@@ -6,25 +6,26 @@ files are found again. An engine's own pages are emptied between turns, so that 
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from random_models import SHAPES, random_weights
-from tier_io.page_cache import make_cold
+from engines import DTYPE, PAGE_SIZE, make_decoder, request
+from tier_io.disk import make_cold
+from workloads import VOCAB_SIZE
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import Buffer, FileOperations
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
-from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore
+from mneme.cachetier.store import ChunkStore
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import connect
@@ -32,20 +33,17 @@ from mneme.replicas.engine.calibration import calibrate
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.load import compiled_kernels
 from mneme.replicas.engine.warm_up import warm_up
-from mneme.replicas.model.config import parse_model_config
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import decode_graphs_for
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams
+from mneme.replicas.request import PromptUsage
 
-PAGE_SIZE = 32
-DTYPE = torch.bfloat16
 CHUNK_TOKENS = 256
 HOST_BYTES, DISK_BYTES = 1 << 30, 4 << 30
 _MAX_GRAPH_ROWS = 32
 FLUSH_S = 30.0  # for what waits to be saved
-
-
+NUM_NEW = 64  # tokens that a turn adds
+NUM_ANSWER = 64  # of a history, those that were sampled
 _UNKNOWN = Calibration(prefill=(0, 0, 0), decode=(0, 0, 0), step_rows=1, kv_bytes_per_token=1)
 
 
@@ -69,8 +67,8 @@ def bare_model(
     shape: str, max_context: int, seed: int, *, device: str = "cpu", dtype: torch.dtype = DTYPE
 ) -> CachedModel:
     """A model of random weights, without a calibration."""
-    described = parse_model_config({**SHAPES[shape], "max_position_embeddings": max_context}, shape)
-    decoder = Decoder(described, random_weights(described, torch.device(device), dtype, seed))
+    decoder = make_decoder(shape, seed, max_context=max_context, device=device, dtype=dtype)
+    described = decoder.config
     layout = ChunkLayout(
         num_layers=described.num_layers,
         num_kv_heads=described.num_kv_heads,
@@ -166,12 +164,6 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name
     return [Answer(first_s[name], last_s[name], usage[name], token_ids[name]) for name in names]
 
 
-def request(name: str, ids: Sequence[int], num_out: int) -> GenerationRequest:
-    """Greedy, of so many tokens."""
-    sampling = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, seed=0)
-    return GenerationRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling)
-
-
 def wait_for_saves(engine: Engine) -> None:
     """Until what the engine has to save is in the store."""
     until_s = time.perf_counter() + FLUSH_S
@@ -213,23 +205,9 @@ class RestartableStore:
         """Of chunks on the disk."""
         return sorted(self.folder.rglob("*.kv"))
 
-    def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
-        return self._inner.locate(query, timeout_s)
-
-    def forget(self, request_ids: Collection[str]) -> None:
-        self._inner.forget(request_ids)
-
-    def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        return self._inner.known(keys)
-
-    def put(self, chunk: Chunk, lineage: Lineage) -> bool:
-        return self._inner.put(chunk, lineage)
-
-    def stats(self) -> dict[str, int]:
-        return self._inner.stats()
-
-    def settle(self, timeout_s: float) -> bool:
-        return self._inner.settle(timeout_s)
+    def __getattr__(self, name: str) -> Any:
+        """All else of a `ChunkStore`: the store of now does it."""
+        return getattr(self._inner, name)
 
     def close(self) -> None:
         """Not the store: it outlives its engines. See `end`."""
@@ -253,3 +231,27 @@ class ThrottledFiles(FileOperations):
             num_bytes = super().read(fd, buffers, offset)
             self._sleep(num_bytes / self.bytes_per_s)
         return num_bytes
+
+
+class Draw:
+    """Random token ids; no question begins as an earlier one did."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._first = random.Random(seed), 15
+
+    def ids(self, count: int) -> list[int]:
+        return self._rng.choices(range(16, VOCAB_SIZE), k=count)
+
+    def question(self) -> list[int]:
+        self._first += 1
+        return [self._first, *self.ids(NUM_NEW - 1)]
+
+
+def tell(model: CachedModel, store: RestartableStore, ids: list[int]) -> list[int]:
+    """An engine answers a prompt, saves what it computed, and ends; returns the session so far."""
+    engine = make_engine(model, store, cache_config(store.folder), pages_for(len(ids) + NUM_ANSWER))
+    with closing(engine):
+        told = answer(engine, ids, NUM_ANSWER).token_ids
+        wait_for_saves(engine)
+    store.flush()
+    return ids + told

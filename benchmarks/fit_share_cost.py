@@ -27,6 +27,7 @@ from attention.arms import ours
 from attention.machine import last_cache_bytes
 from attention.scenes import Heads, prefix_scene
 from attention.timing import interleaved
+from harness import load_average
 
 from mneme.kernels.plan import Plan
 from mneme.kernels.work import Share
@@ -45,7 +46,7 @@ def main() -> None:
     found = fit(torch.device(options.device), getattr(torch, options.dtype), options.backend)
     report = {
         "benchmark": "fit_share_cost", "device": options.device, "dtype": options.dtype, "backend": options.backend,
-        **found, "load_average": [round(load, 2) for load in os.getloadavg()],
+        **found, "load_average": load_average(),
     }  # fmt: skip
     print(json.dumps(report))
 

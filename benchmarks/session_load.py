@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conversations import Conversation
+from engines import request
 from rate_search import Point
 
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, TokenEvent
 
 
 class Window(NamedTuple):
@@ -120,12 +121,8 @@ class Load:
         self._engine.submit(self._request(talker, request_id, max_tokens=num_out))
 
     def _request(self, talker: _Talker, request_id: str, max_tokens: int) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(talker.ids),
-            sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0),
-            session_id=talker.name if self._keeps_sessions else None,
-        )
+        session_id = talker.name if self._keeps_sessions else None
+        return request(request_id, talker.ids, max_tokens, session_id=session_id)
 
     def _step(self, started_s: float) -> None:
         begun_s = self._clock()

@@ -12,11 +12,8 @@ samples; bounded stores (the index of prefixes, sessions' homes, page pools, the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
-import os
 import random
 import statistics
 import sys
@@ -29,6 +26,8 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from harness import Run, at_most, options_of  # noqa: E402
+
 from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, Target  # noqa: E402
 from tests.e2e.server_process import SERVE, ServerProcess, free_port  # noqa: E402
 
@@ -183,36 +182,27 @@ def growth(samples: list[list[float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, quick="one minute; nothing can be said of growth", seed=False)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--quick", action="store_true", help="one minute; nothing can be said of growth")
-    parser.add_argument("--out", type=Path, help="file for the samples, JSON")
-    arguments = parser.parse_args()
-    minutes = 1.0 if arguments.quick else min(arguments.minutes, 120.0)
-    port = free_port()
+    parser.add_argument("--out", dest="json", type=Path, help="file for the samples, JSON")
+    args = parser.parse_args()
+    minutes = 1.0 if args.quick else min(args.minutes, 120.0)
+    run = Run("soak", args, minutes=minutes, model=MODEL.model)
     keys = f"http.api_keys=[{','.join(KEYS)}]"
-    server = ServerProcess([*SERVE, MODEL.model, "--replicas", "2", "--port", str(port), "--set", keys])
+    server = ServerProcess([*SERVE, MODEL.model, "--replicas", "2", "--port", str(free_port()), "--set", keys])
     try:
-        url = server.await_ready()
-        samples, outcomes = asyncio.run(soak(server, url, minutes))
+        samples, outcomes = asyncio.run(soak(server, server.await_ready(), minutes))
         server.stop()
     finally:
         server.discard()
-    report: dict[str, Any] = {"minutes": minutes, "requests": outcomes.total(), "load_average": os.getloadavg()}
-    report["outcomes"] = dict(sorted(outcomes.items()))
-    checks = []
     for name, found in samples.items():
         (_, rss, uss), (_, last_rss, last_uss) = found[0], found[-1]
         print(f"{name}: RSS {rss:.0f} -> {last_rss:.0f} MiB, own {uss:.0f} -> {last_uss:.0f} MiB")
-        if not arguments.quick and len(found) >= 20:
-            value = round(growth(found), 1)
-            target = f"<= {GROWTH_LIMIT_MIB_PER_HOUR:g}"
-            ok = value <= GROWTH_LIMIT_MIB_PER_HOUR
-            checks.append({"name": f"growth of {name}", "value": value, "unit": "MiB/h", "target": target, "ok": ok})
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({**report, "samples": samples, "checks": checks}) + "\n")
-    not_measured = ["growth: a run of a minute is start-up"] if arguments.quick else []
-    print(json.dumps({**report, "checks": checks, "not_measured": not_measured}))
+        is_long = not args.quick and len(found) >= 20  # a minute is start-up
+        slope = round(growth(found), 1) if is_long else None
+        run.check(at_most(f"growth of {name}", slope, GROWTH_LIMIT_MIB_PER_HOUR, "MiB/h"))
+    run.check(at_most("left_behind", len(server.left_behind()), 0, "items"))
+    run.end({"requests": outcomes.total(), "outcomes": dict(sorted(outcomes.items())), "samples": samples})
 
 
 if __name__ == "__main__":

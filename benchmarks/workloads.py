@@ -12,7 +12,6 @@ Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,15 +63,3 @@ def write_random_llama(directory: Path, seed: int = 0, **shape: int) -> Path:
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**{**MODEL_SHAPE, **shape})).save_pretrained(directory)
     return directory
-
-
-def load_average() -> float:
-    """Of the last minute."""
-    return round(os.getloadavg()[0], 2)
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, least, ran
 from attention.optional_arms import contiguous_by_head, flashinfer_decode
-from attention.report import PartResult, at_least
 from attention.scenes import Heads, prefix_scene
+from harness import PartResult, at_least
 
 _HEADS = Heads(32, 8, 128)
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from attention.arms import check, reference_rows
 from attention.machine import Ceilings
-from attention.report import NOT_RUN
 from attention.scenes import Scene
 from attention.timing import Arm, Timings, interleaved
+from harness import NOT_RUN
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 

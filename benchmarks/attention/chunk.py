@@ -16,8 +16,8 @@ from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, ran
 from attention.equations import chunk_memory_ops, naive_memory_ops
 from attention.optional_arms import contiguous_by_head, flashinfer_decode
-from attention.report import PartResult
 from attention.scenes import Heads, Scene, prefix_scene
+from harness import PartResult
 
 from mneme.kernels.plan import Plan
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from attention.arms import contiguous, ours, own_buffers
 from attention.bench import DTYPES, Bench, NotRun, ran
-from attention.report import Check, PartResult, at_most
 from attention.scenes import Heads, Scene, documents_scene
 from attention.timing import Arm
+from harness import Check, PartResult, at_most
 
 from mneme.kernels.attention import PageTable, QueryRows
 from mneme.kernels.torch.merge import merge_parts

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from attention.arms import backends, contiguous, gathered, ours
 from attention.bench import DTYPES, Bench
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode, flex
-from attention.report import Check, PartResult, at_least
 from attention.scenes import Heads, prefix_scene
+from harness import Check, PartResult, at_least
 
 HEADS = Heads(32, 8, 128)
 BATCH, SHARED, PRIVATE = 32, 2048, 128

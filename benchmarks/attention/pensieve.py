@@ -12,9 +12,9 @@ import torch
 from attention.arms import contiguous, gathered, ours, own_buffers
 from attention.bench import DTYPES, Bench, NotRun
 from attention.optional_arms import contiguous_by_head
-from attention.report import PartResult
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import Arm
+from harness import PartResult
 
 from mneme.kernels.attention import QueryRows
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from attention.arms import ours
 from attention.bench import DTYPES, Bench, NotRun, ran
-from attention.report import Check, PartResult, at_most
 from attention.scenes import Heads, Scene, prefix_scene
 from attention.timing import interleaved
+from harness import Check, PartResult, at_most
 
 from mneme.kernels.attention import Plan, QueryRows, mark_written
 from mneme.kernels.native import backend as native_backend

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.report import NOT_RUN
+from harness import NOT_RUN
 from plots import DIM, Points, bars, caption_of, colors, lines, plain, save
 
 Rows = list[dict[str, Any]]
@@ -28,7 +28,6 @@ def draw(folder: Path, closing: Mapping[str, Any]) -> list[Path]:
         "chunk_fig3_token_rate": ("chunk", _chunk_rate), "chunk_fig4_batch": ("chunk", _chunk_batch),
         "chunk_fig5_first_token": ("chunk", _chunk_first), "pensieve_fig10": ("pensieve", _pensieve),
         "documents": ("documents", _documents), "share_regret": ("regret", _regret),
-        "roofline": ("roofline", _roofline),
     }  # fmt: skip
     drawn = []
     for name, (part, plot) in figures.items():
@@ -151,24 +150,3 @@ def _regret(path: Path, caption: str, rows: Rows) -> bool:
         axes.set_ylabel("time of the choice, over the better of both")
 
     return save(path, f"How good the choice to share is, at {len(rows)} shapes (lower is better)", caption, scatter)
-
-
-def _roofline(path: Path, caption: str, rows: Rows) -> bool:
-    roof = sorted((row["fused_intensity"], row["TFLOP/s"] / row["of_roof"]) for row in rows if "of_roof" in row)
-
-    def scatter(axes: Any) -> None:
-        for module, color in colors(("qkv", "attention", "mlp", "output")).items():
-            chosen = [row for row in rows if row.get("module") == module]
-            found = [(row["fused_intensity"], row["TFLOP/s"]) for row in chosen]
-            axes.plot(*zip(*found, strict=True), "o", label=module, color=color, markersize=5)
-        axes.plot(*zip(*roof, strict=True), "--", color=DIM, linewidth=1, label="what the machine can do")
-        for scale in (axes.set_xscale, axes.set_yscale):
-            scale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            plain(axis)
-        axes.set_xlabel("flops per byte")
-        axes.set_ylabel("TFLOP/s")
-
-    return bool(roof) and save(
-        path, "Modules of a Llama-2-7B layer against the machine (higher is better)", caption, scatter
-    )

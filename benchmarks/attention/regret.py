@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from attention.arms import ours
 from attention.bench import DTYPES, Bench, NotRun, ran
-from attention.report import PartResult, at_most, geometric_mean
 from attention.scenes import Block, Heads, Scene, Use, build_scene, documents_scene, prefix_scene
+from harness import PartResult, at_most, geometric_mean
 
 from mneme.kernels.work import Share, WorkList
 

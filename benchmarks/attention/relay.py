@@ -14,8 +14,8 @@ from attention.arms import contiguous, ours
 from attention.bench import DTYPES, Bench, NotRun, least, ran
 from attention.equations import relay_speedup, relay_speedup_bytes
 from attention.optional_arms import contiguous_by_head, flashinfer_cascade, flashinfer_decode
-from attention.report import Check, PartResult, at_least
 from attention.scenes import Heads, Scene, prefix_scene, unshared
+from harness import Check, PartResult, at_least
 
 _DTYPE = "bfloat16"
 _GQA, _MHA = Heads(32, 8, 128), Heads(32, 32, 128)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from attention.arms import ours
 from attention.bench import DTYPES, Bench, ran
-from attention.report import PartResult, at_most
 from attention.scenes import Block, Heads, Scene, Use, build_scene, prefix_scene
+from harness import PartResult, at_most
 
 from mneme.kernels.attention import PageTable
 

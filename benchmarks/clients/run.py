@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import httpx  # noqa: E402
-from workloads import cpu_name, load_average, write_random_llama  # noqa: E402
+from harness import at_most, closing_checks, cpu_name, load_average  # noqa: E402
+from workloads import write_random_llama  # noqa: E402
 
 from mneme.replicas.model.config import model_directory  # noqa: E402
 from tests.e2e.server_process import ServerProcess, free_port  # noqa: E402
@@ -337,10 +338,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (given.out / f"{given.name}-{run.name}.json").write_text(json.dumps(kept, indent=1) + "\n")
             print(f"{given.name} {run.name}: completed={kept['completed']} failed={kept['failed']}", flush=True)
             for key, value in (("failed", kept["failed"]), ("missing", len(kept["missing"]))):
-                check = {"name": f"{run.name}: {key}", "value": value, "unit": "count", "target": "0", "ok": value == 0}
-                checks.append(check)
-    print(json.dumps({"benchmark": f"clients/{given.name}", "load_average": load_average(), "checks": checks}))
-    sys.exit(not all(check["ok"] for check in checks))
+                checks.append(at_most(f"{run.name}: {key}", value, 0, "count"))
+    closing = {"benchmark": f"clients/{given.name}", "load_average": load_average(), **closing_checks(checks)}
+    print(json.dumps(closing))
+    sys.exit(not all(check.ok for check in checks))
 
 
 if __name__ == "__main__":

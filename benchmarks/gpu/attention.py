@@ -15,13 +15,13 @@ from attention import bandwidth, documents, relay, rotation
 from attention.arms import ours
 from attention.bench import Bench
 from attention.machine import Ceilings, measure_ceilings
-from attention.report import PartResult
 from attention.scenes import Heads, contiguous_layers, prefix_scene, rotated_q
 from attention.timing import Arm, interleaved
 from gpu import precompile
 from gpu.smoke import backend_of
 from gpu.steps import Row, Run, Step
 from gpu.tune import timed, tuning_scenes
+from harness import PartResult
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mneme.kernels.triton.configs import candidates, config_of

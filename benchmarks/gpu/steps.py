@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attention.report import NOT_RUN
 from gpu.predictions import PREDICTED
+from harness import NOT_RUN
 
 TABLE_LINES = 40
 _GRACE_S = 5.0  # a job sees its own end coming this long before it is killed

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from workloads import WORKLOADS, Workload, cpu_name, load_average
+from harness import cpu_name, load_average
+from workloads import WORKLOADS, Workload
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

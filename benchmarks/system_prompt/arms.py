@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from random_models import random_weights
+from engines import PAGE_SIZE, make_decoder, request
 
 from mneme.kernels.work import Share
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.model.config import parse_model_config
-from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.runner import Runner
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest
 
-PAGE_SIZE = 32
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -59,8 +56,7 @@ class Replica:
 
     def __init__(self, shape: dict[str, Any], num_pages: int, dtype: torch.dtype, seed: int) -> None:
         """The pool is touched here, so that no arm waits for the system's pages."""
-        config = parse_model_config(shape, "benchmark")
-        self._decoder = Decoder(config, random_weights(config, torch.device("cpu"), dtype, seed))
+        self._decoder = make_decoder(shape, seed, dtype=dtype)
         self._runner = Runner(self._decoder, num_pages, PAGE_SIZE)
         self.num_pages = num_pages
         for pages in (self._runner.pool.k_pages, self._runner.pool.v_pages):
@@ -87,8 +83,4 @@ def pool_pages(shape: Shape, num_running: int) -> int:
 
 def requests(prompts: list[list[int]], num_new: int) -> list[GenerationRequest]:
     """Greedy, of exactly so many new tokens."""
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
-    return [
-        GenerationRequest(request_id=str(index), prompt_token_ids=tuple(ids), sampling=params)
-        for index, ids in enumerate(prompts)
-    ]
+    return [request(str(index), ids, num_new) for index, ids in enumerate(prompts)]

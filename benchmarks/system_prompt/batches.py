@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from attention.report import NOT_RUN, Check, PartResult, at_least
+from harness import NOT_RUN, Check, PartResult, at_least
 from random_models import SHAPES
 from system_prompt.arms import NONE, PS, RELAY, Shape, pool_pages
 from system_prompt.bench import ArmFigures, Bench

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, NamedTuple
 
-from attention.report import PartResult, at_least
+from harness import PartResult, at_least
 from random_models import SHAPES
 from system_prompt.arms import NONE, PAGE_SIZE, RELAY, Arm, Limits, Replica, Shape, requests
 from system_prompt.bench import Bench

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
+from collections.abc import Sequence
 
-from attention.report import NOT_RUN, PartResult
+from harness import NOT_RUN, PartResult
+from rate_search import Point, Steps, next_rate
 from system_prompt.arms import ARMS, Arm, Limits, Shape, requests
 from system_prompt.bench import Bench
-from system_prompt.rate_search import RateSearch
 from system_prompt.serving import TooSlow, serve
 from workloads import Workload, make_prompts
 
 LIMIT_MS = 20.0  # mean latency per output token; set before it was measured, at several times that of a request alone
 _USER, _NEW = 64, 128
-_START = 4.0  # requests/s
 _DURATION_S = 30.0  # of arrivals; the fewer, the more a rate above what can be sustained passes
 _TOLERANCE = 1.06
+_STEPS = Steps(first_per_s=4.0, growth=1.5, closeness=_TOLERANCE)
+_LOWEST = 0.01  # requests/s
+Trial = tuple[float, bool]  # a rate, and whether the limit was met at it
 
 
 def run_interactive(bench: Bench) -> PartResult:
@@ -32,19 +36,30 @@ def run_interactive(bench: Bench) -> PartResult:
         return part
     for system in (64, 512, 2048):
         shape = Shape(system, _USER, _NEW)
-        searches = {arm: RateSearch(_START, tolerance=_TOLERANCE) for arm in ARMS}
-        while any(not search.is_done for search in searches.values()):
-            for arm, search in searches.items():
-                if not search.is_done:
-                    search.note(_is_met(bench, arm, shape, search.rate))
-        rates = {arm.name: search.best for arm, search in searches.items()}
+        tried: dict[Arm, list[Trial]] = {arm: [] for arm in ARMS}
+        while wanted := {arm: rate for arm in ARMS if (rate := next_trial(tried[arm])) is not None}:
+            for arm, rate in wanted.items():
+                tried[arm].append((rate, _is_met(bench, arm, shape, rate)))
+        rates = {arm.name: highest_met(trials) for arm, trials in tried.items()}
         row = {"system": system} | {f"{name} req/s": rate for name, rate in rates.items()}
         for over in ("PS", "none"):
             relay, base = rates["relay"], rates[over]
             row[f"relay/{over}"] = None if relay is None or base is None else relay / base
-        row["trials"] = sum(len(search.tried) for search in searches.values())
+        row["trials"] = sum(map(len, tried.values()))
         part.rows.append(row)
     return part
+
+
+def next_trial(trials: Sequence[Trial]) -> float | None:
+    """The rate to try next; None when the highest that is met is known, or lower than any of use."""
+    points = [Point(rate, rate, 0.0 if is_met else math.inf, 1) for rate, is_met in trials]
+    rate = next_rate(points, LIMIT_MS / 1e3, _STEPS)
+    return None if rate is None or rate < _LOWEST else rate
+
+
+def highest_met(trials: Sequence[Trial]) -> float | None:
+    """None if none was met."""
+    return max((rate for rate, is_met in trials if is_met), default=None)
 
 
 def _is_met(bench: Bench, arm: Arm, shape: Shape, rate: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.report import NOT_RUN
+from harness import NOT_RUN
 from plots import Points, caption_of, lines, save
 
 Rows = Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from attention.report import Check, PartResult, at_most
+from harness import Check, PartResult, at_most
 from system_prompt.arms import PAGE_SIZE, RELAY, Limits, requests
 from system_prompt.bench import Bench
 from system_prompt.serving import serve

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tier_io.chunks import Chain, copy_checked
-from tier_io.rounds import Arm
+from tier_io.chunks import Arm, Chain, copy_checked
 
 from mneme.kernels.native.kv import IntArray, gather_chunk, scatter_chunk
 

@@ -11,11 +11,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import ray
+from harness import median_ratio
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tier_io.chunks import Chain, Shape
-from tier_io.reads import ChainReads
-from tier_io.rounds import Arm, Samples, median_share
+from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
@@ -111,7 +110,7 @@ class ClusterTier:
                 located_s = located_s[-len(samples.rounds) :]  # a first round warmed up
                 whole_s = [read + locate for read, locate in zip(samples.total_s(), located_s, strict=True)]
                 row["locate ms"] = statistics.median(located_s) * 1e3
-                row["share with locate"] = median_share(whole_s, found[samples.arm.base].total_s())
+                row["share with locate"] = median_ratio(found[samples.arm.base].total_s(), whole_s)
         return rows
 
 

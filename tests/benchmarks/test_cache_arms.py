@@ -8,23 +8,25 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import cache_overlap
+import bench_tiers
 import pytest
 import torch
+from bench_cache_save import DecodingArm, PrefillingArm, process_tier, write_row
+from bench_cache_turn import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, NextTurns, Pairs, Source, measure_pairs
+from bench_tiers import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from cache_engines import (
     CachedModel,
+    Draw,
     RestartableStore,
     ThrottledFiles,
     bare_model,
     cache_config,
     make_engine,
     pages_for,
-    request,
+    tell,
 )
-from cache_saving import DecodingArm, PrefillingArm, process_tier, write_row
-from cache_turns import ARMS, COLD, HOST, RECOMPUTE, WARM, Case, Draw, NextTurns, Pairs, Source, measure_pairs, tell
-from cache_workload import NUM_PLACES, WARM_UP_SHARE, Workload, make_order, make_sessions, prompt_rows
 from conversations import Conversation, Turn
+from engines import request
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration
@@ -168,12 +170,12 @@ def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel
 
 
 def test_rows_of_overlaps(model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_overlap, "NUM_HISTORY", 256)
-    monkeypatch.setattr(cache_overlap, "PROMPTS", (96,))
+    monkeypatch.setattr(bench_tiers, "FIG19_HISTORY", 256)
+    monkeypatch.setattr(bench_tiers, "PROMPTS", (96,))
     costs = replace(model.calibration, prefill=(0.0, 1e-3, 0.0))  # its disk reads in twice the time that these take
     model = model._replace(calibration=costs)
-    rows = cache_overlap.read_buffer_rows(model, tmp_path, 1, 0)
+    rows = bench_tiers.read_buffer_rows(model, tmp_path, 1, 0)
     assert [row["read buffer"] for row in rows] == ["recompute", *(f"{n} layers" for n in range(5))]
     assert rows[0]["found share"] == 0
-    rows = cache_overlap.write_overlap_rows(model, 1, 0)
+    rows = bench_tiers.write_overlap_rows(model, 1, 0)
     assert [row["saving"] for row in rows] == ["no saving", "beside", "waited for"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from rate_search import Point, Reading, median_points, next_rate, throughput_at
-from session_sweep import Steps, Sweep
+from rate_search import Point, Reading, Steps, Sweep, median_points, next_rate, throughput_at
 
 STEPS = Steps(first_per_s=2.0, growth=1.5, closeness=1.1)
 
@@ -55,13 +54,13 @@ def test_runs_at_one_rate_are_their_medians() -> None:
 
 
 def test_rates_go_up_or_down_to_the_bound_and_then_halve() -> None:
-    steps = {"first": 2.0, "growth": 2.0, "closeness": 1.5}
+    steps = Steps(first_per_s=2.0, growth=2.0, closeness=1.5)
     low, high = point(4, 4.0, 0.01), point(8, 5.0, 0.09)
-    assert next_rate([], 0.05, **steps) == 2.0
-    assert next_rate([low], 0.05, **steps) == 8.0
-    assert next_rate([high], 0.05, **steps) == 4.0
-    assert next_rate([low, high], 0.05, **steps) == pytest.approx(math.sqrt(32))
-    assert next_rate([low, point(5.6, 4.0, 0.09)], 0.05, **steps) is None
+    assert next_rate([], 0.05, steps) == 2.0
+    assert next_rate([low], 0.05, steps) == 8.0
+    assert next_rate([high], 0.05, steps) == 4.0
+    assert next_rate([low, high], 0.05, steps) == pytest.approx(math.sqrt(32))
+    assert next_rate([low, point(5.6, 4.0, 0.09)], 0.05, steps) is None
 
 
 class Queues:

@@ -8,8 +8,7 @@ import pytest
 from system_prompt import plots
 from system_prompt.arms import Shape, pool_pages, requests
 from system_prompt.capacity import NEW, RATIOS, TOKENS, shared_shape
-from system_prompt.interactive import poisson_arrivals
-from system_prompt.rate_search import RateSearch
+from system_prompt.interactive import Trial, highest_met, next_trial, poisson_arrivals
 from system_prompt.serving import Served, TooSlow, figures, serve
 from system_prompt.together import allowed_pages, checks
 
@@ -104,20 +103,20 @@ def test_figures_of_a_batch() -> None:
 
 @pytest.mark.parametrize("capacity", [0.3, 4.0, 4.1, 90.0])
 def test_the_search_finds_the_highest_rate_within_its_tolerance(capacity: float) -> None:
-    search = RateSearch(4.0, step=1.5, tolerance=1.06)
-    while not search.is_done:
-        search.note(search.rate <= capacity)
-    assert search.best is not None
-    assert search.best <= capacity < search.best * 1.06
-    assert len(search.tried) < 20
+    trials: list[Trial] = []
+    while (rate := next_trial(trials)) is not None:
+        trials.append((rate, rate <= capacity))
+    best = highest_met(trials)
+    assert best is not None
+    assert best <= capacity < best * 1.06
+    assert len(trials) < 20
 
 
 def test_a_search_that_meets_nothing_ends() -> None:
-    search = RateSearch(1.0, lowest=0.1)
-    while not search.is_done:
-        search.note(is_met=False)
-    assert search.best is None
-    assert min(rate for rate, _ in search.tried) > 0.1
+    trials: list[Trial] = []
+    while (rate := next_trial(trials)) is not None:
+        trials.append((rate, False))
+    assert highest_met(trials) is None
 
 
 def test_poisson_arrivals_are_scaled_by_their_rate() -> None:

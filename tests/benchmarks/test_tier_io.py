@@ -7,10 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tier_io.chunks import Chain, Shape
-from tier_io.page_cache import cached_share, make_cold
-from tier_io.reads import ChainReads
-from tier_io.rounds import Arm, Samples, share_of, table, take_turns
+from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape, measured, table
+from tier_io.disk import cached_share, make_cold
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.sources import ProcessChunkStore
@@ -23,7 +21,7 @@ def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
         Arm("edge", name, lambda index, name=name: called.append(f"{name}{index}"), before=lambda: called.append("-"))
         for name in "ab"
     ]
-    found = take_turns(arms, 2, 2)
+    found = measured(arms, 2, 2)
     assert "".join(called) == "-b0b1-a0a1" + "-a0a1-b0b1" + "-b0b1-a0a1"
     assert {name: [len(chunks) for chunks in samples.rounds] for name, samples in found.items()} == {
         "a": [2, 2],
@@ -34,7 +32,6 @@ def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
 def test_a_share_is_the_median_of_the_rounds_ratios() -> None:
     base = Samples(Arm("edge", "base", print), [[1.0, 1.0], [4.0, 4.0], [1.0, 1.0]])
     arm = Samples(Arm("edge", "arm", print, "base"), [[2.0, 2.0], [5.0, 5.0], [1.0, 3.0]])
-    assert share_of(arm, base) == 0.5
     rows = table({"base": base, "arm": arm}, "shape", 10**9)
     assert [(row["GB/s"], row["share"]) for row in rows] == [(1.0, None), (0.5, 0.5)]
     assert (rows[1]["chunk ms"], rows[1]["p99 ms"]) == (2500.0, 5000.0)

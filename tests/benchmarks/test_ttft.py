@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_ttft import lower_by
-from session_engines import make_decoder
-from turn_arms import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, is_from
+from bench_ttft import DEVICE, HOST, NUM_NEW, RECOMPUTE, Arm, is_from
+from engines import MAIN_MODEL, make_decoder
 
 from mneme.errors import MnemeError
 from mneme.replicas.model.decoder import Decoder
@@ -17,7 +16,7 @@ HISTORY = 96
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     torch.set_num_threads(1)
-    return make_decoder(2048, 0)
+    return make_decoder(MAIN_MODEL, max_context=2048)
 
 
 def arm(name: str, decoder: Decoder) -> Arm:
@@ -56,7 +55,3 @@ def test_where_kv_came_from_is_held_against_the_arm() -> None:
     assert not is_from(HOST, kv(21, 979, NUM_NEW), 1000)
     assert not is_from(HOST, kv(0, 999, NUM_NEW + 1), 1000)
     assert not is_from(HOST, kv(0, 999, NUM_NEW, 1), 1000)
-
-
-def test_reductions_are_medians_of_rounds() -> None:
-    assert lower_by([1.0, 5.0, 1.0], [10.0, 10.0, 5.0]) == pytest.approx(0.8)

@@ -6,10 +6,23 @@ import math
 
 import pytest
 import torch
-from bench_truncation import NUM_BEFORE, NUM_SPARE, compared, mean_nats, spent
-from truncation_arms import Arm, Heard, Thought, load_decoder
-from truncation_dense import DenseDecoder
-from truncation_texts import MODEL, held_out_ids, load_tokenizer, questions, streams
+from bench_truncation import (
+    MODEL,
+    NUM_BEFORE,
+    NUM_SPARE,
+    Arm,
+    DenseDecoder,
+    Heard,
+    Thought,
+    compared,
+    held_out_ids,
+    load_decoder,
+    load_tokenizer,
+    mean_nats,
+    questions,
+    spent,
+    streams,
+)
 
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import PromptUsage
