@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     num_steps = min(args.steps, 100) if args.quick else args.steps
-    run = Run("step_overhead", args, threads=1, batch=args.batch, steps=num_steps)
+    run = Run("step_overhead", args, threads=1, seed=1, batch=args.batch, steps=num_steps)
     times = step_times_ms(args.batch, num_steps)
     median, worst = round(float(np.median(times)), 3), round(float(np.quantile(times, 0.99)), 3)
     print(f"batch {args.batch}: median {median} ms, p99 {worst} ms a step")

@@ -141,7 +141,7 @@ class Run:
         """`threads`: of torch, where this process computes on a CPU; `facts` are part of the closing line."""
         self.args = args
         self.checks: list[Check] = []
-        self._started_s, self._load_before = time.perf_counter(), load_average()
+        self.started_s, self._load_before = time.perf_counter(), load_average()
         self._facts: dict[str, Any] = {
             "benchmark": name, "device": device or cpu_name(), "kind": kind, "quick": args.quick,
             "seed": getattr(args, "seed", 0),
@@ -152,10 +152,6 @@ class Run:
             torch.set_num_threads(threads)
             self._facts |= {"threads": threads, "torch": torch.__version__}
         self._facts |= facts
-
-    @property
-    def load_before(self) -> float:
-        return self._load_before
 
     def say(self, line: str) -> None:
         """Print a line, unless `--json` asked for the closing line alone."""
@@ -178,7 +174,7 @@ class Run:
         """The closing line so far; floats in results have five digits."""
         return {
             **self._facts, **facts, "load_average": [self._load_before, load_average()],
-            "elapsed_s": round(time.perf_counter() - self._started_s, 1),
+            "elapsed_s": round(time.perf_counter() - self.started_s, 1),
             "results": rounded(results), **closing_checks(self.checks),
         }  # fmt: skip
 

@@ -73,7 +73,7 @@ def run(description: str | None) -> int:
     }
     print(f"{device_name(device)}: {facts['backends']}, {facts['ceilings']}")
     results: dict[str, Any] = {}
-    ends_s = time.perf_counter() + budget_s
+    ends_s = run.started_s + budget_s
     for index, name in enumerate(chosen):
         runner, share = PARTS[name]
         remaining = sum(PARTS[other][1] for other in chosen[index:])
