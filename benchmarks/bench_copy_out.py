@@ -5,7 +5,7 @@
 Engines of the 31M model over one set of weights, each with a host tier, each decoding the same batch of 8 at the same
 contexts: one never copies ahead (`copy_out_below` 0), the others always (1.0). While they decode, idle sessions' pages
 are given back, in all of them, at the rate at which the batch makes new KV, or `--times` that. Stretches of 64 decode
-steps take turns, in another order each time; a cost is the median of the rounds' ratios of wall time.
+steps take turns; a cost is the median of the rounds' ratios of wall time.
 
 Host memory of a CPU engine is committed when a page of it is first written, and a page fault costs more than the copy:
 once for each host page. `copies` has written all of its host pages before, as any server has after a while, and is what
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from engines import DTYPE, MAIN_MODEL, PAGE_SIZE, TWO_TIER, make_decoder, make_runner, request
-from harness import PartResult, Run, at_most, median_ratio, options_of
+from harness import PartResult, Run, at_most, median_ratio, options_of, take_turns
 from random_models import kv_bytes_per_token
 from workloads import MODEL_SHAPE, VOCAB_SIZE
 
@@ -121,15 +121,9 @@ class Arm:
 
 
 def measure(decoder: Decoder, num_pairs: int, times: int, seed: int) -> dict[str, list[Stretch]]:
-    """The stretches of each arm, pair by pair; a first pair does not count."""
-    arms = [Arm(name, decoder, num_pairs + 1, SESSIONS_PER_STRETCH * times, seed) for name in ARMS]
-    found: dict[str, list[Stretch]] = {arm.name: [] for arm in arms}
-    for number in range(num_pairs + 1):
-        for arm in arms[number % 3 :] + arms[: number % 3] if number % 2 else arms[::-1]:
-            took = arm.stretch()
-            if number:
-                found[arm.name].append(took)
-    return found
+    """The stretches of each arm, pair by pair."""
+    arms = {name: Arm(name, decoder, num_pairs + 1, SESSIONS_PER_STRETCH * times, seed) for name in ARMS}
+    return take_turns(ARMS, lambda name: arms[name].stretch(), num_pairs)
 
 
 def row_of(name: str, found: dict[str, list[Stretch]], bytes_per_page: int) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from harness import NOT_RUN, Check, PartResult, at_least
 from random_models import SHAPES
-from system_prompt.arms import NONE, PS, RELAY, Shape, pool_pages
-from system_prompt.bench import ArmFigures, Bench
+from system_prompt.bench import NONE, PS, RELAY, ArmFigures, Bench, Shape, pool_pages
 
 SYSTEM_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 USER_NEW = ((64, 128), (128, 256), (256, 512))  # RelayAttention appendix D

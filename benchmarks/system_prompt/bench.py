@@ -1,4 +1,5 @@
-"""What every part of the benchmark is given."""
+"""What is compared, and what every part is given: one model, one pool and one engine, whose sharing is off, in memory
+only, or in attention too."""
 
 from __future__ import annotations
 
@@ -6,15 +7,77 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from engines import MAIN_MODEL, PAGE_SIZE, make_decoder, request
 from random_models import SHAPES
-from system_prompt.arms import ARMS, NONE, Arm, Limits, Replica, Shape, requests
 from system_prompt.serving import Figures, figures, serve
 from workloads import Workload, make_prompts
 
-MAIN_MODEL = "llama-31m"
+from mneme.kernels.work import Share
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.runner import Runner
+from mneme.replicas.request import GenerationRequest
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Arm(NamedTuple):
+    name: str
+    prefix_sharing: bool
+    share: Share
+
+
+NONE = Arm("none", False, "never")  # every request computes, stores and reads its own prompt
+PS = Arm("PS", True, "never")  # computed and stored once; attention reads it for each sequence
+RELAY = Arm("relay", True, "auto")  # as an engine is by default: read once for all where that pays
+ARMS = (NONE, PS, RELAY)
+
+
+class Shape(NamedTuple):
+    """Lengths of each request, tokens."""
+
+    system: int
+    user: int
+    new: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one request that shares nothing."""
+        return -(-sum(self) // PAGE_SIZE)
+
+
+class Replica:
+    """One model and one page pool, which the arms use in turns; a new engine finds nothing of the last one's."""
+
+    def __init__(self, shape: dict[str, Any], num_pages: int, dtype: torch.dtype, seed: int) -> None:
+        """The pool is touched here, so that no arm waits for the system's pages."""
+        self._decoder = make_decoder(shape, seed, dtype=dtype)
+        self._runner = Runner(self._decoder, num_pages, PAGE_SIZE)
+        self.num_pages = num_pages
+        for pages in (self._runner.pool.k_pages, self._runner.pool.v_pages):
+            pages.fill_(0)
+
+    def engine(self, arm: Arm, *, max_running: int = 128, max_batch_tokens: int = 2048) -> Engine:
+        """An empty engine; the last one is of no use any more."""
+        self._decoder.share = arm.share
+        config = EngineConfig(
+            prefix_sharing=arm.prefix_sharing, share=arm.share, max_running=max_running,
+            max_batch_tokens=max_batch_tokens, max_waiting=8192, max_waiting_tokens=None,
+        )  # fmt: skip
+        return Engine(self._runner, None, config)
+
+
+def pool_pages(shape: Shape, num_running: int) -> int:
+    """A pool in which so many requests run even if they share nothing, beside the tenth that admission leaves."""
+    return -(-shape.num_pages * num_running * 10 // 9) + num_running
+
+
+def requests(prompts: list[list[int]], num_new: int) -> list[GenerationRequest]:
+    """Greedy, of exactly so many new tokens."""
+    return [request(str(index), ids, num_new) for index, ids in enumerate(prompts)]
 
 
 @dataclass(kw_only=True)
@@ -58,7 +121,7 @@ class Bench:
     ) -> Figures:
         """All requests at once, from an empty cache; checks that the arm did what its name says."""
         prompts = make_prompts(Workload(num_requests, shape.system, shape.user, shape.new), seed)
-        engine = replica.engine(arm, Limits(max_running=max_running or self.batch_limit))
+        engine = replica.engine(arm, max_running=max_running or self.batch_limit)
         served = serve(engine, requests(prompts, shape.new), now_s=self.now_s)
         least_found = 0 if arm is NONE else (num_requests - 1) * shape.system
         assert engine.num_tokens["generated"] == num_requests * shape.new

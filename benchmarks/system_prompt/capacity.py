@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from harness import PartResult, at_least
 from random_models import SHAPES
-from system_prompt.arms import NONE, PAGE_SIZE, RELAY, Arm, Limits, Replica, Shape, requests
-from system_prompt.bench import Bench
+from system_prompt.bench import NONE, PAGE_SIZE, RELAY, Arm, Bench, Replica, Shape, requests
 from system_prompt.serving import serve
 from workloads import Workload, make_prompts
 
@@ -63,7 +62,7 @@ def shared_shape(r: float) -> Shape:
 def _count(replica: Replica, arm: Arm, shape: Shape, r: float, seed: int) -> Running:
     fitting = POOL_REQUESTS / (1 - r) if arm.prefix_sharing else POOL_REQUESTS
     prompts = make_prompts(Workload(round(_WAVES * fitting), shape.system, shape.user, shape.new), seed)
-    engine = replica.engine(arm, Limits(max_running=2048, max_batch_tokens=8192))
+    engine = replica.engine(arm, max_running=2048, max_batch_tokens=8192)
     scheduler, counts = engine.scheduler, []
 
     def count() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from harness import NOT_RUN, PartResult
 from rate_search import Point, Steps, next_rate
-from system_prompt.arms import ARMS, Arm, Limits, Shape, requests
-from system_prompt.bench import Bench
+from system_prompt.bench import ARMS, Arm, Bench, Shape, requests
 from system_prompt.serving import TooSlow, serve
 from workloads import Workload, make_prompts
 
@@ -66,7 +65,7 @@ def _is_met(bench: Bench, arm: Arm, shape: Shape, rate: float) -> bool:
     """Whether the mean over all requests that arrive in the time stays in the limit."""
     arrivals = poisson_arrivals(rate, _DURATION_S, bench.seed)
     prompts = make_prompts(Workload(1 + len(arrivals), shape.system, shape.user, shape.new), bench.seed)
-    engine = bench.replica.engine(arm, Limits(max_running=bench.batch_limit))
+    engine = bench.replica.engine(arm, max_running=bench.batch_limit)
     first, *rest = requests(prompts, shape.new)
     serve(engine, [first], now_s=bench.now_s)
     try:

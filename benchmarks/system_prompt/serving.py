@@ -9,20 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from mneme.replicas.request import GenerationRequest, TokenEvent
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.request import GenerationRequest
 
 NowS = Callable[[], float]
-
-
-class AnyEngine(Protocol):
-    """What is asked of an engine here."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: GenerationRequest) -> None: ...
-    def step(self) -> list[TokenEvent]: ...
 
 
 class Served(NamedTuple):
@@ -50,7 +42,7 @@ class TooSlow(Exception):
 
 
 def serve(
-    engine: AnyEngine,
+    engine: Engine,
     requests: Sequence[GenerationRequest],
     arrivals_s: Sequence[float] | None = None,
     *,

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines import MAIN_MODEL
 from harness import PartResult, Run, options_of
 from random_models import SHAPES
 from system_prompt import plots
-from system_prompt.arms import ARMS, DTYPES, PAGE_SIZE, pool_pages
 from system_prompt.batches import PROMISED, run_batch, run_few_shot, run_models, run_throughput
-from system_prompt.bench import MAIN_MODEL, Bench
+from system_prompt.bench import ARMS, DTYPES, PAGE_SIZE, Bench, pool_pages
 from system_prompt.capacity import run_capacity
 from system_prompt.interactive import LIMIT_MS, run_interactive
 from system_prompt.together import run_together

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from harness import Check, PartResult, at_most
-from system_prompt.arms import PAGE_SIZE, RELAY, Limits, requests
-from system_prompt.bench import Bench
+from system_prompt.bench import PAGE_SIZE, RELAY, Bench, requests
 from system_prompt.serving import serve
 from workloads import Workload, make_prompts
 
@@ -79,7 +78,7 @@ def _row(case: Case, time: float, found: Found, alone_s: float) -> dict[str, Any
 
 def _run(bench: Bench, case: Case, seed: int, spread_s: float) -> Found:
     prompts = make_prompts(Workload(case.requests, SHARED, case.own, _NEW), seed)
-    engine = bench.replica.engine(RELAY, Limits(max_batch_tokens=case.step_rows))
+    engine = bench.replica.engine(RELAY, max_batch_tokens=case.step_rows)
     gap_s = spread_s / case.requests if case.is_staggered else 0.0
     arrivals = [index * gap_s for index in range(case.requests)]
     served = serve(engine, requests(prompts, _NEW), arrivals, now_s=bench.now_s, until_first=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from system_prompt import plots
-from system_prompt.arms import Shape, pool_pages, requests
+from system_prompt.bench import Shape, pool_pages, requests
 from system_prompt.capacity import NEW, RATIOS, TOKENS, shared_shape
 from system_prompt.interactive import Trial, highest_met, next_trial, poisson_arrivals
 from system_prompt.serving import Served, TooSlow, figures, serve
