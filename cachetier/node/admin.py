@@ -1,4 +1,4 @@
-"""`CacheAdmin` of one node, over its cache: lookups, pins by name, deletion."""
+"""Answers `CacheAdmin` for one node, over its cache: lookups, pins by name, deletion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_ALL_PINS = 4096  # of all owners
 
 
 class NodeAdmin:
-    """Thread-safe; what happens meanwhile to the cache is seen or not."""
+    """Thread-safe; may or may not see what happens to the cache meanwhile."""
 
     def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`name` is the node's; `clock` is the cache's."""
@@ -40,7 +40,7 @@ class NodeAdmin:
         ]
 
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
-        """See `CacheAdmin.pin`; of a chunk that the sequence ends in, the whole."""
+        """See `CacheAdmin.pin`; the chunk that the sequence ends in is pinned as a whole."""
         found = [each for _, each in self._found(query)]
         if not found:
             return None
@@ -54,7 +54,7 @@ class NodeAdmin:
         return self._described(name, pin)
 
     def take_back_pin(self, name: PinName) -> bool:
-        """What `pin` of that name has just done; the pin that it replaced is there again."""
+        """Undo the last `pin` of that name: the pin that it replaced is back. False if there is none."""
         return self._pins.take_back(name)
 
     def unpin(self, name: PinName) -> bool:
@@ -106,7 +106,7 @@ class NodeAdmin:
         return children & {*query.lineage.beginnings(parent, query.tokens_of(place))}
 
     def _begin_with(self, query: ChainQuery) -> set[bytes]:
-        """Behind the sequence's last full chunk what begins with the rest, and all that descends from that."""
+        """Chunks behind the last full one that begin with the rest of the sequence, and all their descendants."""
         rest, last = query.tokens_of(len(query.keys)), query.parent(len(query.keys))
         first = self._starting_with(rest, last) if len(rest) else {last}
         return first | self._behind(first)
@@ -132,13 +132,13 @@ class NodeAdmin:
         return found
 
     def _remove(self, keys: set[bytes]) -> Amount:
-        """From every tier."""
+        """Delete these from every tier."""
         sizes = self._sizes(keys)
         self._node.delete(keys)
         return Amount(len(sizes), sum(sizes))
 
     def _sure(self, removed: Amount, owner: bytes) -> Amount:
-        """Raises `ReplicaUnavailable` while files of the owner's are left that are to be gone: a start finds them."""
+        """Raises `ReplicaUnavailable` while deleted files of the owner are still there: a start would find them."""
         if num_left := self._node.num_left(owner):
             raise ReplicaUnavailable(f"{num_left} files of the cache tier could not be removed yet")
         return removed
@@ -178,7 +178,7 @@ class NamedPins:
         self._pins: dict[PinName, NamedPin] = {}
 
     def set(self, name: PinName, pin: NamedPin) -> None:
-        """In the place of one of that name; raises `CachePinRefused`, and then that one stays."""
+        """Pin under this name, replacing its pin; raises `CachePinRefused`, and then the old one stays."""
         with self._lock:
             self._forget_expired()
             self._check_room(name)
@@ -193,7 +193,7 @@ class NamedPins:
                 raise CachePinRefused("pin", len(pin.keys), "so many chunks cannot be pinned in the cache tier")
 
     def take_back(self, name: PinName) -> bool:
-        """The last pin of that name, for the one that it replaced; whether there was one."""
+        """Put back the pin that the last one of that name replaced; False if there is no pin."""
         with self._lock:
             pin = self._pins.pop(name, None)
             if pin is None:
@@ -204,7 +204,7 @@ class NamedPins:
             return True
 
     def drop(self, name: PinName, more_keys: Callable[[ChainQuery], Collection[bytes]]) -> bool:
-        """Whether there was one. `more_keys`: what the cache has of its sequence by now."""
+        """Release a pin; False if there is none. `more_keys` finds what the cache has of its sequence by now."""
         with self._lock:
             self._forget_expired()
             pin = self._pins.pop(name, None)
@@ -226,7 +226,7 @@ class NamedPins:
             return [(name, pin) for name, pin in self._pins.items() if name.owner == owner]
 
     def left_s(self, pin: NamedPin) -> float | None:
-        """None: for ever."""
+        """Seconds until it ends; None for a pin without an end."""
         return None if math.isinf(pin.expires_at_s) else max(0.0, pin.expires_at_s - self._clock())
 
     def _check_room(self, name: PinName) -> None:
@@ -254,7 +254,7 @@ class NamedPins:
             self._cache.pin(group, expires_at_s - self._clock())
 
     def _forget_expired(self) -> None:
-        """The cache has let go of their chunks by itself."""
+        """Drop pins whose time is over; the cache has released their chunks by itself."""
         now_s = self._clock()
         for name in [name for name, pin in self._pins.items() if pin.expires_at_s <= now_s]:
             del self._pins[name]

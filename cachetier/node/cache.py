@@ -23,7 +23,7 @@ from mneme.cachetier.node.memory import ChunkMemory
 from mneme.cachetier.node.prefetch import Promoter
 from mneme.cachetier.node.search import ChainSearch, Located
 from mneme.cachetier.node.tiers import NodeTiers, OnChange
-from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, HostPut, Saver
+from mneme.cachetier.node.writer import ROOM_WAIT_S, TAIL_DELAY_S, ChunkWriter, HostPut
 from mneme.cachetier.store import ChainQuery, TierName
 from mneme.primitives import Worker
 
@@ -59,14 +59,14 @@ class NodeCache:
         self._thread = Worker(
             "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
         )
-        self._saver = Saver(
+        self._writer = ChunkWriter(
             tiers,
             host_bytes,
             lambda: self._promoter.is_loading,
             tail_delay_s,
             room_wait_s=ROOM_WAIT_S if has_threads else 0.0,
         )
-        self.writer = self._saver.writer
+        self.writer = self._writer.queue
         if has_threads:
             self._thread.start()
             if self.writer is not None:
@@ -76,10 +76,10 @@ class NodeCache:
         return key in self._tiers.index
 
     def locate(self, query: ChainQuery, timeout_s: float = math.inf) -> list[Located]:
-        """The longest run of chunks from `query.first` on, the last of them perhaps short or usable in part.
+        """Find the longest run of chunks from `query.first` on; the last may be short or usable in part.
 
-        What cannot be looked at in time is not there: each header of a file is read, if it was not of late. A request
-        that waits is remembered until `forget`: what it will use is brought up and kept.
+        What cannot be looked at in time counts as missing: headers of files that were not read lately are read. A
+        request that waits is remembered until `forget`: what it will use is prefetched and kept.
         """
         chain = self._used(self._search.locate(query, self._clock() + timeout_s))
         if query.request_id and chain:
@@ -89,25 +89,25 @@ class NodeCache:
         return chain
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests wait no longer; there may be room for what others want."""
+        """These requests wait no longer, which may make room for what others want."""
         self._tiers.waiting.forget(request_ids)
         self._thread.wake()
 
     def read(self, keys: Sequence[bytes]) -> list[Located | None]:
-        """Chunks with their bytes in memory, for another node; what lies on the disk is brought up first."""
+        """Read chunks for another node: their bytes are in memory, loaded from the disk where needed."""
         with self._tiers.index.holding(*keys):  # none of them goes for another
             return [self._promoter.fetch(key) for key in keys]
 
     def loading(self) -> AbstractContextManager[None]:
-        """While somebody reads: saving waits."""
+        """While this lasts somebody reads, and saving waits."""
         return self._promoter.loading()
 
     def others_load(self) -> None:
-        """Likewise for a moment: another process reads files of this node."""
+        """Another process reads files of this node: saving waits for a moment."""
         self._promoter.others_load()
 
     def missed(self, key: bytes, tier: TierName, miss: Miss) -> None:
-        """A reader of a chunk that was located found this."""
+        """Take note of a fault that a reader of a located chunk found."""
         if tier == "disk" and self._disk is not None:
             self._disk.missed(key, miss)
         elif tier == "host":
@@ -120,13 +120,13 @@ class NodeCache:
 
         By its lineage those are found that it supersedes, also among many that begin behind the same parent.
         """
-        return self._saver.put(header, payload, lineage)
+        return self._writer.put(header, payload, lineage)
 
     def delete(self, keys: Iterable[bytes]) -> int:
-        """How many of these were there. Who reads one reads on."""
+        """Delete chunks; returns how many were there. Readers of one read on."""
         unique = dict.fromkeys(keys)
         found = self._delete_in_host(unique)  # first, or the writer would take what it is at for wanted
-        self._saver.cancel(unique)
+        self._writer.cancel(unique)
         if self._disk is not None:
             found.update(key for key in unique if key in self._disk)
             self._disk.delete(unique)
@@ -135,7 +135,7 @@ class NodeCache:
         return len(found)
 
     def pin(self, keys: Iterable[bytes], ttl_s: float) -> int:
-        """Keep these for a time in each tier that has them, at most half of it; how many are pinned.
+        """Pin chunks for a time in each tier that has them, at most half of it; returns how many are pinned.
 
         What they descend from stays as well, pinned or not.
         """
@@ -143,12 +143,12 @@ class NodeCache:
             return sum([self._tiers.index.pin(key, ttl_s) for key in keys])
 
     def unpin(self, keys: Iterable[bytes]) -> int:
-        """How many were pinned."""
+        """Returns how many were pinned."""
         with self._lock:
             return self._tiers.index.unpin(keys)
 
     def expire(self) -> int:
-        """End pins whose time is over, remove what was not used for `ttl_s`; how many chunks went in all tiers."""
+        """End pins whose time is over and remove what was not used for `ttl_s`; returns how many chunks went."""
         with self._lock:
             self._tiers.index.expire_pins()
             num_expired = self._host.expire(self._config.ttl_s)
@@ -157,7 +157,7 @@ class NodeCache:
         return num_expired
 
     def snapshot(self) -> list[Change]:
-        """All chunks of all tiers, for a directory that lost its memory; changes that follow may be in it already."""
+        """List all chunks of all tiers for a directory that lost its memory; may contain changes announced later."""
         with self._lock:
             return [
                 Change(entry.key, tier.name, tier.num_bytes(entry), True)
@@ -166,7 +166,7 @@ class NodeCache:
             ]
 
     def search(self, query: ChainQuery, deadline_s: float) -> list[Located]:
-        """As `locate` finds it, for whoever manages the cache: no use is noted, and nobody as waiting.
+        """Find what `locate` does, without noting a use or a request that waits.
 
         `deadline_s` is of the node's clock.
         """
@@ -184,7 +184,7 @@ class NodeCache:
             return self._tiers.index.children(parent)
 
     def header(self, key: bytes) -> ChunkHeader | None:
-        """What a chunk is, from its file if it must be."""
+        """A chunk's header, read from its file if need be."""
         with self._lock:
             entry = self._tiers.index.get(key)
             if entry is None or entry.header is not None or self._disk is None:
@@ -234,7 +234,7 @@ class NodeCache:
         return self.writer is None or self.writer.flush(timeout_s)
 
     def close(self, *, flush: bool = True, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Write what waits, if that is wanted, and let the folder go, in this time; nothing may be called any more."""
+        """Write what waits, if wanted, and release the folder, within this time; call nothing afterwards."""
         self._thread.close(timeout_s / 4)
         if self.writer is not None:
             if flush:
@@ -245,19 +245,19 @@ class NodeCache:
         self._tiers.settle()
 
     def step(self) -> float | None:
-        """What the cache's thread does: bring up one chunk, unless somebody reads; now and then what is due."""
+        """Do one thing on the cache's thread: prefetch a chunk, unless somebody reads; each second what is due."""
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
             if self._disk is not None:
                 self._disk.sweep()
-            self._saver.write_again()
+            self._writer.write_again()
         if self._promoter.is_loading:
             return _YIELD_S
         return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S
 
     def _used(self, found: Sequence[Located]) -> list[Located]:
-        """Notes that these are used, up to the first that went meanwhile; with the paths of files."""
+        """Note a use of these, up to the first that went meanwhile, and add the paths of files."""
         chain: list[Located] = []
         with self._lock:
             for each in found:
@@ -276,7 +276,7 @@ class NodeCache:
         return chain
 
     def _delete_in_host(self, keys: Collection[bytes]) -> set[bytes]:
-        """Those that were there or on their way."""
+        """Delete chunks in memory or on their way there; returns which."""
         with self._lock:
             self._tiers.index.unpin(keys)
             return {key for key in keys if self._host.delete(key)}

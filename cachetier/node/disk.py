@@ -57,7 +57,7 @@ class Put(Enum):
 
 
 class DiskRead:
-    """An open chunk; a layer that cannot be had is a miss, and the tier hears of it."""
+    """An open chunk; a layer that cannot be read is a miss, which the tier is told."""
 
     def __init__(self, reader: ChunkReader, on_miss: Callable[[Miss], None]) -> None:
         self.header = reader.header
@@ -110,7 +110,7 @@ class Litter:
         self._blocks[path] = num_blocks
 
     def leave(self, path: str) -> None:
-        """The file is not ours: it stays."""
+        """Leave a file that is not ours."""
         del self._blocks[path]
 
     def claim(self) -> list[str]:
@@ -173,7 +173,7 @@ class DiskTier(Tier):
 
     @property
     def used_blocks(self) -> int:
-        """Of files, those that are being written or are still to be removed too."""
+        """Blocks of all files, including those being written or still to be removed."""
         return self.taken_blocks + self._litter.num_blocks
 
     def num_bytes(self, entry: Entry) -> int:
@@ -206,7 +206,7 @@ class DiskTier(Tier):
         return self._read(key, None)
 
     def header(self, key: bytes) -> ChunkHeader | Miss:
-        """What the chunk is, from its file if it was not read of late; this is no use of it."""
+        """The chunk's header, from its file if it was not read lately; this does not count as a use."""
         with self.index.lock:
             entry = self.get(key)
             if entry is None:
@@ -229,11 +229,11 @@ class DiskTier(Tier):
         return key in self._headers
 
     def path(self, entry: Entry) -> str:
-        """Of the file: who finds a fault there says so to `missed`."""
+        """The file's path; whoever finds a fault there calls `missed`."""
         return self._folder.path(_name(entry))
 
     def missed(self, key: bytes, miss: Miss) -> None:
-        """A reader found this: a chunk that is not there or not sound is forgotten, its file removed if it is ours."""
+        """Forget a chunk that a reader found missing or damaged, and remove its file if it is ours."""
         with self.index.lock:
             self.counters[f"miss_{miss.value}"] += 1
             entry = self.get(key)
@@ -244,7 +244,7 @@ class DiskTier(Tier):
         self._remove_litter()
 
     def delete(self, keys: Iterable[bytes]) -> int:
-        """How many of these were there. Who reads one reads on."""
+        """Delete chunks; returns how many were there. Readers of one read on."""
         with self.index.lock:
             entries = [entry for key in keys if (entry := self.get(key)) is not None]
             for entry in entries:
@@ -301,7 +301,7 @@ class DiskTier(Tier):
         self._litter.add(self.path(entry), blocks_of(entry.file_bytes))
 
     def _opened(self, entry: Entry, wanted: Wanted | None) -> ChunkReader | Miss:
-        """A reader, to be closed; a fault is noted."""
+        """Open a chunk for reading, to be closed; a fault is noted."""
         reader = open_chunk(self._files, self.path(entry), wanted)
         if isinstance(reader, ChunkReader) and name_of(reader.header, entry.file_bytes) != _name(entry):
             reader.close()
@@ -359,7 +359,7 @@ class DiskTier(Tier):
         return Put.WRITTEN
 
     def _supersede(self, header: ChunkHeader, lineage: Lineage | None) -> None:
-        """A tail that has grown replaces what it was; what is not found ages."""
+        """Remove what a tail was before it has grown; what is not found is evicted in time."""
         with self.index.lock:
             shorter = self.beginnings(header, lineage)
         for entry in shorter[:_MAX_SIBLINGS]:
@@ -373,7 +373,7 @@ class DiskTier(Tier):
                     self.counters["superseded_bytes"] += entry.file_bytes
 
     def _failed(self, error: OSError, paths: tuple[str, str], num_blocks: int) -> None:
-        """Nothing of it may stay, and a disk that is full has less room than was thought."""
+        """Clean up after a failed write, and make room if the disk was full."""
         logger.warning("disk tier: a chunk could not be written: %s", error)
         with self.index.lock:
             for path in paths:
@@ -389,7 +389,7 @@ class DiskTier(Tier):
         self._remove_litter()
 
     def _remove_litter(self) -> None:
-        """What cannot be removed stays litter."""
+        """Remove files that must not stay; those that cannot be removed are tried again later."""
         with self.index.lock:
             paths = self._litter.claim()
         for path in paths:
@@ -405,7 +405,7 @@ class DiskTier(Tier):
                 self.counters["unlink_failed"] += not is_gone
 
     def _rebuild(self, wall_s: float) -> None:
-        """The index from names. Ages count from the newest file: no halt and no jump of a clock makes all old."""
+        """Build the index from file names. Ages count from the newest file: a clock that jumped ages nothing."""
         found: dict[bytes, Entry] = {}
         for time_s, name in self._folder.scan(self.counters):
             if name.key in found:  # under two names, which a tier of ours does not make
@@ -427,7 +427,7 @@ class DiskTier(Tier):
 
 
 def _name(entry: Entry) -> ChunkName:
-    """What the chunk's file is called."""
+    """The name of the chunk's file."""
     return ChunkName(entry.key, entry.parent, entry.tenant, entry.model, entry.kind, entry.num_tokens, entry.file_bytes)
 
 
@@ -448,7 +448,7 @@ def make_disk_tier(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A million objects that stay: looking at all of them again and again for garbage would take most of the time."""
+    """Pause garbage collection, which would scan a million objects that stay again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

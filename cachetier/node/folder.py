@@ -61,7 +61,7 @@ def temporary_name(key: bytes, number: int) -> str:
 
 
 def parse_name(text: str) -> ChunkName | None:
-    """None for a name that we would not give."""
+    """Take a name apart; None for one that a tier would not give."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -83,7 +83,7 @@ def is_temporary(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _shared(text: str) -> bytes:
-    """One object for all names: there are few tenants and models beside a million chunks."""
+    """Share one object among names: there are few tenants and models beside a million chunks."""
     return bytes.fromhex(text)
 
 
@@ -106,7 +106,7 @@ class Kind(Enum):
 
 
 def make_root(path: str) -> None:
-    """The folder that a tier was given, if there is none. Raises `ConfigError`."""
+    """Make the folder that a tier was given, if there is none. Raises `ConfigError`."""
     try:
         os.makedirs(path, 0o700, exist_ok=True)
     except OSError as error:
@@ -114,13 +114,13 @@ def make_root(path: str) -> None:
 
 
 def check_usable(path: str) -> None:
-    """Raises `ConfigError` if a tier could not use the folder now; one that can finds it as a tier makes it."""
+    """Make the folder as a tier would. Raises `ConfigError` if a tier could not use it now."""
     make_root(path)
     DiskFolder(path, FileOperations()).close()
 
 
 def kind_of(folder: str, text: str, status: os.stat_result) -> tuple[Kind, ChunkName | None]:
-    """Of what lies under a name in one of the folders; of chunks and torn ones, the name in parts."""
+    """Say what lies under a name in one of the folders; with the name in parts for chunks and torn ones."""
     name = parse_name(text)
     if name is None and not is_temporary(text):
         return Kind.UNKNOWN, None
@@ -157,7 +157,7 @@ class DiskFolder:
         return os.path.join(self._root, folder_of(name.key), str(name))
 
     def temporary_path(self, key: bytes) -> str:
-        """Another one for each call."""
+        """A new path for each call."""
         self._number += 1
         return os.path.join(self._root, folder_of(key), temporary_name(key, self._number))
 
@@ -178,11 +178,11 @@ class DiskFolder:
                     self._reject(kind, os.path.join(path, text), counters)
 
     def close(self) -> None:
-        """Let the lock go; twice is as once."""
+        """Release the lock. Called twice it does nothing."""
         self._lock.close()
 
     def _reject(self, kind: Kind, path: str, counters: Counter[str]) -> None:
-        """What is no sound chunk is removed if a crash may have left it."""
+        """Remove what is no sound chunk, if a crash may have left it."""
         if kind in (Kind.UNKNOWN, Kind.NOT_OURS):
             counters[f"scan_{kind.value}"] += 1
             return

@@ -235,11 +235,11 @@ class Tier(ABC):
 
     @abstractmethod
     def _removed(self, entry: Entry) -> None:
-        """A chunk is no more in this tier; its bytes are still to be dropped, and not here."""
+        """Called when a chunk has left the tier; its bytes are to be dropped later, outside of the lock."""
 
     @property
     def taken_blocks(self) -> int:
-        """Of its chunks and what room was reserved for: what bounds are about."""
+        """Blocks of its chunks and of what room was reserved for: what the bounds are about."""
         return self.num_blocks + sum(num_blocks for _, num_blocks in self._coming.values())
 
     @property
@@ -261,7 +261,7 @@ class Tier(ABC):
         return key in self._children
 
     def some_children(self, parent: bytes, most: int) -> list[bytes]:
-        """At most so many, whichever; costs no more than that."""
+        """Any children of a chunk, at most so many."""
         found = self._children.get(parent, ())
         return [found] if isinstance(found, bytes) else list(islice(found, most))
 
@@ -390,7 +390,7 @@ class Tier(ABC):
         return len(expired)
 
     def unused_since(self, time_s: float) -> list[Entry]:
-        """What was not used from then on and is not kept, nor is anything behind it; the ends of chains first.
+        """Chunks that were not used since then and are not kept, nor anything behind them; ends of chains first.
 
         A chunk that others descend from is in use as they are: who has its KV on a device asks for what follows only.
         """
@@ -411,7 +411,7 @@ class Tier(ABC):
         return Candidate(entry.key, blocks_of(self.num_bytes(entry)), entry.last_used_s, entry.has_returned)
 
     def offer(self, key: bytes) -> None:
-        """It may be evicted from here on, if it is there and nothing keeps it."""
+        """Make a chunk a candidate for eviction, if it is there and nothing keeps it."""
         if key not in self._children and key in self._entries and not self._is_kept(key):
             self.policy.offer(self.candidate(self._entries[key]))
 

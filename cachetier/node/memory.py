@@ -29,16 +29,16 @@ class ChunkMemory(Protocol):
     """Keeps the bytes of a host tier. Calls may come from several threads, and take a bounded time."""
 
     def take(self, payload: object) -> Held:
-        """What an engine gave is ours from now on. Raises MemoryError if it cannot be had or there is no room."""
+        """Take over what an engine gave. Raises MemoryError if it cannot be read or there is no room."""
 
     def keep(self, layers: Sequence[U8Array]) -> Held:
-        """Bytes that were read from a disk, one array for each layer; they change no more. Raises MemoryError."""
+        """Take over bytes read from a disk, one array per layer, which change no more. Raises MemoryError."""
 
     def layers(self, held: Held) -> tuple[U8Array, ...] | Miss:
         """All layers, read-only; the memory stays as long as they are referred to."""
 
     def drop(self, held: Held) -> None:
-        """The tier gave it up; who was given it before may still read it."""
+        """Free what the tier gave up; whoever was given it before may still read it."""
 
 
 class ProcessMemory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from enum import Enum
 
 import numpy as np
 
@@ -17,14 +16,6 @@ from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.tiers import NodeTiers
 
 LOADS_AGAIN_S = 0.1  # by which another process has to say again that it reads
-
-
-class _Prefetch(Enum):
-    """The values are the names of counters."""
-
-    DONE = "prefetched"
-    NO_ROOM = "prefetch_no_room"
-    FAILED = "prefetch_failed"
 
 
 class Promoter:
@@ -55,18 +46,11 @@ class Promoter:
                 self._num_loading -= 1
 
     def fetch(self, key: bytes) -> Located | None:
-        """A chunk with its bytes in memory; it is kept there if there is room. None: it cannot be had."""
+        """A chunk with its bytes in memory, kept there if there is room. None: it cannot be had."""
         found, disk = self._in_host(key), self._tiers.disk
         if disk is None or found is not None:
             return found
-        with self.loading():
-            reader = disk.open_key(key)
-            if isinstance(reader, Miss):
-                return None
-            with reader, self._tiers.index.holding(reader.header.parent):
-                found = self._load(reader, is_reserved=self._reserve(disk, reader.header, None))
-        self._tiers.settle()
-        return found
+        return self._load(disk, key, None)[1]
 
     def prefetch_next(self) -> bool:
         """Bring up the next chunk that a waiting request wants (AttentionStore 3.3.1).
@@ -78,29 +62,34 @@ class Promoter:
         if wanted is None or tiers.disk is None:
             return False
         request_id, key = wanted
-        outcome = _Prefetch.FAILED
+        has_room, is_here = True, False
         try:
-            outcome = _Prefetch.DONE if key in tiers.host else self._prefetch(tiers.disk, key)
+            is_here = key in tiers.host
+            if not is_here:
+                has_room, found = self._load(tiers.disk, key, tiers.waiting.exempt())
+                is_here = found is not None
+                self._count("prefetched" if is_here else "prefetch_failed" if has_room else "prefetch_no_room")
         finally:  # what raises must not be the next again: others wait behind it
-            if outcome is _Prefetch.DONE:
+            if is_here:
                 tiers.waiting.brought(request_id, key)
-            elif outcome is _Prefetch.FAILED:
+            elif has_room:
                 tiers.waiting.give_up(request_id)
-        return outcome is not _Prefetch.NO_ROOM
+        return has_room
 
-    def _prefetch(self, disk: DiskTier, key: bytes) -> _Prefetch:
-        outcome = _Prefetch.FAILED
+    def _load(self, disk: DiskTier, key: bytes, spared: Container[bytes] | None) -> tuple[bool, Located | None]:
+        """Whether there was room in memory, and the chunk.
+
+        With `spared`, none of those goes for it, and nothing is read without room; else it is read in any case.
+        """
         with self.loading():
             reader = disk.open_key(key)
-            if not isinstance(reader, Miss):
-                with reader, self._tiers.index.holding(reader.header.parent):
-                    if not self._reserve(disk, reader.header, self._tiers.waiting.exempt()):
-                        outcome = _Prefetch.NO_ROOM
-                    elif self._load(reader, is_reserved=True) is not None:
-                        outcome = _Prefetch.DONE
+            if isinstance(reader, Miss):
+                return True, None
+            with reader, self._tiers.index.holding(reader.header.parent):
+                has_room = self._reserve(disk, reader.header, spared)
+                found = self._read(reader, is_reserved=has_room) if has_room or spared is None else None
         self._tiers.settle()
-        self._count(outcome.value)
-        return outcome
+        return has_room, found
 
     def _in_host(self, key: bytes) -> Located | None:
         with self._tiers.lock:
@@ -117,7 +106,7 @@ class Promoter:
         self._tiers.settle()  # the bytes of what goes for it are free before its own come
         return is_reserved
 
-    def _load(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:
+    def _read(self, reader: DiskRead, *, is_reserved: bool) -> Located | None:
         header, held = reader.header, None
         try:
             held = self._held(reader)

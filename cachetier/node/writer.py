@@ -36,8 +36,8 @@ class HostPut(Enum):
     REFUSED = "refused"
 
 
-class Saver:
-    """`writer` is None without a disk."""
+class ChunkWriter:
+    """Takes chunks into memory and queues them for the disk; `queue` is None without one."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Saver:
         self._failed: dict[bytes, None] = {}  # in memory, and not on the disk by a fault
         self._late: dict[bytes, None] = {}  # likewise, as the queue was full
         self._again: set[bytes] = set()  # of both, those that are in the queue now
-        self.writer: WriteBehind | None = None
+        self.queue: WriteBehind | None = None
         if tiers.disk is not None:
-            self.writer = WriteBehind(
+            self.queue = WriteBehind(
                 self._write,
                 self._written,
                 max_bytes=host_bytes // _WRITE_SHARE,
@@ -76,12 +76,12 @@ class Saver:
         return outcome
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """These are not to be written."""
-        if self.writer is not None:
-            self.writer.cancel(keys)
+        """Take these out of the queue of writes."""
+        if self.queue is not None:
+            self.queue.cancel(keys)
 
     def write_again(self) -> None:
-        """Some of what a fault has kept from the disk; to be called now and then."""
+        """Queue some chunks that a fault has kept from the disk; to be called now and then."""
         with self._lock:
             keys = list(islice(self._failed, _MAX_RETRIED))
             again = [found for key in keys if (found := self._take_up(key)) is not None]
@@ -106,7 +106,7 @@ class Saver:
             return self._put_held(header, payload, lineage)
 
     def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
-        """What went before it does not go for it."""
+        """With its parent held: what goes before a chunk is not evicted for it."""
         is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
         until_s = time.monotonic() + self._room_wait_s
         while True:
@@ -120,7 +120,7 @@ class Saver:
                 if is_admitted or (is_to_write and self._host.reserve_passage(header)):
                     break
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk
-            if self.writer is None or wait_s <= 0 or not self.writer.await_one(wait_s):
+            if self.queue is None or wait_s <= 0 or not self.queue.await_one(wait_s):
                 return HostPut.REFUSED
         self._tiers.settle()  # the bytes of what goes for it are free before its own come
         held = self._taken(header, payload, is_passing=not is_admitted)
@@ -142,13 +142,13 @@ class Saver:
         return self._host.holds(key)
 
     def _is_orphan(self, header: ChunkHeader) -> bool:
-        """It follows a chunk that went, so nobody would find it; what went before it stays instead."""
+        """Whether its parent is known to be gone, so that nobody would find it."""
         parent = header.parent
         is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
         return not is_here and self._tiers.index.was_here(parent)
 
     def _taken(self, header: ChunkHeader, payload: object, *, is_passing: bool) -> Held | None:
-        """The bytes, now ours; without them the room is given back."""
+        """Take the bytes over; if that fails, give the reserved room back."""
         held = None
         try:
             held = self._tiers.memory.take(payload)
@@ -180,8 +180,8 @@ class Saver:
         is_passing: bool,
         wait_s: float = 0.0,
     ) -> bool:
-        assert self.writer is not None
-        is_queued = header.parent not in self._late and self.writer.submit(
+        assert self.queue is not None
+        is_queued = header.parent not in self._late and self.queue.submit(
             header, held, is_passing=is_passing, lineage=lineage, wait_s=wait_s
         )
         if not is_queued:
@@ -190,8 +190,8 @@ class Saver:
         return is_queued
 
     def _refill(self) -> None:
-        """Of what is late, the first that memory still has: into the queue, if there is room."""
-        assert self.writer is not None
+        """Queue the first of the late chunks that memory still has, if there is room."""
+        assert self.queue is not None
         with self._lock:
             while self._late and next(iter(self._late)) not in self._host:
                 del self._late[next(iter(self._late))]
@@ -199,7 +199,7 @@ class Saver:
         if found is None:
             return
         header, held = found
-        if self.writer.submit(header, held):
+        if self.queue.submit(header, held):
             with self._lock:
                 self._late.pop(header.key, None)
         else:
@@ -213,7 +213,7 @@ class Saver:
                 del late[next(iter(late))]
 
     def _write(self, pending: Pending) -> None:
-        """On the writer's thread."""
+        """Write one chunk, on the queue's thread."""
         disk, key = self._tiers.disk, pending.header.key
         assert disk is not None
         if not self._is_wanted(key) or self._is_cut_off(pending.header, disk):
@@ -233,7 +233,7 @@ class Saver:
         self._tiers.settle()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
-        """What went before it is known, and not on the disk: nobody would find it there once memory is gone."""
+        """Whether its parent is known and not on the disk: nobody would find the chunk there after a restart."""
         parent = header.parent
         if parent in disk:
             return False
@@ -245,7 +245,7 @@ class Saver:
         return is_cut_off
 
     def _not_written(self, key: bytes, counter: str, *, is_to_retry: bool) -> None:
-        """What follows it is not to be written either, until it is."""
+        """Note that a chunk is not on the disk: what follows it is not written before it is."""
         with self._lock:
             self._tiers.index.note_gone(key)
             self._host.counters[counter] += 1
@@ -253,17 +253,17 @@ class Saver:
             self._try_later(self._failed, key)
 
     def _is_wanted(self, key: bytes) -> bool:
-        """It was not deleted, nor superseded; it cannot have been evicted."""
+        """Whether it was neither deleted nor superseded; it cannot have been evicted."""
         with self._lock:
             return self._host.holds(key)
 
     def _written(self, pending: Pending) -> None:
-        """There is room in the queue again."""
+        """A chunk has left the queue: it may be evicted, and another may be queued."""
         self._let_go(pending)
         self._refill()
 
     def _let_go(self, pending: Pending) -> None:
-        """It is on the disk, or will not be for now: it may go from memory."""
+        """Allow the eviction of a chunk that was written, or will not be for now."""
         key = pending.header.key
         with self._lock:
             self._again.discard(key)
@@ -297,7 +297,7 @@ class Pending:
 
     @property
     def num_bytes(self) -> int:
-        """As the host tier counts them."""
+        """In whole blocks, as the host tier counts."""
         return blocks_of(chunk_bytes(self.header)) * BLOCK_BYTES
 
 
@@ -374,7 +374,7 @@ class WriteBehind:
             return has_ended
 
     def cancel(self, keys: Iterable[bytes]) -> int:
-        """These are not wanted any more; how many are not written. One that is being written is."""
+        """Take these out of the queue; returns how many. One that is being written is not stopped."""
         with self._changed:
             found = [p for key in keys if (p := self._whole.pop(key, None) or self._tails.pop(key, None)) is not None]
             self._counters["cancelled"] += len(found)
@@ -434,7 +434,7 @@ class WriteBehind:
         return self._num_bytes + pending.num_bytes <= max(self._max_bytes, _MIN_CHUNKS * pending.num_bytes)
 
     def _warn_of_drops(self) -> None:
-        """Under the lock; once."""
+        """Warn of the first chunk that is dropped. Under the lock."""
         if not self._counters["dropped"]:
             _logger.warning("write-behind: the queue is full (%d bytes), chunks are not written", self._max_bytes)
 
