@@ -30,7 +30,7 @@ class FoundChunk(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Of chunks; one in two tiers counts twice."""
+    """How many chunks and bytes; a chunk in two tiers counts twice."""
 
     num_chunks: int = 0
     num_bytes: int = 0
@@ -50,11 +50,11 @@ class PinnedPrefix(NamedTuple):
     pin_id: str
     num_tokens: int  # of the sequence
     amount: Amount
-    expires_in_s: float | None  # None: until it is let go, or the node's cache is started anew
+    expires_in_s: float | None  # None: until it is released, or the node's cache is started anew
 
 
 class CacheAdmin(Protocol):
-    """Of one node, or of all that live."""
+    """Manages what is kept on one node, or on all that live."""
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
         """Every place of every chunk of the sequence, from its root on, whatever is missing between."""
@@ -66,10 +66,10 @@ class CacheAdmin(Protocol):
         """
 
     def unpin(self, name: PinName) -> bool:
-        """Whether there was one."""
+        """Release what the pin keeps; whether there was one."""
 
     def pins(self, owner: bytes) -> list[PinnedPrefix]:
-        """The owner's."""
+        """List the pins of a tenant."""
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
@@ -79,10 +79,10 @@ class CacheAdmin(Protocol):
         """
 
     def delete_owned(self, owner: bytes) -> Amount:
-        """All that an owner has; raises likewise."""
+        """Forget all that a tenant has; raises as `delete` does."""
 
     def stats(self) -> list[dict[str, Any]]:
-        """Of each node that answers: "node", its name, what its `NodeCache.stats()` says, and what its actor adds."""
+        """Figures of each node that answers: its name as "node", what `NodeCache.stats()` says, what its actor adds."""
 
 
 @runtime_checkable
@@ -109,7 +109,7 @@ def leading(found: Iterable[FoundChunk], chunk_tokens: int) -> list[FoundChunk]:
 
 
 def num_leading_tokens(run: Sequence[FoundChunk]) -> int:
-    """Of what `leading` gave."""
+    """Count the sequence's tokens in what `leading` gave."""
     return sum({each.place: each.num_tokens for each in run}.values())
 
 

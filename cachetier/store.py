@@ -65,7 +65,7 @@ class ChainQuery:
 
     @property
     def root(self) -> bytes:
-        """Of the lineage."""
+        """What stands in for the parent of the first chunk."""
         return self.lineage.root
 
     @property
@@ -74,7 +74,7 @@ class ChainQuery:
         return self.lineage.owner
 
     def parent(self, index: int) -> bytes:
-        """Of the chunk at an index: the key of the one before it, or the root."""
+        """Return the key of the chunk before the one at an index, or the root."""
         return self.keys[index - 1] if index else self.root
 
     def tokens_of(self, index: int) -> U32Array:
@@ -100,7 +100,7 @@ class ChunkSource(Protocol):
         """The layer's bytes [layer_bytes], whose checksum was just computed of them; read-only, valid until `close`."""
 
     def close(self) -> None:
-        """Let go of the bytes; called twice it does nothing."""
+        """Release the bytes; called twice it does nothing."""
 
 
 class ChunkStore(Protocol):

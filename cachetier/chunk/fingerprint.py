@@ -20,7 +20,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
-from mneme.cachetier.chunk.private_file import read_private, write_private
+from mneme.cachetier.chunk.syscalls import read_private, write_private
 from mneme.errors import CheckpointError, ConfigError, shown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,7 +45,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """Of a chunk's payload: per layer [K and V, num_kv_heads, tokens, head_dim], one run of bytes.
+    """How a chunk's payload lies: per layer [K and V, num_kv_heads, tokens, head_dim], one run of bytes.
 
     It knows nothing of pages: engines with pages of different sizes read each other's chunks.
     """
@@ -136,7 +136,7 @@ def _identity(status: os.stat_result) -> str:
 
 
 def _hash(fd: int, num_bytes: int, num_threads: int) -> str:
-    """Of the blocks' digests, so that blocks can be hashed side by side."""
+    """Hash the blocks' digests, so that blocks can be hashed side by side."""
     total = blake2b(num_bytes.to_bytes(8, "little"), digest_size=_DIGEST_BYTES, person=b"mneme file")
     with ThreadPoolExecutor(num_threads) as threads:
         for digest in threads.map(lambda start: _hash_block(fd, start), range(0, num_bytes, _BLOCK_BYTES)):

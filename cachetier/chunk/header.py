@@ -79,12 +79,12 @@ class ChunkHeader:
 
     @property
     def payload_bytes(self) -> int:
-        """Of all layers."""
+        """Size of all layers."""
         return self.layout.num_layers * self.layer_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of this header, encoded."""
+        """Size of this header, encoded."""
         return header_bytes(self.layout.num_layers, len(self.token_ids))
 
 
@@ -131,7 +131,10 @@ def make_chunk(
     if not 1 <= len(ids) <= layout.chunk_tokens or positions.shape != ids.shape:
         rule = f"must be 1 to {layout.chunk_tokens}, one position for each"
         raise ValueError(f"token_ids: {rule} (got {len(ids)}, {positions.shape})")
-    flat = _flat(layers, layout, len(ids))
+    num_bytes = layout.layer_bytes(len(ids))
+    if len(layers) != layout.num_layers or any(layer.nbytes != num_bytes for layer in layers):
+        raise ValueError(f"layers: must be {layout.num_layers} of {num_bytes} bytes")
+    flat = tuple(np.ascontiguousarray(layer).view(np.uint8).reshape(-1) for layer in layers)
     header = ChunkHeader(
         key=lineage.key(parent, ids),
         parent=parent,
@@ -144,13 +147,6 @@ def make_chunk(
         checksums=tuple(checksum(layer.data) for layer in flat),
     )
     return Chunk(header, flat)
-
-
-def _flat(layers: Sequence[U8Array], layout: ChunkLayout, num_tokens: int) -> tuple[U8Array, ...]:
-    num_bytes = layout.layer_bytes(num_tokens)
-    if len(layers) != layout.num_layers or any(layer.nbytes != num_bytes for layer in layers):
-        raise ValueError(f"layers: must be {layout.num_layers} of {num_bytes} bytes")
-    return tuple(np.ascontiguousarray(layer).view(np.uint8).reshape(-1) for layer in layers)
 
 
 def checksum(payload: bytes | memoryview) -> bytes:
@@ -243,47 +239,38 @@ def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
     )
 
 
-def _header(fields: tuple[object, ...], head: bytes, start: int) -> ChunkHeader | None:
-    """None if a field is out of its bounds."""
-    _, _, _, kind, *sizes, num_tokens = fields[:10]
-    names = fields[10:]
-    assert isinstance(kind, int)
-    assert isinstance(num_tokens, int)
+def _header(fields: tuple[Any, ...], head: bytes, start: int) -> ChunkHeader | None:
+    """None if a field is out of its bounds. Token ids, positions and checksums lie from `start` on."""
+    _, _, _, kind, dtype, num_layers, num_kv_heads, head_dim, chunk_tokens, num_tokens = fields[:10]
+    key, parent, owner, fingerprint = fields[10:14]
     try:
-        layout, lineage_kind = _layout(*sizes), LineageKind(kind)
+        layout = ChunkLayout(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=_DTYPES.get(dtype, ""),
+            chunk_tokens=chunk_tokens,
+        )
+        lineage_kind = LineageKind(kind)
     except (ConfigError, ValueError):
         return None
-    if not 1 <= num_tokens <= layout.chunk_tokens:
+    if not 1 <= num_tokens <= chunk_tokens:
         return None
-    positions_at = start + 4 * num_tokens
-    checksums_at = positions_at + 4 * num_tokens
+    checksums_at = start + 8 * num_tokens
     return ChunkHeader(
-        key=names[0],  # type: ignore[arg-type]
-        parent=names[1],  # type: ignore[arg-type]
-        owner=names[2],  # type: ignore[arg-type]
+        key=key,
+        parent=parent,
+        owner=owner,
         kind=lineage_kind,
-        fingerprint=names[3],  # type: ignore[arg-type]
+        fingerprint=fingerprint,
         layout=layout,
         token_ids=np.frombuffer(head, "<u4", num_tokens, start),
-        slot_position=np.frombuffer(head, "<i4", num_tokens, positions_at),
-        checksums=tuple(head[at : at + CHECKSUM_BYTES] for at in _steps(checksums_at, layout.num_layers)),
+        slot_position=np.frombuffer(head, "<i4", num_tokens, start + 4 * num_tokens),
+        checksums=tuple(
+            head[at : at + CHECKSUM_BYTES]
+            for at in range(checksums_at, checksums_at + CHECKSUM_BYTES * num_layers, CHECKSUM_BYTES)
+        ),
     )
-
-
-def _layout(dtype: object, *sizes: Any) -> ChunkLayout:
-    """Raises `ConfigError`."""
-    num_layers, num_kv_heads, head_dim, chunk_tokens = sizes  # struct gives integers
-    return ChunkLayout(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=_DTYPES.get(dtype, ""),  # type: ignore[call-overload]
-        chunk_tokens=chunk_tokens,
-    )
-
-
-def _steps(start: int, num_layers: int) -> range:
-    return range(start, start + CHECKSUM_BYTES * num_layers, CHECKSUM_BYTES)
 
 
 def _placement_fault(header: ChunkHeader, placement: Placement, header_end: int, file_bytes: int) -> Miss | None:

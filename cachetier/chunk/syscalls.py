@@ -1,20 +1,26 @@
-"""Every call of the disk tier and of session logs to the file system: tests make the k-th of them fail."""
+"""Every call of the disk tier to the file system, of which tests make the k-th fail; and small private files.
+
+In private files a process remembers what it measured: they are believed only if nobody else may have written them.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block us
-_WRITE_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_PAUSE_S = 0.05
+_MAX_BYTES = 1 << 20  # of a private file
 
 Buffer = bytearray | memoryview
 
@@ -22,14 +28,10 @@ Buffer = bytearray | memoryview
 class FileOperations:
     """Thin: each method is one call, raises OSError, and follows no link in the last part of a path."""
 
-    lock_wait_s = 0.0  # for somebody to let a lock go
+    lock_wait_s = 0.0  # for somebody to release a lock
 
     def open_to_read(self, path: str) -> int:
         return os.open(path, _READ_FLAGS)
-
-    def open_to_write(self, path: str) -> int:
-        """A file that is there, as it is."""
-        return os.open(path, _WRITE_FLAGS)
 
     def create(self, path: str) -> int:
         """A new file, for the owner alone; it must not be there."""
@@ -47,17 +49,6 @@ class FileOperations:
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers), offset)
-
-    def truncate(self, fd: int, num_bytes: int) -> None:
-        os.ftruncate(fd, num_bytes)
-
-    def set_time(self, fd: int, mtime_ns: int) -> None:
-        """Of the last change."""
-        os.utime(fd, ns=(mtime_ns, mtime_ns))
-
-    def sync(self, fd: int) -> None:
-        """Wait until the file's bytes are on the disk."""
-        os.fdatasync(fd)
 
     def sync_folder(self, path: str) -> None:
         """Wait until the names in it are on the disk."""
@@ -103,7 +94,7 @@ class FileOperations:
             os.close(fd)
 
     def status_of(self, path: str) -> os.stat_result:
-        """Of a file, a folder or a link itself."""
+        """Status of a file, a folder or a link itself."""
         return os.lstat(path)
 
     def lock(self, path: str) -> int:
@@ -136,7 +127,7 @@ class HeldLock:
         self._fd: int | None = files.lock(path)
 
     def close(self) -> None:
-        """Let it go. Called twice it does nothing: its descriptor may be another's by then."""
+        """Release it. Called twice it does nothing: its descriptor may be another's by then."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -157,3 +148,38 @@ def is_ours(status: os.stat_result) -> bool:
 def is_private_folder(status: os.stat_result) -> bool:
     """A folder of this user that nobody else may write to."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+class NotPrivate(ValueError):
+    """The file is a link or another user's, or others may write to it."""
+
+
+def read_private(path: Path) -> Any:
+    """The JSON in a file; None if there is no such file. Raises OSError, or ValueError (`NotPrivate`)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022 or not stat.S_ISREG(status.st_mode):
+            raise NotPrivate(f"{path}: another user's, or others may write to it")
+        try:
+            return json.loads(file.read(_MAX_BYTES))
+        except RecursionError as error:
+            raise ValueError(f"{path}: nested too deeply") from error
+
+
+def write_private(path: Path, content: Any) -> None:
+    """Put JSON in the place of the file, whole or not at all. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "w") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

@@ -147,7 +147,7 @@ class ShardAnnouncer:
 
 
 def _parts(changes: Sequence[Change]) -> Iterator[tuple[Sequence[Change], bool, bool]]:
-    """Of a whole account: what goes into one announcement, whether it is the first, whether the last."""
+    """Cut a whole account into announcements: changes, whether they are the first, whether the last."""
     starts = range(0, max(len(changes), 1), BATCH_CHANGES)
     for start, following in itertools.zip_longest(starts, starts[1:]):
         yield changes[start : start + BATCH_CHANGES], start == 0, following is None

@@ -145,7 +145,7 @@ class Directory:
             self._counters["reported_dead"] += 1
 
     def stats(self) -> dict[str, Any]:
-        """Of a moment; counters since the start."""
+        """Gauges of this moment, and counters since the start."""
         live = sorted(set(self._offered().values()))
         num_keys = sum(map(len, self._buckets))
         return {"num_keys": num_keys, "live_nodes": live, "counters": dict(self._counters)}

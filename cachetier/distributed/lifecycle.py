@@ -87,7 +87,7 @@ def of_this_node(config: CacheConfig) -> CacheConfig:
 
 
 def own_identity(config: CacheConfig, application: str, session_ttl_s: float) -> NodeIdentity:
-    """Of the node that this process runs on."""
+    """Identify the node that this process runs on."""
     node = _own_node()
     store_bytes = int(node["Resources"].get("object_store_memory", 0))
     host_bytes = int(_HOST_SHARE * store_bytes) if config.host_bytes is None else config.host_bytes
@@ -148,7 +148,7 @@ def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -
 
 
 def _shortest_ttl_s(config: CacheConfig) -> float:
-    """Of a chunk in any tier."""
+    """The shortest time that a chunk is kept in any tier."""
     ttls = (config.ttl_s, None if config.disk is None else config.disk.ttl_s)
     return min((each for each in ttls if each is not None), default=math.inf)
 
@@ -169,7 +169,7 @@ def _namespace(application: str) -> str:
 
 
 def _wait(answers: Iterable[Any], timeout_s: float) -> None:
-    """For each of these to be answered or to fail."""
+    """Wait for each of these to be answered or to fail."""
     deadline_s = time.monotonic() + timeout_s
     for answer in answers:
         try:

@@ -186,7 +186,7 @@ class NodeCalls:
             self.counters[f"{call.name}_timeout"] += 1
             with self._lock:
                 self._late.append(call)
-                self._settle_later()
+                self._judge_later()
             return None
         except RayError as error:
             breaker.failed()
@@ -197,15 +197,15 @@ class NodeCalls:
         breaker.succeeded()
         return answer
 
-    def _settle_later(self) -> None:
+    def _judge_later(self) -> None:
         """Under the lock. Whether or not anybody calls again: answers keep the objects that they name."""
         if self._timer is None:
-            self._timer = threading.Timer(_LATE_S, self._settle_late)
+            self._timer = threading.Timer(_LATE_S, self._judge_late)
             self._timer.daemon = True
             self._timer.start()
 
-    def _settle_late(self) -> None:
-        """Calls that missed their deadlines: were they answered after all?"""
+    def _judge_late(self) -> None:
+        """Learn whether calls that missed their deadlines were answered after all."""
         oldest_s = time.monotonic() - _LATE_S
         with self._lock:
             due = list(takewhile(lambda call: call.since_s <= oldest_s, self._late))
@@ -213,7 +213,7 @@ class NodeCalls:
                 self._late.popleft()
             self._timer = None
             if self._late:
-                self._settle_later()
+                self._judge_later()
         for call in due if ray.is_initialized() else ():
             breaker = self._breaker(call.node)
             if ray.wait([call.answer], timeout=0)[0]:
@@ -252,11 +252,11 @@ class PeerActors:
         return [self._actors[node] for node in rendezvous(name, self._actors)]
 
     def drop(self, node: str) -> None:
-        """Its actor is dead: the next who asks finds another."""
+        """Forget a dead actor: the next who asks finds another."""
         self._dead.add(node)
 
     def look_again(self, *, is_new: bool = False) -> None:
-        """Who asks next waits for it if there is somebody new."""
+        """Refresh the list of nodes; with `is_new`, the next caller waits for the result."""
         self._next_look_s = float("-inf") if is_new else min(self._next_look_s, time.monotonic())
 
     async def ask(self, peer: Any, method: str, *args: Any, timeout_s: float) -> Any:

@@ -143,7 +143,7 @@ class NodeSessionLogs:
         return Appended.FAILED if self._logs is None else await self._in(self._logs.install, key, records)
 
     async def read_here(self, key: LogKey, newer_than: int) -> LogRead:
-        """Of this node alone."""
+        """What this node alone has."""
         if self._logs is None:
             return LogRead(None, not self._is_unknown)
         try:
@@ -153,21 +153,15 @@ class NodeSessionLogs:
 
     async def read(self, key: LogKey, newer_than: int, timeout_s: float) -> LogRead:
         """The newest of this node's and its peers'; each may be the one that wrote last, and no copy knows that."""
-        peers = await self._peers.in_order(key.name)
-        asked = [self._peers.ask(peer, "logs", "read_here", key, newer_than, timeout_s=timeout_s) for peer in peers]
-        own, *answers = await asyncio.gather(self.read_here(key, newer_than), *asked)
-        found = [own, *(LogRead(None, False) if each is None else each for each in answers)]
+        asked = await self._ask_peers(key.name, "read_here", key, newer_than, timeout_s=timeout_s)
+        answers = await asyncio.gather(self.read_here(key, newer_than), *asked)
+        found = [LogRead(None, False) if each is None else each for each in answers]
         newest = max(found, key=lambda each: each.head.version if each.head else -1)
         return LogRead(newest.records, all(each.is_sure for each in found))
 
     async def delete_here(self, key: LogKey, at_least: int) -> bool | None:
         """None: what is here is not known yet, or cannot be written."""
-        if self._logs is None:
-            return None if self._is_unknown else False
-        try:
-            return await self._in(self._logs.delete, key, at_least)
-        except OSError:
-            return None
+        return await self._delete("delete", key, at_least, nothing=False)
 
     async def delete(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
         """On all nodes; whether there was a session. None: some node has not answered."""
@@ -178,25 +172,18 @@ class NodeSessionLogs:
         elif not at_least:
             return False if read.is_sure else None
         self._copies.forget([key])
-        peers = await self._peers.in_order(key.name)
-        asked = [self._peers.ask(peer, "logs", "delete_here", key, at_least, timeout_s=timeout_s) for peer in peers]
+        asked = await self._ask_peers(key.name, "delete_here", key, at_least, timeout_s=timeout_s)
         answers = await asyncio.gather(self.delete_here(key, at_least), *asked)
-        return None if any(answer is None for answer in answers) else was_there
+        return None if None in answers else was_there
 
     async def delete_owned_here(self, owner: bytes) -> int | None:
         """None: what is here is not known yet, or cannot be written."""
-        if self._logs is None:
-            return None if self._is_unknown else 0
-        try:
-            return await self._in(self._logs.delete_owned, owner)
-        except OSError:
-            return None
+        return await self._delete("delete_owned", owner, nothing=0)
 
     async def delete_owned(self, owner: bytes, timeout_s: float) -> int | None:
         """On all nodes; how many logs there were. None: some node has not answered."""
         self._copies.forget_owned(owner)
-        peers = await self._peers.in_order(b"")
-        asked = [self._peers.ask(peer, "logs", "delete_owned_here", owner, timeout_s=timeout_s) for peer in peers]
+        asked = await self._ask_peers(b"", "delete_owned_here", owner, timeout_s=timeout_s)
         answers = await asyncio.gather(self.delete_owned_here(owner), *asked)
         return None if None in answers else sum(answers)
 
@@ -218,7 +205,7 @@ class NodeSessionLogs:
 
     @property
     def _is_unknown(self) -> bool:
-        """Its folder could not be opened yet, and may hold anything."""
+        """Whether the folder could not be opened yet, and may hold anything."""
         return self._logs is None and time.monotonic() < self._unknown_until_s
 
     async def _open_again(self) -> None:
@@ -242,6 +229,21 @@ class NodeSessionLogs:
 
     async def _read_own(self, key: LogKey) -> list[bytes] | None:
         return (await self.read_here(key, 0)).records
+
+    async def _ask_peers(self, name: bytes, call: LogCall, *args: Any, timeout_s: float) -> list[Awaitable[Any]]:
+        """A call to each, to be awaited together; None for one that does not answer."""
+        peers = await self._peers.in_order(name)
+        return [self._peers.ask(peer, "logs", call, *args, timeout_s=timeout_s) for peer in peers]
+
+    async def _delete(self, call: Literal["delete", "delete_owned"], *args: Any, nothing: _T) -> _T | None:
+        """What `SessionLogs` answers, `nothing` where there is none; None: it is not known, or cannot be written."""
+        if self._logs is None:
+            return None if self._is_unknown else nothing
+        try:
+            found: _T = await self._in(getattr(self._logs, call), *args)
+        except OSError:
+            return None
+        return found
 
     async def _in(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

@@ -240,17 +240,11 @@ class KnownKeys:
     Of too many the one that was seen longest ago goes first.
     """
 
-    def __init__(
-        self,
-        max_keys: int = _MAX_KEYS,
-        *,
-        max_age_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, max_age_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         """What was seen `max_age_s` ago is not known: to put it again is the use that keeps it there."""
         self._max_age_s, self._clock = max_age_s, clock
         self._lock = threading.Lock()
-        self._seen = Bounded[bytes, _Seen](max_keys)
+        self._seen = Bounded[bytes, _Seen](_MAX_KEYS)
 
     def among(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         since_s = self._clock() - self._max_age_s

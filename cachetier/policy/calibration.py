@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mneme.cachetier.chunk.private_file import read_private, write_private
+from mneme.cachetier.chunk.syscalls import read_private, write_private
 from mneme.cachetier.policy.cost_model import CostEdge, CostModel, Point
 from mneme.errors import ConfigError
 

@@ -91,7 +91,7 @@ def fit(points: Sequence[Point]) -> Terms:
 
 
 class LearnedCost:
-    """Of one kind of work. Not thread-safe.
+    """Learns what one kind of work costs. Not thread-safe.
 
     The scale is an EWMA of log(actual / predicted): a ratio of 10 and one of a tenth weigh alike. One measurement that
     is far off is clipped and moves it by little; a second one alike moves it all the way.
@@ -204,7 +204,7 @@ class _Accuracy:
 
 
 class CostModel:
-    """Of one engine and the tiers under it."""
+    """Predicts what an engine's work and the edges of its tiers cost, and learns from what they took."""
 
     def __init__(
         self,

@@ -110,7 +110,7 @@ class _Choice(NamedTuple):
 
 
 class LoadController:
-    """Of one engine. Calls may come from any thread."""
+    """Plans the loads of one engine. Calls may come from any thread."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class LoadController:
     def plan(
         self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable], *, is_alone: bool = True
     ) -> LoadPlan:
-        """Of the chunks behind `num_resident` tokens, in order and without a gap: how many to load.
+        """Decide how many of the chunks behind `num_resident` tokens, in order and without a gap, to load.
 
         `num_tokens`: of the prompt; its last is always computed. `is_alone`: nothing else runs.
         """
@@ -177,7 +177,7 @@ class LoadController:
         return max(self.lookup_wait_s(num_resident, num_tokens), computing_s)
 
     def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> _Choice:
-        """Of the heads over edges that are trusted."""
+        """Choose among the heads over edges that are trusted."""
         trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
         num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
         best = choices[0]

@@ -251,7 +251,7 @@ class SessionLogs:
         return Appended.WRITTEN
 
     def _replace(self, key: LogKey, row: _Session | None, records: Sequence[bytes], head: RecordFields) -> None:
-        """Whatever there is of a session; `head` is the last record's, or a tombstone's."""
+        """Write these in the place of whatever there is of a session; `head` is the last record's, or a tombstone's."""
         if row is not None:
             self._remove_records(row.number)
             self._counts[row.is_deleted] -= 1
@@ -348,7 +348,7 @@ class SessionLogs:
         return self._started_s + self._clock()
 
     def _pages(self) -> int:
-        """Of the database that are in use."""
+        """Count the database's pages that are in use."""
         (num_pages,) = self._db.execute("PRAGMA page_count").fetchone()
         (num_free,) = self._db.execute("PRAGMA freelist_count").fetchone()
         return int(num_pages - num_free)

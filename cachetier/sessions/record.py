@@ -105,7 +105,7 @@ class RecordFields(NamedTuple):
 
     @property
     def num_all_ids(self) -> int:
-        """Of the state it leads to, what is seen of a truncated one too."""
+        """Ids of the state that it leads to, those seen of a truncated one too."""
         return self.num_ids + self.num_seen
 
     @property
@@ -127,12 +127,12 @@ class RecordFields(NamedTuple):
 
     @property
     def is_from_prompt(self) -> bool:
-        """It goes on from the prompt of a BEGAN right before it."""
+        """Whether it goes on from the prompt of a BEGAN right before it."""
         return bool(self.flags & _FROM_PROMPT)
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole record."""
+        """Size of the whole record."""
         return (
             FIXED_BYTES
             + 4 * (self.ids_count + self.seen_count)
@@ -149,12 +149,12 @@ class Delta(NamedTuple):
 
 
 def next_version(version: int, now_s: float) -> int:
-    """Of the next record of a log, by whoever wrote or took over version `version`; `now_s` is a wall clock's time."""
+    """Version of the next record, by whoever wrote or took over `version`; `now_s` is a wall clock's time."""
     return max(version + 1, (version >> _HALF << _HALF) + _micros(now_s))
 
 
 def taken_over(version: int, now_s: float) -> int:
-    """Of a log that goes on somewhere else: newer than all that is still written where it was."""
+    """Version of a log that goes on somewhere else: newer than all that is still written where it was."""
     return (max((version >> _HALF) + 1, _micros(now_s)) << _HALF) + _micros(now_s)
 
 

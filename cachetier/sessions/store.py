@@ -32,7 +32,7 @@ class SessionLogStore(Protocol):
     """Calls end in bounded time; several threads make them, never one that runs an engine's steps."""
 
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """Records that go on from the log, or begin with one that does not need it; in order, all or none."""
+        """Add records that go on from the log, or begin with one that does not need it; in order, all or none."""
 
     def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
         """The log's records (`record.replayed`), also of a session that was deleted; None: it is no newer than that.
@@ -41,13 +41,13 @@ class SessionLogStore(Protocol):
         """
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
-        """Nothing of it is read any more, nor what is older than version `at_least`; whether there was a session.
+        """Delete a log, and what is older than version `at_least`; whether there was a session.
 
         Raises OSError if that is not sure.
         """
 
     def delete_owned(self, owner: bytes) -> int:
-        """Likewise all logs of a tenant; how many there were, copies too. Raises OSError if that is not sure."""
+        """Delete all logs of a tenant; how many there were, copies too. Raises OSError if that is not sure."""
 
     def close(self) -> None: ...
 

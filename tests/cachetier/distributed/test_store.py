@@ -251,14 +251,6 @@ def locate(store: RayChunkStore, keys: list[bytes]) -> None:
     assert store.locate(query, 1.0) == []
 
 
-def test_the_key_that_was_seen_longest_ago_is_forgotten_first() -> None:
-    known = KnownKeys(2)
-    known.note({b"1": b"0", b"2": b"1"})
-    known.note({b"1": b"0"})
-    known.note({b"3": b"2"})
-    assert known.among([b"1", b"2", b"3"]) == {b"1", b"3"}
-
-
 def test_what_was_seen_long_ago_is_put_again() -> None:
     """Who has a chunk on its device does not ask for it: to put it is what keeps it from expiring."""
     clock = Clock()

@@ -81,13 +81,6 @@ def test_broken_files_are_ignored_with_a_warning(
     assert "measured anew" in caplog.text
 
 
-def test_every_truncation_is_ignored(file: CostFile) -> None:
-    whole = written(file)
-    for size in range(0, len(whole), 7):
-        file.path.write_text(whole[:size])
-        assert file.read() is None
-
-
 def test_files_that_others_may_write_are_not_believed(file: CostFile, tmp_path: Path) -> None:
     file.write(make_costs())
     file.path.chmod(0o622)

@@ -66,10 +66,12 @@ def test_fifo_goes_by_arrival_whatever_was_used() -> None:
 
 def test_fifo_does_not_know_all_keys_for_ever() -> None:
     policy = FifoPolicy(1)
-    for index in range(5000):
-        offer(policy, index, 1, 0.0)
-        policy.withdraw(index)
-    assert len(policy._arrived) == 1024
+    for key in ("once", *range(1024), "before"):
+        offer(policy, key, 1, 0.0)
+        policy.withdraw(key)
+    offer(policy, "once", 1, 0.0)
+    offer(policy, "before", 1, 0.0)
+    assert [key for key, _ in order(policy)] == ["before", "once"]
 
 
 def test_lru_goes_by_last_use_and_takes_whole_runs() -> None:

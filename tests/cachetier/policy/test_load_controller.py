@@ -165,21 +165,6 @@ def test_progress_decides_soon(num_units: int, true_s: float, latest_s: float, l
         assert true_s <= max(latest_s, TOLERANCE * plan.predicted_recompute_s) * (1 + 1e-6)
 
 
-def test_fast_edges_load_all() -> None:
-    controller = LoadController(make_costs(host=FAST, disk=FAST), PlayedClock(), num_layers=NUM_LAYERS)
-    plan = controller.plan(0, 4096 + 64, chunks_of(4096, "host", "disk"))
-    assert plan.num_chunks == 16
-    assert plan.predicted_ttft_s < 0.15 * plan.predicted_recompute_s
-    assert not plan.is_probe
-
-
-def test_a_throttled_disk_is_not_read() -> None:
-    controller = LoadController(make_costs(disk=THROTTLED), PlayedClock(), num_layers=NUM_LAYERS)
-    plan = controller.plan(0, 4160, chunks_of(4096, "disk", token_bytes=131_072))
-    assert (plan.num_chunks, plan.is_probe, plan.predicted_load_s) == (0, False, 0.0)
-    assert plan.predicted_ttft_s == plan.predicted_recompute_s
-
-
 def test_what_loads_as_fast_as_it_computes_is_split() -> None:
     costs = make_costs(prefill=(0.0, 1e-3, 0.0), disk=(0.0, 0.0, 1e-3 / TOKEN_BYTES))
     controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
@@ -187,13 +172,6 @@ def test_what_loads_as_fast_as_it_computes_is_split() -> None:
     plan = controller.plan(0, 2048, chunks)
     assert plan.num_chunks == 4
     assert plan.predicted_ttft_s == pytest.approx(1.024 * (1 + 1 / NUM_LAYERS))
-
-
-def test_a_slow_tail_is_computed_behind_a_fast_head() -> None:
-    costs = make_costs(host=FAST, disk=THROTTLED)
-    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
-    chunks = chunks_of(2048, "host") + chunks_of(2048, "disk", token_bytes=131_072)
-    assert controller.plan(0, 4160, chunks).num_chunks == 8
 
 
 def test_ties_and_nothing_to_load_are_computed() -> None:
