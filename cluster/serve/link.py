@@ -215,10 +215,12 @@ class ReplicaLink:
                     refusals = await self._calls.call(
                         self.replica_id, "submit_many", subscriber=subscriber, requests=requests
                     )
-            except Exception as error:  # accepted or not is unknown: only a new subscriber settles that
+            except BaseException as error:  # accepted or not is unknown: only a new subscriber settles that
                 lost = LinkLost(f"replica {self.replica_id}: {type(error).__name__} at submit")
                 for _, answer in batch:
                     _answer(answer, lost)
+                if not isinstance(error, Exception):  # cancelled: the link is closed, and there will be no subscriber
+                    raise
                 self._restart_stream(subscriber)
                 return
             finally:

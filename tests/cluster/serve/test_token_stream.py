@@ -239,6 +239,21 @@ def test_a_submit_that_hangs_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     run(scenario)
 
 
+def test_a_replica_that_is_removed_while_it_is_asked_is_a_pause() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await all_open(client)
+        calls.hang_submits = True
+        work = asyncio.ensure_future(tokens(client, request()))
+        await until(lambda: bool(calls.submit_batches))
+        calls.hang_submits = False
+        calls.add("c")
+        client.set_replicas(("c",))
+        ids, _ = await work
+        assert ids == expected(request())
+
+    run(scenario, replicas=("a",))
+
+
 def test_closing_the_generator_aborts() -> None:
     async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
         for i in range(50):
