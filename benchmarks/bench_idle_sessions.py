@@ -47,10 +47,10 @@ NUM_DECODING = 8
 MAX_BYTES, MAX_GROWTH = 1024, 0.05
 BATCH = 64  # turns at once while sessions are stored
 SMALL_POOL = 96  # pages: fewer than sessions that each have one
-_COUNTED = ("*/replicas/*", "*/bench_idle_sessions.py")  # the latter makes the sessions' names
-# What there is once per page (tokens that are keys of children were made where prompts are), and the runner's arrays.
-_NOT_COUNTED = ("forest", "forest_nodes", "forest_pages", "forest_paths", "forest_tier", "forest_cached",
-                "forest_moves", "forest_gaps", "eviction*", "runner", "tokenizer", "session_prompts")  # fmt: skip
+# What is counted by where it was allocated, but for what there is once per page (tokens that are keys of children were
+# made where prompts are) and the runner's arrays; what `primitives.py` allocates is its caller's.
+_COUNTED = ("/replicas/", "/bench_idle_sessions.py")  # the latter makes the sessions' names
+_NOT_COUNTED = ("/replicas/forest/", "/replicas/model/", "/replicas/text/", "/replicas/sessions/prompts.py")
 
 
 class Case(NamedTuple):
@@ -120,10 +120,11 @@ def session_bytes(case: Case) -> float:
     num_turns, num_warm = MAX_MARKS // 2 + 1, max(case.num_sessions // 8, 8)
     pages = (case.num_sessions + 2 * num_warm) * (case.num_tokens // PAGE_SIZE + 3)
     talker = Talker(pages if case.is_cached else 2 * BATCH * (case.num_tokens // PAGE_SIZE + 3), 10**6)
-    tracemalloc.start()
+    tracemalloc.start(2)
     text = " fox" * (case.num_tokens - 2 * num_turns)
-    for _ in range(MAX_EXPLANATIONS):  # what is remembered of prompts is bounded, and full from here on
-        talker.ask(None, text)
+    for _ in range(MAX_EXPLANATIONS // BATCH):  # what is remembered of prompts is bounded, and full from here on
+        for _ in range(BATCH):
+            talker.ask(None, text)
         talker.answers()
     talker.store(range(num_warm), num_turns, text)
     num_tokens, before = talker.engine.sessions._num_tokens, _traced_bytes()
@@ -136,9 +137,13 @@ def session_bytes(case: Case) -> float:
 
 def _traced_bytes() -> int:
     gc.collect()
-    filters = [tracemalloc.Filter(True, pattern) for pattern in _COUNTED]
-    filters += [tracemalloc.Filter(False, f"*/replicas/{name}.py") for name in _NOT_COUNTED]
-    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(filters).traces)
+    return sum(trace.size for trace in tracemalloc.take_snapshot().traces if _is_counted(trace.traceback))
+
+
+def _is_counted(frames: tracemalloc.Traceback) -> bool:
+    """The two innermost frames, the outer one first."""
+    name = frames[0 if frames[-1].filename.endswith("/primitives.py") else -1].filename
+    return any(each in name for each in _COUNTED) and not any(each in name for each in _NOT_COUNTED)
 
 
 class Times(NamedTuple):
