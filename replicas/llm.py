@@ -398,6 +398,8 @@ def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any
         raise InvalidRequest(f"{where}.role", role, f"each message says who speaks: one of {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
         raise InvalidRequest(f"{where}.content", None, "each message has the text that was said")
+    if role == "developer":
+        message = {**message, "role": "system"}  # its older name, which templates know
     if content is None or isinstance(content, str):
         return message
     parts = content if isinstance(content, list) else [content]

@@ -150,7 +150,7 @@ class Explanations:
 
     def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
         """List an entry for each choice of the HTTP request that ran here, also of those that were moved on."""
-        return [e for owner, e in self._entries if owner == salt and _is_of(e["request_id"], http_id)]
+        return [e for of_salt, e in self._entries if of_salt == salt and _is_of(e["request_id"], http_id)]
 
 
 def _is_of(request_id: str, http_id: str) -> bool:

@@ -63,6 +63,12 @@ def test_the_example_of_the_docstring_says_something_sensible(llm: LLM) -> None:
     assert answer.outputs[0].text == "Hello! How can I help you?"
 
 
+def test_a_developer_speaks_as_the_system(llm: LLM) -> None:
+    user = {"role": "user", "content": "Hello"}
+    one, other = (llm.chat([{"role": role, "content": "Be brief."}, user], GREEDY) for role in ("developer", "system"))
+    assert one.prompt == other.prompt
+
+
 def test_who_takes_one_answer_for_a_list_is_told_how_to_get_one(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     alone = llm.chat(messages, GREEDY)
