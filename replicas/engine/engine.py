@@ -156,7 +156,7 @@ class Engine:
         self._end(request_id, "abort")
 
     def step(self) -> list[TokenEvent]:
-        """Run one batch; returns what happened to each request, in order."""
+        """Run one batch; returns what happened to each request, in order. A fault of the host tier: run it again."""
         try:
             return self._step()
         except TransferFailed:
