@@ -64,11 +64,28 @@ class Conversation:
     def ask(self, text: str, show: Callable[[str], object]) -> AnswerFigures:
         """Show the answer as it comes; the history grows only when it is whole. Raises `ChatFailed`."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        reader = _AnswerReader(self.clock)
-        for piece in reader.pieces(self._events(asked)):
-            show(piece)
-        self.messages = [*asked, {"role": "assistant", "content": reader.text}]
-        return reader.figures()
+        started_s, times_s, pieces = self.clock(), list[float](), list[str]()
+        usage: dict[str, Any] = {}
+        for event in self._events(asked):
+            if "error" in event:
+                raise ChatFailed(event["error"]["message"])
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                if piece := choice["delta"].get("content"):
+                    times_s.append(self.clock())
+                    pieces.append(piece)
+                    show(piece)
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        first_s, last_s = (times_s[0], times_s[-1]) if times_s else (started_s, started_s)
+        num_tokens = usage.get("completion_tokens", 0)
+        can_tell = num_tokens >= _MIN_RATE_TOKENS and last_s - first_s >= _MIN_RATE_S
+        return AnswerFigures(
+            ttft_s=first_s - started_s,
+            tokens_per_s=(num_tokens - 1) / (last_s - first_s) if can_tell else None,
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+            completion_tokens=num_tokens,
+        )
 
     def _events(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
         body = {
@@ -87,42 +104,6 @@ class Conversation:
                 yield from _server_sent_events(response)
         except httpx.HTTPError as error:
             raise ChatFailed(f"{self.http.base_url}: {error}") from error
-
-
-class _AnswerReader:
-    """Reads the text and times of one stream."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._started_s = self._last_s = clock()
-        self._first_s: float | None = None
-        self._usage: dict[str, Any] = {}
-        self.text = ""
-
-    def pieces(self, events: Iterator[dict[str, Any]]) -> Iterator[str]:
-        for event in events:
-            if "error" in event:
-                raise ChatFailed(event["error"]["message"])
-            self._usage = event.get("usage") or self._usage
-            for choice in event["choices"]:
-                if piece := choice["delta"].get("content"):
-                    self._last_s = self._clock()
-                    self._first_s = self._last_s if self._first_s is None else self._first_s
-                    self.text += piece
-                    yield piece
-
-    def figures(self) -> AnswerFigures:
-        first_s = self._last_s if self._first_s is None else self._first_s
-        num_tokens = self._usage.get("completion_tokens", 0)
-        spent_s = self._last_s - first_s
-        can_tell = num_tokens >= _MIN_RATE_TOKENS and spent_s >= _MIN_RATE_S
-        return AnswerFigures(
-            ttft_s=first_s - self._started_s,
-            tokens_per_s=(num_tokens - 1) / spent_s if can_tell else None,
-            prompt_tokens=self._usage.get("prompt_tokens", 0),
-            cached_tokens=self._usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-            completion_tokens=num_tokens,
-        )
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:

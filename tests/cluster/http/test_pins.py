@@ -76,7 +76,7 @@ def test_a_prompt_may_be_computed_without_a_pin(client: TestClient, engines: Two
     made = warm(client, prompt_token_ids=[5] * 20, pin=False)
     assert made["pinned"] is False
     assert pins(client) == []
-    assert not engines.loops["a"].engine.pins._entries
+    assert engines.num_kept_pins() == 0
     assert engines.cached("a", [5] * 20) == 19
 
 
@@ -86,19 +86,19 @@ def test_what_one_replica_refuses_is_on_none() -> None:
         assert (answer["error"]["code"], answer["error"]["param"]) == ("pin_refused", "pin")
         assert "pinning 7 pages more would leave 1 unpinned; at least 4 must be" in answer["error"]["message"]
         assert pins(client) == []
-        assert all(not loop.engine.pins._entries for loop in engines.loops.values())
+        assert engines.num_kept_pins() == 0
         too_long = warm(client, 400, prompt_token_ids=[5] * 200, pin=False)
         assert (too_long["error"]["code"], too_long["error"]["param"]) == (
             "context_length_exceeded",
             "prompt_token_ids",
         )
-        assert all(not loop.engine.pins._entries for loop in engines.loops.values())
+        assert engines.num_kept_pins() == 0
 
 
 def test_a_replica_that_does_not_answer_is_a_503_and_leaves_no_pin(client: TestClient, engines: TwoEngines) -> None:
     engines.silent.add("b")
     warm(client, 503, prompt="a")
-    assert all(not loop.engine.pins._entries for loop in engines.loops.values())
+    assert engines.num_kept_pins() == 0
 
 
 def test_a_prompt_that_takes_too_long_is_given_up(
