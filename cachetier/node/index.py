@@ -304,7 +304,8 @@ class Tier(ABC):
         """A chunk whose key is not there, used last of all. A key that is pinned is pinned here too."""
         key = entry.key
         self.cancel(key)
-        if self.index.take_back(key):
+        is_new = key not in self.index
+        if self.index.take_back(key) and is_new:
             entry.has_returned = True
         self._insert(entry)
         self.policy.withdraw(entry.parent)

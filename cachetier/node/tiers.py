@@ -77,8 +77,10 @@ class NodeTiers:
             disk.policy.set_queue(self.waiting.disk_queue)
 
     def arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None) -> list[bytes]:
-        """Under the lock: a chunk for which there is room is there; the keys of those that it supersedes, which went
-        from memory. The free share is free again, but for what requests wait for."""
+        """Under the lock: put a chunk into the room that was made for it, and free the free share again.
+
+        Returns the keys of chunks that it supersedes, which are gone from memory.
+        """
         self.host.arrive(header, held)
         superseded = self.host.supersede(header, lineage) if header.key in self.host else []
         self.index.inherit_pin(superseded, header.key)
@@ -111,7 +113,11 @@ class _Request:
 
 
 class WaitingRequests:
-    """Has a lock of its own, under which nothing else is called: policies ask from under those of the tiers."""
+    """Remembers requests that wait, in the order of arrival, and the chunks that they will use (AttentionStore 3.3).
+
+    What they want is prefetched and kept from eviction. A request whose client died does not tell: requests are bounded
+    in number and age. The lock is its own and nothing else is called under it: policies ask under the index's.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -22,6 +22,13 @@ from mneme.cachetier.node.memory import Held, chunk_bytes
 from mneme.cachetier.node.tiers import NodeTiers
 from mneme.primitives import Worker
 
+logger = logging.getLogger(__name__)
+
+TAIL_DELAY_S = 2.0
+_MIN_CHUNKS = 2  # of its size, that may wait whatever the bound: with fewer the disk would never get any
+ROOM_WAIT_S = 3.0  # by whoever has time for it: longer than a disk that works takes for a chunk
+_YIELD_S = 0.005
+_MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always reads would never save
 _WRITE_SHARE = 4  # of the host tier, as a divisor, may wait to be written
 _MAX_RETRIED = 64  # chunks at a time
 _MAX_LATE = 4096  # chunks in memory that are to be written when that is possible
@@ -34,6 +41,23 @@ class HostPut(Enum):
     KEPT = "kept"  # it was there, or is about to be
     TO_DISK = "to_disk"  # not worth what would go for it in memory
     REFUSED = "refused"
+
+
+class Pending:
+    """A chunk that is to be written."""
+
+    __slots__ = ("due_s", "header", "held", "is_passing", "lineage")
+
+    def __init__(
+        self, header: ChunkHeader, held: Held, due_s: float, *, is_passing: bool, lineage: Lineage | None = None
+    ) -> None:
+        self.header, self.held, self.due_s, self.lineage = header, held, due_s, lineage
+        self.is_passing = is_passing  # it is not in the host tier
+
+    @property
+    def num_bytes(self) -> int:
+        """In whole blocks, as the host tier counts."""
+        return blocks_of(chunk_bytes(self.header)) * BLOCK_BYTES
 
 
 class ChunkWriter:
@@ -275,34 +299,13 @@ class ChunkWriter:
             self._tiers.memory.drop(pending.held)
 
 
-_logger = logging.getLogger(__name__)
-
-TAIL_DELAY_S = 2.0
-_MIN_CHUNKS = 2  # of its size, that may wait whatever the bound: with fewer the disk would never get any
-ROOM_WAIT_S = 3.0  # by whoever has time for it: longer than a disk that works takes for a chunk
-_YIELD_S = 0.005
-_MAX_YIELDS = 50  # before a chunk: a quarter of a second, or a node that always reads would never save
-
-
-class Pending:
-    """A chunk that is to be written."""
-
-    __slots__ = ("due_s", "header", "held", "is_passing", "lineage")
-
-    def __init__(
-        self, header: ChunkHeader, held: Held, due_s: float, *, is_passing: bool, lineage: Lineage | None = None
-    ) -> None:
-        self.header, self.held, self.due_s, self.lineage = header, held, due_s, lineage
-        self.is_passing = is_passing  # it is not in the host tier
-
-    @property
-    def num_bytes(self) -> int:
-        """In whole blocks, as the host tier counts."""
-        return blocks_of(chunk_bytes(self.header)) * BLOCK_BYTES
-
-
 class WriteBehind:
-    """Each chunk that was taken is written, or cancelled; `done` hears of it once, outside of the lock."""
+    """Queues chunks for the disk: one thread, a bound of bytes, loading before saving.
+
+    Each chunk that was taken is written or cancelled; `done` hears of it once, outside of the lock. A short chunk
+    waits: while its sequence grows a longer one replaces it within seconds, and what was replaced before it was
+    written costs nothing.
+    """
 
     def __init__(
         self,
@@ -436,7 +439,7 @@ class WriteBehind:
     def _warn_of_drops(self) -> None:
         """Warn of the first chunk that is dropped. Under the lock."""
         if not self._counters["dropped"]:
-            _logger.warning("write-behind: the queue is full (%d bytes), chunks are not written", self._max_bytes)
+            logger.warning("write-behind: the queue is full (%d bytes), chunks are not written", self._max_bytes)
 
     def _first(self) -> Pending | None:
         heads = [next(iter(queue.values())) for queue in (self._whole, self._tails) if queue]
