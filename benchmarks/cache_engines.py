@@ -119,8 +119,8 @@ def make_engine(
     if store is None:
         return Engine(runner, None, config)
     costs = costs or CostModel(model.calibration)
-    chunks = connect(runner, store, model.fingerprint, costs, cache)
-    return Engine(runner, None, config, chunks=chunks)
+    connector = connect(runner, store, model.fingerprint, costs, cache)
+    return Engine(runner, None, config, connector=connector)
 
 
 class Answer(NamedTuple):
@@ -143,8 +143,8 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name
     began_s, answered = time.perf_counter(), threading.Event()
     first_s, last_s = dict[str, float](), dict[str, float]()
     usage, token_ids = dict[str, PromptUsage](), defaultdict[str, list[int]](list)
-    if engine.chunks is not None:
-        engine.chunks.tell(answered.set)
+    if engine.connector is not None:
+        engine.connector.tell(answered.set)
     names = [f"{name} {index}" for index in range(len(prompts))]
     for name, ids in zip(names, prompts, strict=True):
         engine.submit(request(name, ids, num_out))
@@ -167,7 +167,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_out: int, name
 def wait_for_saves(engine: Engine) -> None:
     """Until what the engine has to save is in the store."""
     until_s = time.perf_counter() + FLUSH_S
-    while engine.chunks is not None and engine.chunks.saver.num_bytes:
+    while engine.connector is not None and engine.connector.saver.num_bytes:
         if time.perf_counter() > until_s:
             raise MnemeError(f"chunks were not saved within {FLUSH_S:g} s")
         time.sleep(0.001)

@@ -129,8 +129,8 @@ class LLM:
             model, replace(base, device=chosen.device, dtype=chosen.dtype), tokenizer=self.tokenizer, cache=cache
         )
         self._tier_answered = threading.Event()
-        if self.engine.chunks is not None:
-            self.engine.chunks.tell(self._tier_answered.set)
+        if self.engine.connector is not None:
+            self.engine.connector.tell(self._tier_answered.set)
         self._default_truncation = base.truncation
         self._ids = itertools.count()
         self._random = random.Random()

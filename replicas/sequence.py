@@ -165,9 +165,18 @@ class Sequence:
         self.context = context
         if self.chain is not None:
             self.chain.restart()
-        if self.found is not None:  # KV of what it saw before
+        self.drop_found()  # KV of what it saw before
+
+    def drop_found(self) -> None:
+        """Load nothing more of what the cache tier has: it is computed."""
+        if self.found is not None:
             self.found.close()
             self.found = None
+
+    @property
+    def num_to_come(self) -> int:
+        """Tokens that the cache tier has behind the path, and that later steps load."""
+        return 0 if self.found is None or self.path is None else max(self.found.end - self.path.num_tokens, 0)
 
     @property
     def num_output(self) -> int:

@@ -30,6 +30,10 @@ middle costs what it had been given until then, at most `latest`. Who sees no pr
 min(2 L, L + 0.05 C)). Up to L = C / 40 giving up costs 5% and nothing more, and a load may take twice as long as
 predicted; beyond, it costs L as well, and noise of 0.05 C is all that is borne.
 
+All of that bounds the regret of prompts of which nobody knows whether they are stored. A session's history was: there
+the time that computing it would take stands in the place of 0.05 C, and the longest head that keeps to it is loaded. On
+a busy machine the first loads make an edge look slow before any step has shown how slow computing is.
+
 A miss tells the cost model, if the edge that was late was slower than predicted (else a queue was long, and the edge is
 not to blame). After two in a row (one may be a hiccup of the machine) nothing more is staked on that edge for a minute,
 or until it has been tried with success: on one chunk at the head, at most every ten seconds, which is given up after
@@ -129,21 +133,30 @@ class LoadController:
         self.num_plans: Counter[str] = Counter()  # "load" (all), "split", "compute" (all), "probe"
 
     def plan(
-        self, num_resident: int, num_tokens: int, chunks: Sequence[Loadable], *, is_alone: bool = True
+        self,
+        num_resident: int,
+        num_tokens: int,
+        chunks: Sequence[Loadable],
+        *,
+        num_stored: int = 0,
+        is_alone: bool = True,
     ) -> LoadPlan:
         """Decide how many of the chunks behind `num_resident` tokens, in order and without a gap, to load.
 
-        `num_tokens`: of the prompt; its last is always computed. `is_alone`: nothing else runs.
+        num_tokens  of the prompt; its last is always computed
+        num_stored  see `lookup_wait_s`: then the longest head is loaded that costs no more than that much later
+        is_alone    nothing else runs
         """
         choices = list(self._choices(num_resident, num_tokens, chunks, is_alone))
         recompute_s = choices[0].ttft_s
-        best = choices[-1] if self._loads_all else self._best(choices, chunks)
+        slack_s = max(TOLERANCE * recompute_s, self._costs.prefill_s(num_stored, num_resident))
+        best = choices[-1] if self._loads_all else self._best(choices, chunks, slack_s if num_stored else None)
         is_probe = best.num_chunks < len(chunks) and self._probes(best, choices, chunks)
         if is_probe:
             best = choices[best.num_chunks + 1]
         self._count(best.num_chunks, len(chunks), is_probe)
         self._note_tried(chunks[: best.num_chunks])
-        slack_s = _UNBOUNDED_S if self._loads_all else TOLERANCE * recompute_s
+        slack_s = _UNBOUNDED_S if self._loads_all else slack_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
         is_small = is_probe and best.num_chunks == 1
         return LoadPlan(
@@ -163,24 +176,26 @@ class LoadController:
     def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
         """How long a prompt waits for what the tier says before its first rows are computed.
 
-        num_stored  tokens behind the resident ones that a session's log says were stored: that a load of them wins is
-                    almost certain, so their answer is waited for as long as computing them would take
+        num_stored  tokens behind the resident ones that a session had, so that they were stored: they are worth as much
+                    time as computing them would take, which would also hold up others
         """
         if self._loads_all:
             return _PATIENT_LOOKUP_S
         wait_s = max(_MIN_LOOKUP_S, TOLERANCE * self._costs.prefill_s(num_tokens - num_resident, num_resident))
-        return max(wait_s, self._costs.prefill_s(num_stored, num_resident)) if num_stored else wait_s
+        return max(wait_s, self._costs.prefill_s(num_stored, num_resident))
 
-    def lookup_timeout_s(self, num_resident: int, num_tokens: int) -> float:
+    def lookup_timeout_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
         """How long the question may take: as long as some of the prompt is still to be computed."""
         computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
-        return max(self.lookup_wait_s(num_resident, num_tokens), computing_s)
+        return self.lookup_wait_s(num_resident, num_tokens, num_stored) + computing_s
 
-    def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> _Choice:
-        """Choose among the heads over edges that are trusted."""
+    def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable], slack_s: float | None) -> _Choice:
+        """Choose among the heads over edges that are trusted: the soonest, or the longest that is at most so much later."""
         trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
         num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
         best = choices[0]
+        if slack_s is not None:
+            return [each for each in choices[: num_trusted + 1] if each.ttft_s <= best.ttft_s + slack_s][-1]
         for choice in choices[: num_trusted + 1]:
             if choice.ttft_s < best.ttft_s * (1 - _TIE):
                 best = choice

@@ -115,9 +115,7 @@ class KvConnector:
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
-        found, sequence.found = sequence.found, None
-        if found is not None:
-            found.close()
+        sequence.drop_found()
         if is_sound:
             self.saver.save(self._saves.of_end(sequence))
 

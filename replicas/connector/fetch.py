@@ -21,7 +21,6 @@ from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
-from mneme.replicas.connector.load_clock import LoadClock
 from mneme.replicas.request import Source
 from mneme.replicas.workers import Workers
 
@@ -85,6 +84,78 @@ class Reads:
     since_s: float | None = None  # when the read began that is under way
 
 
+class LoadClock:
+    """Says how long one fetch may still take of the time that it costs the request.
+
+    Time counts while the sequence could run but for its chunks. What is brought while it waits for its turn, for pages
+    or for an earlier request costs nothing, and layers that are in memory when they are loaded are due from then. What
+    a step loads for several sequences comes layer by layer of all, so each may take as long as the others' loads do,
+    too, and as the step computes others' rows between its layers. What was read ahead is not late any more: a copy is
+    left, and where that takes long (a busy machine, pages of the pool that were never written), computing would too.
+    All of it is due when the last layer is, and as much later as computing it then would take.
+
+    The engine's thread calls it, but for `begin_bringing` and `num_brought`.
+    """
+
+    def __init__(self, plan: LoadPlan, num_layers: int, clock: Callable[[], float]) -> None:
+        self.num_brought = 0  # layers of which all is in memory
+        self._plan, self._num_layers, self._clock = plan, num_layers, clock
+        self._spent_s = 0.0  # before the clock was last stopped
+        self._since_s: float | None = None  # when it was started; None: it stands
+        self._waited_s: float | None = None  # what was spent before a thread began to bring; None: none has
+        self._num_ready, self._load_began_s = 0, 0.0  # layers that were in memory when the load began
+        self._beside_s = 0.0  # the step's other loads
+
+    def start(self) -> None:
+        """Start the clock: the sequence waits for nothing else."""
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def stop(self) -> None:
+        """Stop the clock: the sequence waits for something else, or for nothing."""
+        self._spent_s, self._since_s = self._so_far_s(), None
+
+    def begin_bringing(self) -> None:
+        self._waited_s = self._so_far_s()
+
+    def begin_load(self, beside_s: float = 0.0) -> None:
+        """Begin a load into pages taken for all or a part of it; the step's other loads should take so long."""
+        self.start()
+        self._num_ready, self._load_began_s, self._beside_s = self.num_brought, self._clock(), beside_s
+
+    @property
+    def is_all_brought(self) -> bool:
+        return self.num_brought == self._num_layers
+
+    def left_to_wait_s(self) -> float:
+        """Return the seconds, beside others, until the next layer must be in memory, or somebody must begin to read."""
+        self.start()
+        if self._waited_s is None:
+            return self._plan.slack_s - self._so_far_s()
+        return self._due_s(self.num_brought, is_alone=False) - self._so_far_s()
+
+    def left_s(self, layer: int, computed_s: float = 0.0) -> float:
+        """Return the seconds until a layer must be in its pages.
+
+        `computed_s`: of the step, in which it waited for no load: the rows of others cost as much without this one.
+        """
+        beside_s = self._beside_s * (layer + 1) / self._num_layers
+        beside_s += max(computed_s - self._plan.first_s * layer / self._num_layers, 0.0)
+        paced = layer
+        if self._waited_s is not None and layer < self.num_brought:  # who reads was in time, and a copy is left
+            paced = self._num_layers - 1
+            beside_s += self._plan.predicted_recompute_s
+        if layer < self._num_ready:
+            return self._plan.due_s(paced, self._num_layers) + beside_s - (self._clock() - self._load_began_s)
+        return self._due_s(paced, is_alone=True) + beside_s - self._so_far_s()
+
+    def _due_s(self, layer: int, *, is_alone: bool) -> float:
+        return self._plan.due_s(layer, self._num_layers, waited_s=self._waited_s or 0.0, is_alone=is_alone)
+
+    def _so_far_s(self) -> float:
+        return self._spent_s + (0.0 if self._since_s is None else self._clock() - self._since_s)
+
+
 class Fetch:
     """Chunks that one sequence may load. `is_ready`, `spans` and `close` never block: the engine calls them."""
 
@@ -96,16 +167,17 @@ class Fetch:
         budget: ReadBudget,
         clock: Callable[[], float],
         *,
+        num_stored: int = 0,
         is_alone: bool = True,
         on_closed: Callable[[Fetch], None] = lambda fetch: None,
         on_given_up: Callable[[GivenUp], None] = lambda what: None,
     ) -> None:
-        """`is_alone`: nothing else ran when it began. `on_given_up` is called once at most, on the engine's thread."""
+        """See `LoadController.plan`. `on_given_up` is called once at most, on the engine's thread."""
         self.query, self.num_resident = query, num_resident
         self.sources: list[ChunkSource] = []  # those that are to be loaded, in order
         self.plan: LoadPlan | None = None
         self.reads: dict[Edge, Reads] = {}  # so far
-        self.is_alone = is_alone
+        self.num_stored, self.is_alone = num_stored, is_alone
         self.is_given_up = False  # as it took too long
         self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
@@ -401,12 +473,12 @@ class Fetches:
         is_alone     nothing else runs or waits
         """
         num_tokens = len(query.token_ids)
-        timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens)
         num_stored = num_history - num_resident if num_history - num_resident >= query.chunk_tokens else 0
+        timeout_s = self._controller.lookup_timeout_s(num_resident, num_tokens, num_stored)
         look_until_s = self._clock() + self._controller.lookup_wait_s(num_resident, num_tokens, num_stored)
         fetch = Fetch(
             query, num_resident, look_until_s, self.budget, self._clock,
-            is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
+            num_stored=num_stored, is_alone=is_alone, on_closed=self._ended, on_given_up=self._given_up,
         )  # fmt: skip
         with self._lock:
             self._open.add(fetch)
@@ -458,7 +530,9 @@ class Fetches:
         try:
             sources = fetch.skip_computed(sources)
             chunks, num_tokens = _loadable(fetch, sources), len(fetch.query.token_ids)
-            plan = self._controller.plan(fetch.num_resident, num_tokens, chunks, is_alone=fetch.is_alone)
+            plan = self._controller.plan(
+                fetch.num_resident, num_tokens, chunks, num_stored=fetch.num_stored, is_alone=fetch.is_alone
+            )
         except BaseException:
             for source in sources:
                 source.close()

@@ -12,7 +12,7 @@ from mneme.replicas.forest.nodes import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence, TokenCounts
-from mneme.replicas.sessions.queue import TurnQueue
+from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.truncation import MAX_WINDOWS

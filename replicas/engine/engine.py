@@ -38,7 +38,7 @@ from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
 from mneme.replicas.sequence import Chunk, Sequence
 from mneme.replicas.sessions.journal import DurableSessions
-from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, let_go, share_pages
+from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
@@ -64,12 +64,12 @@ class Engine:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
-        chunks: KvConnector | None = None,
+        connector: KvConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
     ) -> None:
-        """`chunks`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
-        self.runner, self.chunks, self.durable = runner, chunks, durable
+        """`connector`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        self.runner, self.connector, self.durable = runner, connector, durable
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
         self.clock = clock
@@ -88,7 +88,7 @@ class Engine:
             max_tokens=config.max_session_tokens,
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
-            on_drop=partial(let_go, self.forest),
+            on_drop=partial(expire_pages, self.forest),
             on_delete=partial(delete_pages, self.forest),
             journal=None if durable is None else durable.writer,
         )
@@ -195,8 +195,8 @@ class Engine:
 
     def fail_all(self, message: str) -> list[TokenEvent]:
         """End every request with "error" after a step that raised; no page is trusted any more."""
-        if self.chunks is not None:
-            self.chunks.abandon()
+        if self.connector is not None:
+            self.connector.abandon()
         for sequence in list(self._sequence_by_id.values()):
             self._finish(sequence, "error", message)
         self.forest.forget_all()
@@ -213,8 +213,8 @@ class Engine:
             arrival=next(self._arrivals),
             eos_token_ids=self._eos_token_ids,
         )
-        if self.chunks is not None:
-            self.chunks.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
+        if self.connector is not None:
+            self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
 
@@ -228,13 +228,13 @@ class Engine:
     def _moves(self, chunks: list[Chunk]) -> tuple[Moves, list[SaveJob]]:
         """List what the step does with pages, and the chunks of the cache tier that it completes."""
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        return moves, [] if self.chunks is None else self.chunks.begin_step(chunks)
+        return moves, [] if self.connector is None else self.connector.begin_step(chunks)
 
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        if self.chunks is not None:
-            self.chunks.end_step(chunks, sampled, self.scheduler)
+        if self.connector is not None:
+            self.connector.end_step(chunks, sampled, self.scheduler)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue
@@ -248,8 +248,8 @@ class Engine:
     def _compute_again(self) -> list[TokenEvent]:
         """Queue what ran to be computed again: the host tier failed and the step with it, so no page is trusted."""
         logger.exception("host tier failed requests=%s", [s.request.request_id for s in self.scheduler.running])
-        if self.chunks is not None:
-            self.chunks.abandon()
+        if self.connector is not None:
+            self.connector.abandon()
         for sequence in self.scheduler.retract_all():
             self._finish(sequence, "error", _FAILED)
         self.pins.renew()
@@ -285,8 +285,8 @@ class Engine:
         request = sequence.request
         is_sound = reason != "error" or isinstance(error, MnemeError)
         kept = finished_turn(sequence, self._tokenizer) if request.session_id is not None and is_sound else None
-        if self.chunks is not None:
-            self.chunks.end(sequence, is_sound=is_sound)
+        if self.connector is not None:
+            self.connector.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
         if request.is_warm_up:
             self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
@@ -316,7 +316,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back the host tier's memory and thread. The engine is not used again; what ran has no answer."""
-        for part in (self.runner, self.chunks, self.durable):
+        for part in (self.runner, self.connector, self.durable):
             if part is not None:
                 part.close()
 

@@ -112,17 +112,17 @@ def load_engine(
         )
     if timeline is not None and config.timeline is not None:  # when the engine goes, at exit at the latest
         weakref.finalize(runner, timeline.write, config.timeline.replace("%p", str(os.getpid())))
-    chunks, durable = None, None
+    connector, durable = None, None
     if cache is not None and cache.enabled and config.prefix_sharing:
-        chunks = open_cache_tier(runner, config, cache, model_dir, model_config, dtype, open_store)
-        weights_name = chunks.fingerprint.weights
+        connector = open_cache_tier(runner, config, cache, model_dir, model_config, dtype, open_store)
+        weights_name = connector.fingerprint.weights
         durable = open_durable_sessions(config, cache, weights_name, runner.vocab_size, open_session_logs)
         report("cache tier", 1.0)
     with _fitting("engine.max_batch_tokens: a step of so many does not", device):
         warm_up(runner, tokenizer, config, report)
     report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
-    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, chunks=chunks, durable=durable)
+    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, connector=connector, durable=durable)
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)

@@ -44,11 +44,11 @@ class EngineLoop:
         """`thread` is the one that made the engine; None: another one steps it."""
         self.engine = engine
         self.durable = engine.durable
-        self.kv_tier: KvTier | None = kv_tier_of(engine.chunks)
+        self.kv_tier: KvTier | None = kv_tier_of(engine.connector)
         self.epoch = uuid.uuid4().hex
         self._condition = threading.Condition()
-        if engine.chunks is not None:
-            engine.chunks.tell(self._wake)
+        if engine.connector is not None:
+            engine.connector.tell(self._wake)
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
         self._subscribers: dict[str, Subscriber] = {}

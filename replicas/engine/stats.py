@@ -39,16 +39,16 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "device": runner.device,
         "dtype": runner.dtype,
     }
-    if engine.chunks is not None:
-        stats["cache"] = {**engine.chunks.stats(), "retracted": scheduler.num_retracted}
+    if engine.connector is not None:
+        stats["cache"] = {**engine.connector.stats(), "retracted": scheduler.num_retracted}
     return stats
 
 
 def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
     """Read anew what of `engine_stats` other threads change: an idle engine makes no step. From any thread."""
     found: dict[str, Any] = {}
-    if engine.chunks is not None and "cache" in stats:
-        found["cache"] = {**stats["cache"], **engine.chunks.stats()}
+    if engine.connector is not None and "cache" in stats:
+        found["cache"] = {**stats["cache"], **engine.connector.stats()}
     if engine.durable is not None:
         found["session_logs"] = engine.durable.stats()
     return found

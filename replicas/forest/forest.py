@@ -28,12 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
-from mneme.replicas.forest.kept import has_tokens, kept_by, kept_resident, kept_roots, mask_of
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.pages import TieredPages
-from mneme.replicas.forest.paths import Paths, Spans, is_lost, note_gaps, visible_gaps
+from mneme.replicas.forest.paths import Paths, Spans, is_lost, kept_by, note_gaps, visible_gaps
 from mneme.replicas.forest.tier import Tier
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
@@ -111,7 +110,7 @@ class PrefixForest(Paths):
 
     def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
         """The same for what a truncated session sees; `ids` begin with what it kept."""
-        kept, own = [kept_resident(each) for each in root.kept], resident(root, ids)
+        kept, own = [each.resident for each in root.kept], resident(root, ids)
         return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
@@ -132,14 +131,14 @@ class PrefixForest(Paths):
 
         `ids` begin with what was kept; None: nothing can have changed since.
         """
-        if root.is_lost or (ids is not None and not has_tokens(root, ids)):
+        if root.is_lost or (ids is not None and not root.begins(ids)):
             return None
         root.refs += 1
         self._kept_roots.add(root)
         path = Path(root)
         for kept in root.kept:
             self._pages.hold(kept.node)
-            path.append(kept.node, mask_of(kept, self.page_size))
+            path.append(kept.node, kept.mask(self.page_size))
         note_gaps(path, 0)
         if not is_lost(path):
             return path
@@ -198,7 +197,7 @@ class PrefixForest(Paths):
         roots, nodes = [root], []
         for each in roots:  # grows
             nodes += [kept.node for kept in each.kept]
-            roots += kept_roots(each)
+            roots += each.kept_roots
         self.abandon(root)
         for node in reversed(nodes):
             self._pages.drop_up(node)
@@ -208,10 +207,10 @@ class PrefixForest(Paths):
 
         What the `heir` kept of it stays, and so do the roots from which the heir kept something.
         """
-        spared = set() if heir is None else kept_roots(heir)
+        spared = set() if heir is None else heir.kept_roots
         if root not in spared:
             self._pages.drop_below(root)
-        for earlier in kept_roots(root) - spared:
+        for earlier in root.kept_roots - spared:
             self.abandon(earlier, heir)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:

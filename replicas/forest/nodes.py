@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
 DEVICE, HOST = 0, 1  # tiers, as indices of what a node keeps for each
+_WORD_BITS = 64  # of a mask
 
 
 class Node:
@@ -77,6 +78,17 @@ class Kept(NamedTuple):
     delta: int  # from there to where the session has them
     root: Root  # under which the node hangs
 
+    @property
+    def resident(self) -> Resident:
+        """The tokens with KV."""
+        device, host = (max(min(self.node.start + filled, self.end) - self.start, 0) for filled in self.node.filled)
+        return Resident(device, max(host - device, 0))
+
+    def mask(self, page_size: int) -> int:
+        """The slots of the page that are seen, and no others: somebody else may go on behind them."""
+        mask = ((1 << (self.end - self.start)) - 1) << (self.start % page_size)
+        return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
+
 
 class Root(Node):
     """Where lineages begin; holds no page and no tokens.
@@ -95,6 +107,20 @@ class Root(Node):
             node.keepers = [*(node.keepers or ()), self]
         self.is_own = bool(kept)  # a session's
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
+
+    @property
+    def kept_roots(self) -> set[Root]:
+        """The roots of earlier truncations under which what this one keeps was computed."""
+        return {kept.root for kept in self.kept if kept.root.is_own}
+
+    def begins(self, ids: Sequence[int]) -> bool:
+        """Whether what it keeps is still what `ids` begin with: a node that lost its KV may have got other tokens."""
+        for kept in self.kept:
+            node, position = kept.node, kept.start + kept.delta
+            expected = array("i", ids[position : position + kept.end - kept.start])
+            if node.tokens[kept.start - node.start : kept.end - node.start] != expected:
+                return False
+        return True
 
     def lose(self) -> None:
         """Some of what it kept is gone from every tier."""

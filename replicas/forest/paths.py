@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.nodes import ALL_SLOTS, DEVICE, HOST, Node, Path, common_prefix
+from mneme.replicas.forest.nodes import ALL_SLOTS, DEVICE, HOST, Kept, Node, Path, common_prefix
 from mneme.replicas.forest.pages import OutOfPages, TieredPages
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
@@ -251,6 +251,34 @@ def num_missing(path: Path, index: int) -> int:
 def is_lost(path: Path) -> bool:
     """Whether tokens that the root keeps have no KV any more; their own lineage is not the path's to compute."""
     return any(num_missing(path, index) for index in path.gaps if index < len(path.root.kept))
+
+
+def references_of(path: Path) -> list[Kept]:
+    """What the path has of each of its nodes, in order; its own tokens stand where they were rotated."""
+    own = [
+        Kept(node, node.start, node.start + needed_tokens(path, index), 0, path.root)
+        for index, node in enumerate(path.nodes)
+        if index >= len(path.root.kept)
+    ]
+    return [*path.root.kept, *own]
+
+
+def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
+    """References to what the path has at the positions of `ranges` (in order, apart), moved together from 0 on.
+
+    Each range has one delta; it is lowered once more where what the path has was moved before.
+    """
+    kept: list[Kept] = []
+    references = references_of(path)
+    num_kept = 0
+    for start, end in ranges:
+        shift = num_kept - start
+        for node, first, last, delta, top in references:
+            low, high = max(first + delta, start), min(last + delta, end)
+            if low < high:
+                kept.append(Kept(node, low - delta, high - delta, delta + shift, top))
+        num_kept += end - start
+    return tuple(kept)
 
 
 def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Spans, Runs]:

@@ -19,15 +19,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.nodes import Node, Pin
 from mneme.replicas.forest.pages import OutOfPages
-from mneme.replicas.schedule.grafting import Grafting
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
 from mneme.replicas.sequence import Chunk, Sequence
+
+if TYPE_CHECKING:
+    from mneme.replicas.connector.fetch import Fetch
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -47,7 +50,7 @@ class Scheduler:
         attention_mass: AttentionMass | None = None,
     ) -> None:
         self._forest = forest
-        self._opener, self._grafting = PathOpener(forest, attention_mass), Grafting(forest)
+        self._opener = PathOpener(forest, attention_mass)
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self.waiting = WaitingQueue()
@@ -154,7 +157,9 @@ class Scheduler:
         return chunks
 
     def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
-        self._grafting.pause(self.waiting.chosen)
+        chosen = self.waiting.chosen
+        if chosen is not None and chosen.found is not None:
+            chosen.found.pause()  # its chunks cost nothing while they are not what it waits for
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
@@ -175,7 +180,7 @@ class Scheduler:
         num_kept = self._opener.num_pages(head)
         for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
             is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
-            is_ready = self._grafting.comes_whole(sequence, self._budget, has_others=self._has_streams)
+            is_ready = self._comes_whole(sequence)
             can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
             if can_run and self._opener.admit(sequence, len(self.running), self._budget, num_kept=num_kept):
                 self.waiting.overtake(sequence, self._start(sequence))
@@ -183,16 +188,62 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> int:
         """It has a path, and runs; returns how many tokens it has to compute."""
-        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
+        self._graft(sequence)
         _insert_by_arrival(self.running, sequence)
-        return self._num_pending(sequence) - self._grafting.num_to_come(sequence)
+        return self._num_pending(sequence) - sequence.num_to_come
+
+    def _graft(self, sequence: Sequence) -> None:
+        """Give the sequence pages for what the cache tier has of it, and the forest has not.
+
+        Beside others that already have tokens to give, a step loads no more than in the time that a full step computes,
+        of all sequences together, the oldest first: a long history comes in parts, and its sequence has rows from the
+        last of them on. `found` stays if more is to come.
+        """
+        found, path = sequence.found, sequence.path
+        if found is None or found.is_looking:
+            return
+        assert path is not None
+        # Pages of their own may be one more than counted.
+        has_room = self._num_missing_pages(sequence) < self._forest.num_available
+        can_graft = has_room and sequence.root is None
+        limit = self._load_limit(found)
+        if can_graft and limit == 0 and sequence.num_to_come:
+            return  # others load in this step
+        graft = self._forest.graft(path, sequence.context, found, limit) if can_graft else None
+        for piece in () if graft is None else graft.pieces:
+            sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
+        if graft is None:
+            sequence.drop_found()
+            return
+        self._budget.num_loaded += len(graft.pieces)
+        if graft.is_last:
+            sequence.found = None
+
+    def _comes_whole(self, sequence: Sequence) -> bool:
+        """Whether one that does not run yet would wait neither for its chunks nor for a later step to load them."""
+        found = sequence.found
+        if found is None or not found.is_settled:
+            return found is None
+        limit = self._load_limit(found)
+        return limit is None or len(found.spans) <= limit
+
+    def _load_limit(self, found: Fetch) -> int | None:
+        """How many chunks the step may still load; None: all.
+
+        What is still read comes at once: all chunks are read layer by layer, and would pile up in the read buffer while
+        a first part waits for its last layer.
+        """
+        if found.plan is None or not self._has_streams:
+            return None
+        limit = max(found.plan.step_chunks - self._budget.num_loaded, 0)
+        return limit if found.is_in_memory or limit == 0 else None
 
     def _loading(self) -> list[Sequence]:
         """Who runs and has no rows before more of its chunks is loaded."""
         answered = [s for s in self.running if s.found is not None and not s.found.is_looking]
         for sequence in answered:
-            if not self._grafting.num_to_come(sequence):  # it computed, or follows, as much meanwhile
-                self._grafting.forget(sequence)
+            if not sequence.num_to_come:  # it computed, or follows, as much meanwhile
+                sequence.drop_found()
         return [s for s in answered if s.found is not None]
 
     def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
@@ -204,7 +255,7 @@ class Scheduler:
         if sequence.found is not None and not sequence.found.is_ready(is_alone=not chunks):
             return
         self._forest.extend(sequence.path, sequence.context, len(sequence.context))
-        self._grafting.graft(sequence, self._budget, has_others=self._has_streams)
+        self._graft(sequence)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
             self._begin(sequence, chunks, has_others=bool(self.waiting))
 
@@ -285,7 +336,7 @@ class Scheduler:
             found.num_resident = path.num_tokens
             if chunk.samples:  # it has all its rows: too late
                 found.give_up("lookup")
-                self._grafting.forget(sequence)
+                sequence.drop_found()
         return chunk
 
     def _put_back(self, sequences: Collection[Sequence]) -> None:
@@ -294,7 +345,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._forest.release(sequence.path)
             sequence.path = None
-            self._grafting.forget(sequence)
+            sequence.drop_found()
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
             self.waiting.put_back(sequence)
@@ -308,7 +359,7 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)
-        self._grafting.forget(sequence)
+        sequence.drop_found()
         self.num_suspensions += 1
         self.waiting.put_back(sequence)
 

@@ -10,22 +10,22 @@ from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.token_log import Seen, TokenLog
 
 
-def let_go(forest: PrefixForest, log: TokenLog) -> None:
-    """It expired: what only it owned stays cached until room is needed, but for what nobody else could find."""
+def expire_pages(forest: PrefixForest, log: TokenLog) -> None:
+    """Let what only an expired session owned stay cached until room is needed, but for what nobody else could find."""
     forest.disown(log)
     if log.root is not None:
         forest.abandon(log.root)
 
 
 def delete_pages(forest: PrefixForest, log: TokenLog) -> None:
-    """It is deleted: what only its last path is on is gone, and what that came from by truncation."""
+    """Delete the pages of a session: what only its last path is on is gone, and what that came from by truncation."""
     forest.drop_owned(log)
     if log.root is not None:
         forest.drop_kept(log.root)
 
 
 def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | None, path: Path | None) -> None:
-    """A fork owns what its original's last path is on, or the running turn's; of a truncated one it has ids only."""
+    """Let a fork own what its original's last path is on, or the running turn's; of a truncated one it has ids only."""
     tail = path.tail if path is not None and path.nodes else None
     if tail is None and log is not None:
         tail = forest.owners.tail_of(log)

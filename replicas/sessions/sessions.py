@@ -13,16 +13,15 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mneme.cachetier.sessions.record import SessionState
-from mneme.errors import InvalidRequest, ReplicaUnavailable, SessionNotFound
+from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.sessions.prompts import SessionPrompts
-from mneme.replicas.sessions.queue import TurnQueue
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
+    Mark,
     RunningTurn,
     Seen,
     TokenLog,
@@ -31,27 +30,15 @@ from mneme.replicas.sessions.token_log import (
     turn_name,
 )
 
+if TYPE_CHECKING:
+    from mneme.replicas.sessions.journal import SessionLogWriter
+
+MAX_QUEUED_PER_SESSION = 64  # so that one session cannot fill the engine's queue
+
+_MAX_SEAMS = 3  # marks tried from the end: each costs tokenizing the text behind it
+
 SessionKey = tuple[str, str]  # (tenant salt, session id)
 Ids = list[int]
-
-
-class SessionJournal(Protocol):
-    """Hears of all that happens to conversations, in order, but not of what is forgotten for want of room or time.
-
-    It sets `TokenLog.version`, and must neither block nor raise.
-    """
-
-    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
-        """The request's turn runs these ids; the list may grow from now on."""
-
-    def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
-        """The turn is part of the log, which was `before` until now."""
-
-    def deleted(self, key: SessionKey, log: TokenLog) -> None:
-        """Nothing of it may be kept anywhere."""
-
-    def forked(self, key: SessionKey, log: TokenLog) -> None:
-        """It is there at once, with a past."""
 
 
 class Sessions:
@@ -69,9 +56,11 @@ class Sessions:
         decode: Callable[[list[int]], str] | None = None,
         on_drop: Callable[[TokenLog], None] = lambda log: None,
         on_delete: Callable[[TokenLog], None] = lambda log: None,
-        journal: SessionJournal | None = None,
+        journal: SessionLogWriter | None = None,
     ) -> None:
-        self._prompts = SessionPrompts(encode, end_token_ids, decode)
+        """`decode` gives the text of ids, special tokens included; without it a log is known up to its last mark."""
+        self._encode, self._decode = encode, decode
+        self._end_token_ids = frozenset(end_token_ids)
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
@@ -116,7 +105,7 @@ class Sessions:
         if request.append and (not log.ids or (request.output_offset and not is_again)):
             raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
         num_base = log.num_base if is_again else len(log.ids)
-        ids, num_marks = self._prompts.ids(log, request, num_base)
+        ids, num_marks = self._ids(log, request, num_base)
         if running is None:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks
@@ -283,6 +272,59 @@ class Sessions:
         log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
+    def _ids(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int]:
+        """Return the ids to run, and how many of the log's marks they begin with.
+
+        As many of the log's exact ids as the text agrees with, then its own; appended ids follow the first `num_base`.
+        """
+        given = request.prompt_token_ids
+        own = list(given[: len(given) - request.output_offset])
+        resumed = list(given[len(own) :])  # output so far, of a request that was moved here
+        if request.append:
+            ids = [*log.ids[:num_base], *self._continuation(log, request, own, num_base)]
+            return [*ids, *resumed], log.marks_up_to(num_base)
+        ids, num_marks = self._matched(log, request.prompt_text, own)
+        return [*ids, *resumed], num_marks
+
+    def _matched(self, log: TokenLog, text: str | None, own: list[int]) -> tuple[list[int], int]:
+        """The log's ids up to the last mark that the text agrees with and can go on from, or the request's own."""
+        if text is None:
+            return own, 0
+        marks = log.matching_marks(text)
+        num_known = len(marks)
+        marks += self._end(log, text, marks)
+        for num_marks in range(len(marks), max(len(marks) - _MAX_SEAMS, 0), -1):
+            num_chars, num_ids = marks[num_marks - 1]
+            rest = self._encode(text[num_chars:]) if num_chars < len(text) else []
+            # Behind the whole log the stored ids always stand. Elsewhere the text goes on otherwise than it did, maybe
+            # in the middle of a word: then only where its own tokens have a seam too.
+            if num_ids == len(log.ids) or own[len(own) - len(rest) :] == rest:
+                return [*log.ids[:num_ids], *rest], min(num_marks, num_known)
+        return own, 0
+
+    def _end(self, log: TokenLog, text: str, marks: list[Mark]) -> list[Mark]:
+        """The end of the log, if the text agrees up to there with what was appended behind the last mark."""
+        num_chars, num_ids = marks[-1] if marks else Mark(0, 0)
+        if self._decode is None or num_ids == len(log.ids) or len(marks) < log.num_marks:
+            return []
+        appended = self._decode(log.ids[num_ids:].tolist())
+        return [Mark(num_chars + len(appended), len(log.ids))] if text.startswith(appended, num_chars) else []
+
+    def _continuation(self, log: TokenLog, request: GenerationRequest, own: list[int], num_base: int) -> list[int]:
+        """Ids of what is appended: without what it begins with to close an answer and the log has already."""
+        text = request.prompt_text
+        if text is None:
+            return own
+        closing = self._encode(text[: request.num_closing_chars]) if request.num_closing_chars else []
+        rest = text[request.num_closing_chars :]
+        return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (self._encode(rest) if rest else [])
+
+    def _num_closed(self, ids: list[int], closing: list[int]) -> int:
+        """How many of the ids that close an answer it has itself: up to the model's end of turn, or what it wrote."""
+        if ids[-1] in self._end_token_ids and ids[-1] in closing:
+            return closing.index(ids[-1]) + 1
+        return next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
+
 
 def session_key(request: GenerationRequest) -> SessionKey | None:
     return None if request.session_id is None else (request.salt, request.session_id)
@@ -302,3 +344,57 @@ def _without_session(request: GenerationRequest) -> TurnPrompt:
         raise SessionNotFound("session_id", None)
     ids = list(request.prompt_token_ids)
     return TurnPrompt(ids, ids, None, 0)
+
+
+class TurnQueue:
+    """The queues of all sessions' running turns, by request; the queues themselves are in the token logs."""
+
+    def __init__(self) -> None:
+        self._log_by_request: dict[str, TokenLog] = {}
+        self.num_tokens = 0  # of their prompts
+
+    def __len__(self) -> int:
+        return len(self._log_by_request)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._log_by_request
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._log_by_request)
+
+    @property
+    def logs(self) -> list[TokenLog]:
+        """Each session behind whose turn something waits, once."""
+        return list({id(log): log for log in self._log_by_request.values()}.values())
+
+    def put(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
+        """Let a request wait behind the log's turn that is answering; raises `Overloaded` if too many do."""
+        if len(running.queue) >= MAX_QUEUED_PER_SESSION:
+            raise Overloaded(f"{MAX_QUEUED_PER_SESSION} requests of this session are waiting")
+        running.queue.append(request)
+        self.num_tokens += len(request.prompt_token_ids)
+        self._log_by_request[request.request_id] = log
+
+    def cancel(self, request_id: str) -> GenerationRequest | None:
+        """Take a request out; None if it does not wait."""
+        log = self._log_by_request.pop(request_id, None)
+        if log is None or log.running is None:
+            return None
+        queue = log.running.queue
+        request = next(request for request in queue if request.request_id == request_id)
+        queue.remove(request)
+        self.num_tokens -= len(request.prompt_token_ids)
+        return request
+
+    def take_turn(self, running: RunningTurn) -> list[GenerationRequest]:
+        """The requests of the next turn behind this one, which are answering from now on."""
+        running.name = turn_name(running.queue[0])
+        turn: list[GenerationRequest] = []
+        while running.queue and turn_name(running.queue[0]) == running.name:
+            request = running.queue.popleft()
+            del self._log_by_request[request.request_id]
+            self.num_tokens -= len(request.prompt_token_ids)
+            running.answering.add(request.request_id)  # all of them now: the turn ends with its last choice
+            turn.append(request)
+        return turn

@@ -155,5 +155,5 @@ def make_cached_engine(
     """An engine with a cache tier."""
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
-    chunks = connect(runner, store, fingerprint, costs or SlowRows(), config)
-    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), chunks=chunks)  # type: ignore[arg-type]
+    connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
+    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), connector=connector)  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ def check_engine(engine: Engine) -> None:
     """Nothing of it is under way."""
     engine.forest.check()
     assert (engine.forest.num_in_use, engine.in_flight) == (0, {})
-    connector = engine.chunks
+    connector = engine.connector
     assert connector is not None
     assert connector.saver.num_bytes == 0
     deadline_s = time.monotonic() + 60.0  # a question that nobody answers ends by its own limit, behind the request

@@ -218,4 +218,4 @@ def _decoded(layer: np.ndarray) -> list[tuple[int, int]]:
 def make_played_engine(runner: FakeRunner, played: PlayedCache, clock: Callable[[], float], **options: Any) -> Engine:
     runner.loader, runner.saver = played.cache.loader, played.cache.saver
     config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
-    return Engine(runner, None, config, chunks=played.cache, clock=clock)  # type: ignore[arg-type]
+    return Engine(runner, None, config, connector=played.cache, clock=clock)  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     """Predicted against actual, for each chunk that was put."""
     llm = load(tmp_path)
     converse(llm, "", TURNS[:2])
-    connector = llm.engine.chunks
+    connector = llm.engine.connector
     assert connector is not None
     assert connector.saver.settle(30.0)
     learned, counts = connector.stats()["accuracy"]["save"], connector.saver.counts

@@ -188,13 +188,30 @@ def test_a_lookup_is_waited_for_a_twentieth_and_used_as_long_as_rows_are_left() 
     computing_s = make_costs().prefill_s(8192, 100)
     assert controller.lookup_wait_s(0, 10) == 0.005
     assert controller.lookup_wait_s(100, 8292) == pytest.approx(0.05 * computing_s)
-    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(computing_s)
+    assert controller.lookup_timeout_s(100, 8292) == pytest.approx(1.05 * computing_s)
 
 
 def test_a_lookup_of_what_a_session_stored_is_waited_for_as_long_as_that_would_take() -> None:
     controller = LoadController(make_costs(), PlayedClock())
     stored_s = make_costs().prefill_s(4096, 100)
     assert controller.lookup_wait_s(100, 8292, 4096) == pytest.approx(stored_s)
+
+
+@pytest.mark.parametrize(("slowness", "num_loaded"), [(0.5, "all"), (1.5, "all"), (2.5, "some")])
+def test_a_sessions_history_is_loaded_unless_that_takes_twice_as_long_as_computing_it(
+    slowness: float, num_loaded: str
+) -> None:
+    """The edge's speed is such that all of it takes so many times what computing takes."""
+    num_tokens, chunks = 2048, chunks_of(2048, "disk")
+    seconds = make_costs().prefill_s(num_tokens, 0)
+    costs = make_costs(disk=(0.0, slowness * seconds / len(chunks), 0.0))
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS)
+    plan = controller.plan(0, num_tokens + 1, chunks, num_stored=num_tokens, is_alone=False)
+    assert (plan.num_chunks == len(chunks)) == (num_loaded == "all")
+    assert plan.predicted_ttft_s <= 2.01 * plan.predicted_recompute_s
+    assert plan.due_s(0, 100, is_alone=False) <= 1.01 * plan.predicted_recompute_s
+    others = controller.plan(0, num_tokens + 1, chunks, is_alone=False)
+    assert (others.num_chunks == len(chunks)) == (slowness < 1)
 
 
 def test_who_loads_all_neither_weighs_nor_gives_up() -> None:

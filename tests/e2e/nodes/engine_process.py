@@ -160,5 +160,5 @@ class ModelProcess:
         self._pinned.clear()
 
     def _settle(self, engine: Engine) -> bool:
-        assert engine.chunks is not None
-        return engine.chunks.saver.settle(SETTLE_S)
+        assert engine.connector is not None
+        return engine.connector.saver.settle(SETTLE_S)

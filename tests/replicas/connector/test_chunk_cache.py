@@ -30,9 +30,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def finish_saves(engine: Engine) -> None:
     """Everything that was to be saved is in the store, and nothing is left in the write buffer."""
-    assert engine.chunks is not None
+    assert engine.connector is not None
     engine.close()
-    assert engine.chunks.saver.num_bytes == 0
+    assert engine.connector.saver.num_bytes == 0
 
 
 def wait_for_store(engine: Engine) -> None:

@@ -396,8 +396,8 @@ def test_engines_save_and_load_through_a_devices_pages(
         events = run(engine)
         assert answers(events)["a"] == full_prefill(decoder, ids, 3)[0]
         assert (usages(events)["a"].cached_tokens > 200) == (number == 1 and fault is None)
-        assert engine.chunks is not None
-        assert engine.chunks.saver.settle(60.0)
+        assert engine.connector is not None
+        assert engine.connector.saver.settle(60.0)
         engine.close()
         assert len(store.chunks) >= 4
 

@@ -74,7 +74,7 @@ def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> Non
     for thread in threading.enumerate():
         if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(WAIT_S)
-    connector = engine.chunks
+    connector = engine.connector
     assert connector is not None
     assert store.num_open == 0
     assert hung or not store.waiting
@@ -127,8 +127,8 @@ def test_a_request_that_is_aborted_while_the_store_is_asked_waits_there_no_longe
     engine.abort("a")
     gate.open()
     until_s = time.monotonic() + WAIT_S
-    assert engine.chunks is not None
-    while engine.chunks.fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
+    assert engine.connector is not None
+    while engine.connector.fetches.num_open and time.monotonic() < until_s:  # a close would not wait for that
         time.sleep(0.001)
     engine.close()
     check_closed(engine, filled)
@@ -166,8 +166,8 @@ def test_a_failed_step_lets_go_of_pages_at_once(
         with pytest.raises(RuntimeError):
             engine.step()
     engine.fail_all("gone")
-    assert engine.chunks is not None
-    engine.chunks.saver.before_reuse(np.arange(64))  # returns
+    assert engine.connector is not None
+    engine.connector.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, filled)
 
@@ -198,9 +198,9 @@ def test_an_interrupt_in_the_midst_of_saves_lets_go_of_pages(
         with pytest.raises(KeyboardInterrupt):
             run(engine)
         engine.fail_all("interrupted")
-    assert engine.chunks is not None
-    assert engine.chunks.saver.settle(5.0)
-    engine.chunks.saver.before_reuse(np.arange(64))  # returns
+    assert engine.connector is not None
+    assert engine.connector.saver.settle(5.0)
+    engine.connector.saver.before_reuse(np.arange(64))  # returns
     engine.close()
     check_closed(engine, store)
 
@@ -213,8 +213,8 @@ def test_no_memory_for_a_copy_is_a_chunk_that_is_not_saved(decoder: Decoder, mon
         submit(engine, "a", draw(3, 150), NUM_NEW)
         events = run(engine)
     assert answers(events)["a"] == full_prefill(decoder, draw(3, 150), NUM_NEW)[0]
-    assert engine.chunks is not None
-    assert engine.chunks.saver.counts.dropped == 3
+    assert engine.connector is not None
+    assert engine.connector.saver.counts.dropped == 3
     engine.close()
     check_closed(engine, store)
 
@@ -294,12 +294,12 @@ def test_a_deletion_waits_for_what_is_being_saved(decoder: Decoder) -> None:
 
     store.put = slow  # type: ignore[method-assign]
     engine = make_cached_engine(decoder, store)
-    assert engine.chunks is not None
+    assert engine.connector is not None
     submit(engine, "a", draw(1, 150), NUM_NEW)
     run(engine)
     assert gate.has_come.wait(WAIT_S)
-    admin, fingerprint = NodeAdmin(make_node(), "node"), engine.chunks.fingerprint
-    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.chunks.saver.settle)
+    admin, fingerprint = NodeAdmin(make_node(), "node"), engine.connector.fingerprint
+    tier = KvTier(admin=admin, fingerprint=fingerprint, settle_saves=engine.connector.saver.settle)
     num_there: list[int] = []
 
     def delete() -> None:
@@ -351,13 +351,13 @@ def test_a_request_that_runs_while_what_it_begins_with_is_deleted_saves_none_of_
 
 def test_nothing_is_left_of_a_request_that_could_not_begin(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_cached_engine(decoder, FakeStore())
-    assert engine.chunks is not None
+    assert engine.connector is not None
 
     def fail(*_args: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.chunks, "_query", fail)
+        patch.setattr(engine.connector, "_query", fail)
         with pytest.raises(MemoryError):
             submit(engine, "a", draw(1, 150), NUM_NEW)
     assert engine.in_flight == {}

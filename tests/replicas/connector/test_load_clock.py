@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mneme.cachetier.policy.load_controller import LoadPlan
-from mneme.replicas.connector.load_clock import LoadClock
+from mneme.replicas.connector.fetch import LoadClock
 from tests.cachetier.cost_cases import PlayedClock
 
 NUM_LAYERS = 10

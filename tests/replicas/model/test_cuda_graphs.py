@@ -157,7 +157,7 @@ def test_all_that_differs_between_replays_is_in_tritons_buffers(
 def cached_engine(decoder: Decoder, store: FakeStore, make_graphs: MakeGraphs | None) -> Engine:
     runner, config = Runner(decoder, 64, 16, make_graphs), CacheConfig(chunk_tokens=CHUNK_TOKENS)
     connector = connect(runner, store, fingerprint_of(decoder), SlowRows(), config)
-    return Engine(runner, None, EngineConfig(page_size=16, max_running=8), chunks=connector)
+    return Engine(runner, None, EngineConfig(page_size=16, max_running=8), connector=connector)
 
 
 def saved_while_decoding(engine: Engine, store: FakeStore) -> dict[bytes, list[bytes]]:

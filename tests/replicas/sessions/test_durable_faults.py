@@ -13,9 +13,8 @@ import pytest
 
 from mneme.cachetier.sessions.record import fields_of
 from mneme.cachetier.sessions.store import Appended, LogKey, log_key
-from mneme.replicas.sessions import log_writer as session_log_writer
-from mneme.replicas.sessions.journal import DurableSessions, Recalled
-from mneme.replicas.sessions.log_writer import SessionLogWriter
+from mneme.replicas.sessions import journal as session_journal
+from mneme.replicas.sessions.journal import DurableSessions, Recalled, SessionLogWriter
 from mneme.replicas.sessions.token_log import TokenLog
 from tests.replicas.sessions.test_durable_turns import until
 
@@ -141,7 +140,7 @@ durable.close()
 
 
 def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
+    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
     store = HeldStore()
     writer = SessionLogWriter(store, MODEL)
     writer.forked(("salt", "first"), TokenLog())
@@ -160,8 +159,8 @@ def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatc
 def test_a_newer_record_that_was_dropped_outlives_an_older_one_that_was_being_written(
     monkeypatch: pytest.MonkeyPatch, outcome: Appended
 ) -> None:
-    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
-    monkeypatch.setattr(session_log_writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
+    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     store, log = HeldStore(), TokenLog()
     store.outcomes = [outcome]
     writer = SessionLogWriter(store, MODEL)
@@ -182,7 +181,7 @@ def test_who_waits_for_a_record_hears_of_it_only_once_it_is_done_whatever_is_dro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many are dropped as are not done yet."""
-    monkeypatch.setattr(session_log_writer, "MAX_CHANGES", 4)
+    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
     store, heard = HeldStore(), threading.Event()
     writer = SessionLogWriter(store, MODEL)
     first, second, *others = keys(9)

@@ -15,7 +15,7 @@ from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.commands import leave_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import SamplingParams
-from mneme.replicas.sessions import log_writer as session_log_writer
+from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import take_over
 from tests.replicas.asked import answer
 from tests.replicas.fake_runner import continuation
@@ -138,7 +138,7 @@ def test_a_log_that_was_read_while_a_turn_ran_does_not_replace_what_that_left(cl
 
 def test_what_could_not_be_written_is_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if no turn follows, and the last one began and ended while the node's logs were away."""
-    monkeypatch.setattr(session_log_writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     one = cluster.engine()
     said = turns(one, "a", said=[1, 2])
     with monkeypatch.context() as patched:
@@ -165,7 +165,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
         patched.setattr(cluster.logs, "delete", fail)
         with pytest.raises(ReplicaUnavailable):
             delete(one)
-    monkeypatch.setattr(session_log_writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     delete(one, "public:dropped")
     one.durable.delete_owned(owner_of("tenant"))
     until(lambda: one.durable.writer.stats()["later"] == 0)
@@ -174,7 +174,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
 
 
 def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log_writer, "RETRY_S", 1000.0)
+    monkeypatch.setattr(session_journal, "RETRY_S", 1000.0)
     one = cluster.engine()
     with monkeypatch.context() as patched:
         patched.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
@@ -186,7 +186,7 @@ def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: 
 def test_of_sessions_that_could_not_be_written_so_many_are_kept(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_log_writer, "MAX_LATER", 2)
+    monkeypatch.setattr(session_journal, "MAX_LATER", 2)
     one = cluster.engine()
     monkeypatch.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
     for number in range(5):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams
-from mneme.replicas.sessions.queue import MAX_QUEUED_PER_SESSION
-from mneme.replicas.sessions.sessions import Sessions
+from mneme.replicas.sessions.sessions import MAX_QUEUED_PER_SESSION, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, Said
 
 
