@@ -151,8 +151,8 @@ class SavingArm:
         raise NotImplementedError
 
     def _num_saved(self) -> int:
-        chunks = self._engine.chunks
-        return 0 if chunks is None else chunks.saver.counts.bytes
+        connector = self._engine.connector
+        return 0 if connector is None else connector.saver.counts.bytes
 
     def _submit(self, num_tokens: int, num_out: int) -> None:
         ids = self._rng.choices(range(16, VOCAB_SIZE), k=num_tokens)

@@ -290,8 +290,8 @@ def restarted_rows(model: CachedModel, num_history: int, folder: Path, num_resta
             with closing(make_engine(model, store, config, num_pages, costs=costs, is_warm=True)) as started:
                 took = answers(started, [ids + draw.question() for ids in histories], 1)
                 wait_for_saves(started)
-                assert started.chunks is not None
-                stats = started.chunks.stats()
+                assert started.connector is not None
+                stats = started.connector.stats()
             store.flush()
             shares = [turn.usage.cached_tokens / num_history for turn in took]
             rows.append({

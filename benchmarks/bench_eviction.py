@@ -32,8 +32,8 @@ from harness import Check, Run, at_most, options_of
 from mneme.cachetier.policy.eviction import PolicyName, make_policy
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Owner, Path
-from mneme.replicas.forest.pages import OutOfPages
+from mneme.replicas.forest.pages import Owner, Path
+from mneme.replicas.forest.tiers import OutOfPages
 
 PAGE_SIZE = 32
 _VOCAB = list(range(32_000))

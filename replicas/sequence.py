@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.replicas.forest.nodes import Owner, Path, Root
+from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 

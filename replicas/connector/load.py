@@ -26,7 +26,7 @@ from mneme.cachetier.pages.streams import Event
 from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
-from mneme.replicas.forest.nodes import Node
+from mneme.replicas.forest.pages import Page
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,10 @@ class ChunkLoad:
         for event in events:
             self._pages.wait(event)
 
-    def finish(self) -> list[Node]:
+    def finish(self) -> list[Page]:
         """End the load, as the pass is over: nothing is written but before what the engine issues from now on.
 
-        Returns the nodes whose KV did not come.
+        Returns the pages whose KV did not come.
         """
         with self._condition:
             for piece in self._all:
@@ -98,7 +98,7 @@ class ChunkLoad:
         for fetch in self._ending:
             fetch.close()
         self.num_lost = len(lost)
-        return [node for piece in lost for node in piece.given.nodes]
+        return [page for piece in lost for page in piece.given.pages]
 
     def run(self) -> None:
         """Copy layer after layer; on the thread of loads."""
@@ -184,10 +184,10 @@ class ChunkLoader:
         self.num_loaded += sum(len(graft.pieces) for graft in grafts)
         return load
 
-    def end(self) -> list[Node] | None:
+    def end(self) -> list[Page] | None:
         """End the load of a step whose forward pass is over, or that failed.
 
-        Returns the nodes whose KV did not come, None if none was to come.
+        Returns the pages whose KV did not come, None if none was to come.
         """
         load, self._load = self._load, None
         if load is None:

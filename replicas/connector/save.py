@@ -31,7 +31,7 @@ from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
-from mneme.replicas.forest.nodes import DEVICE, Path
+from mneme.replicas.forest.pages import DEVICE, Path
 from mneme.replicas.sequence import Chunk, ChunkChain
 from mneme.replicas.sequence import Sequence as RunningSequence
 
@@ -126,15 +126,15 @@ class SavePolicy:
 def token_runs(path: Path, start: int, end: int, page_size: int) -> list[TokenRun] | None:
     """Find where the device has the tokens [start, end) of a path; None if it lacks some."""
     runs: list[TokenRun] = []
-    index = bisect_right(path.nodes, start, key=lambda node: node.start) - 1
+    index = bisect_right(path.pages, start, key=lambda page: page.start) - 1
     position = start
     while position < end:
-        node = path.nodes[index]
+        page = path.pages[index]
         index += 1
-        limit = path.nodes[index].start if index < len(path.nodes) else end
+        limit = path.pages[index].start if index < len(path.pages) else end
         count = min(limit, end) - position
-        page_id = node.pages[DEVICE]
-        if page_id is None or node.start + node.filled[DEVICE] < position + count or count <= 0:
+        page_id = page.ids[DEVICE]
+        if page_id is None or page.start + page.filled[DEVICE] < position + count or count <= 0:
             return None
         runs.append((page_id, position % page_size, count, position - start))
         position += count

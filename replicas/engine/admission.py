@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
-from mneme.replicas.forest.nodes import Owner
+from mneme.replicas.forest.pages import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence, TokenCounts

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.nodes import Pin
+from mneme.replicas.forest.pages import Pin
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
@@ -188,7 +188,7 @@ class Pins:
         forest = self._engine.forest
         path = forest.open_path(salt)
         forest.extend(path, ids, len(ids))
-        num_pinned = sum(node.pins > 0 for node in path.nodes)
+        num_pinned = sum(page.pins > 0 for page in path.pages)
         forest.release(path)
         num_new = max(-(-len(ids) // forest.page_size) - num_pinned, 0)
         needed = max(forest.num_reserved, -(-_num_kept_tokens(self._engine, self._num_kept_tokens) // forest.page_size))

@@ -1,6 +1,6 @@
 """The prefix forest and the page pool under it (ChunkAttention 3.1): who holds which page, found at run time.
 
-A node is one page instance: the tokens at positions [start, end) of one lineage, all inside one block of
+A page is the tokens at positions [start, end) of one lineage, all inside one block of
 `page_size` positions; token t sits at offset t mod page_size. A child continues at `child.start`, which may lie
 inside its parent's block: then both have a page for that block and the sequence masks the parent's higher slots.
 
@@ -12,8 +12,8 @@ Every token that a running sequence has computed, or computes in the step being 
 sequences of one step already share. A sequence whose next token is here follows this page instead of writing its
 own; slots above its position are hidden from it by causality, so its mask stays whole until it leaves the page.
 
-A node's KV may be on the device, on the host, on both, or on neither: a hole (`forest/pages.py`, `forest/paths.py`).
-States of a device page: free (on the free list), in use (of a node that a sequence or a pin holds), cached (of a node
+A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/tiers.py`, `forest/paths.py`).
+States of a device page: free (on the free list), in use (of a page that a sequence or a pin holds), cached (of a page
 that nobody holds, still matching; `forest/tier.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Sequence
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Owner, Path, Pin, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import TieredPages
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Pin, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import Paths, Spans, is_lost, kept_by, note_gaps, visible_gaps
 from mneme.replicas.forest.tier import Tier
+from mneme.replicas.forest.tiers import TieredPages
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
@@ -68,8 +68,8 @@ class PrefixForest(Paths):
         self.owners = Owners()
         self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
         self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
-        pages = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
-        super().__init__(pages, page_size, sharing=sharing, window=window)
+        tiers = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
+        super().__init__(tiers, page_size, sharing=sharing, window=window)
 
     @property
     def num_free(self) -> int:
@@ -91,17 +91,17 @@ class PrefixForest(Paths):
     @property
     def num_reclaimable(self) -> int:
         """Cached pages whose KV the host has too."""
-        return self._pages.num_reclaimable
+        return self._tiers.num_reclaimable
 
     @property
     def num_moved(self) -> dict[str, int]:
         """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
-        return dict(self._pages.num_moved)
+        return dict(self._tiers.num_moved)
 
     @property
     def wants_copies(self) -> bool:
         """Whether a step without rows would still have pages to copy to the host."""
-        return self._pages.wants_copies
+        return self._tiers.wants_copies
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:
         """What the tiers have of a sequence; leaves their order of eviction as it is."""
@@ -137,8 +137,8 @@ class PrefixForest(Paths):
         self._kept_roots.add(root)
         path = Path(root)
         for kept in root.kept:
-            self._pages.hold(kept.node)
-            path.append(kept.node, kept.mask(self.page_size))
+            self._tiers.hold(kept.page)
+            path.append(kept.page, kept.mask(self.page_size))
         note_gaps(path, 0)
         if not is_lost(path):
             return path
@@ -163,23 +163,23 @@ class PrefixForest(Paths):
 
     def release(self, path: Path, owner: Owner | None = None) -> None:
         """The sequence is gone: its pages stay cached. They are the owner's, if it is given, and no others any more."""
-        number, now_s, nodes, root = next(self._releases), self._clock(), path.nodes, path.root
-        for node in nodes:
-            node.released, node.last_used_s = number, now_s
-            if node.writer is path:
-                node.writer = None
+        number, now_s, pages, root = next(self._releases), self._clock(), path.pages, path.root
+        for page in pages:
+            page.released, page.last_used_s = number, now_s
+            if page.writer is path:
+                page.writer = None
         root.refs -= 1
-        if nodes and self._sharing:
-            self._pages.release(nodes)
-            self._claim(nodes, owner)
-        elif nodes:
-            self._pages.free(nodes)
+        if pages and self._sharing:
+            self._tiers.release(pages)
+            self._claim(pages, owner)
+        elif pages:
+            self._tiers.free(pages)
         self._drop_root(root)
-        path.nodes, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
+        path.pages, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
 
-    def claim(self, owner: Owner, node: Node) -> None:
-        """The path up to this node is the owner's too."""
-        self._offer_through(self.owners.claim(owner, node))
+    def claim(self, owner: Owner, page: Page) -> None:
+        """The path up to this page is the owner's too."""
+        self._offer_through(self.owners.claim(owner, page))
 
     def disown(self, owner: Owner) -> None:
         """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
@@ -190,17 +190,17 @@ class PrefixForest(Paths):
         tail = self.owners.tail_of(owner)
         self.disown(owner)
         if tail is not None:
-            self._pages.drop_up(tail)
+            self._tiers.drop_up(tail)
 
     def drop_kept(self, root: Root) -> None:
         """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
-        roots, nodes = [root], []
+        roots, pages = [root], []
         for each in roots:  # grows
-            nodes += [kept.node for kept in each.kept]
+            pages += [kept.page for kept in each.kept]
             roots += each.kept_roots
         self.abandon(root)
-        for node in reversed(nodes):
-            self._pages.drop_up(node)
+        for page in reversed(pages):
+            self._tiers.drop_up(page)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
@@ -209,7 +209,7 @@ class PrefixForest(Paths):
         """
         spared = set() if heir is None else heir.kept_roots
         if root not in spared:
-            self._pages.drop_below(root)
+            self._tiers.drop_below(root)
         for earlier in root.kept_roots - spared:
             self.abandon(earlier, heir)
 
@@ -218,18 +218,18 @@ class PrefixForest(Paths):
         root = self._roots.get(salt)
         if root is None:
             return
-        node, position = _follow(root, ids)
+        page, position = _follow(root, ids)
         if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
-            self._pages.drop_up(node, position)
+            self._tiers.drop_up(page, position)
             return
-        for child in list(node.children.values()):
+        for child in list(page.children.values()):
             if child.start >= len(ids):
-                self._pages.drop_below(child)
-                self._pages.drop_everywhere(child)
-        parent = node.parent
-        if parent is not None and not node.children:
-            self._pages.drop_everywhere(node)
-            self._pages.drop_up(parent, node.start)
+                self._tiers.drop_below(child)
+                self._tiers.drop_everywhere(child)
+        parent = page.parent
+        if parent is not None and not page.children:
+            self._tiers.drop_everywhere(page)
+            self._tiers.drop_up(parent, page.start)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
         """All that is cached under the chosen salts, of truncated sessions too.
@@ -238,9 +238,9 @@ class PrefixForest(Paths):
         """
         num_moved = self.num_moved
         for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
-            self._pages.drop_below(root)
+            self._tiers.drop_below(root)
         if not is_counted:
-            self._pages.num_moved = num_moved
+            self._tiers.num_moved = num_moved
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.
@@ -249,14 +249,14 @@ class PrefixForest(Paths):
         lacks what a row behind them sees.
         """
         lacks = visible_gaps(path, path.num_tokens + 1, self._window) if path.gaps else []
-        num_new = sum(not node.pins for node in path.nodes)
+        num_new = sum(not page.pins for page in path.pages)
         left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
-        if left < needed or not path.nodes or lacks or not self._sharing:
+        if left < needed or not path.pages or lacks or not self._sharing:
             raise PinRefused(num_new, max(left, 0), needed)
         pin = Pin(path.copy())
-        for node in path.nodes:
-            self._pages.hold(node)
-            node.pins += 1
+        for page in path.pages:
+            self._tiers.hold(page)
+            page.pins += 1
         path.root.refs += 1
         self._num_pinned += num_new
         self._pins.add(pin)
@@ -267,51 +267,51 @@ class PrefixForest(Paths):
         if pin not in self._pins:
             return
         self._pins.remove(pin)
-        for node in pin.path.nodes:
-            node.pins -= 1
-            self._num_pinned -= not node.pins
+        for page in pin.path.pages:
+            page.pins -= 1
+            self._num_pinned -= not page.pins
         self.release(pin.path)
 
     def clear(self) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay."""
-        self._pages.clear(DEVICE)
-        self._pages.clear(HOST)
+        self._tiers.clear(DEVICE)
+        self._tiers.clear(HOST)
 
     def forget_all(self) -> None:
         """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
         for pin in list(self._pins):
             self.unpin(pin)
         self.clear()
-        self._pages.forget_moves()
+        self._tiers.forget_moves()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
         """What is to happen to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
-        return self._pages.drain(can_copy=can_copy)
+        return self._tiers.drain(can_copy=can_copy)
 
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""
-        nodes = [node for root in (*self._roots.values(), *self._kept_roots) for node in root.below_it()]
+        pages = [page for root in (*self._roots.values(), *self._kept_roots) for page in root.below_it()]
         if self._sharing:
-            self._pages.check(nodes)
-            self.owners.check(nodes)
-        assert self._num_pinned == sum(node.pins > 0 for node in nodes)
-        for node in nodes:
-            assert node.refs >= node.pins >= 0
-            assert 0 < len(node.tokens) <= self.page_size - node.start % self.page_size
-            assert node.parent is not None
-            assert node.start <= node.parent.end
-            assert node.parent.children[(node.start, node.tokens[0])] is node
+            self._tiers.check(pages)
+            self.owners.check(pages)
+        assert self._num_pinned == sum(page.pins > 0 for page in pages)
+        for page in pages:
+            assert page.refs >= page.pins >= 0
+            assert 0 < len(page.tokens) <= self.page_size - page.start % self.page_size
+            assert page.parent is not None
+            assert page.start <= page.parent.end
+            assert page.parent.children[(page.start, page.tokens[0])] is page
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
-    def _claim(self, nodes: list[Node], owner: Owner | None) -> None:
-        tail = next((node for node in reversed(nodes) if node.parent is not None), None)
+    def _claim(self, pages: list[Page], owner: Owner | None) -> None:
+        tail = next((page for page in reversed(pages) if page.parent is not None), None)
         if owner is not None and tail is not None:
             self.claim(owner, tail)
 
-    def _offer_through(self, nodes: list[Node]) -> None:
-        for node in nodes:
+    def _offer_through(self, pages: list[Page]) -> None:
+        for page in pages:
             for tier in (self.device, self.host):
-                tier.offer_through(node)
+                tier.offer_through(page)
 
     def _drop_root(self, root: Root) -> None:
         """Forget a root that nothing hangs on."""
@@ -323,13 +323,13 @@ class PrefixForest(Paths):
             self._roots.pop(root.salt, None)
 
 
-def _follow(root: Root, ids: Sequence[int]) -> tuple[Node, int]:
-    """The last node that has some of `ids`, and how many of them there are up to there."""
-    node: Node = root
+def _follow(root: Root, ids: Sequence[int]) -> tuple[Page, int]:
+    """The last page that has some of `ids`, and how many of them there are up to there."""
+    page: Page = root
     position = root.start
     while True:
-        position += common_prefix(node.tokens, position - node.start, ids, position, len(ids))
-        child = node.children.get((position, ids[position])) if position < len(ids) else None
+        position += common_prefix(page.tokens, position - page.start, ids, position, len(ids))
+        child = page.children.get((position, ids[position])) if position < len(ids) else None
         if child is None:
-            return node, position
-        node = child
+            return page, position
+        page = child

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mneme.replicas.forest.nodes import Node
+from mneme.replicas.forest.pages import Page
 
 
 class LoadedPage(NamedTuple):
@@ -38,7 +38,7 @@ class GraftPiece(NamedTuple):
     start: int  # positions [start, end)
     end: int
     runs: list[tuple[int, int, int]]  # (page id, first offset, number of tokens), in order
-    nodes: tuple[Node, ...]  # one for each run
+    pages: tuple[Page, ...]  # one for each run
 
 
 class Graft(NamedTuple):

@@ -9,7 +9,7 @@ the same however many sessions own the page.
 
 from __future__ import annotations
 
-from mneme.replicas.forest.nodes import Claim, Node, Owner
+from mneme.replicas.forest.pages import Claim, Owner, Page
 
 
 class Owners:
@@ -22,51 +22,51 @@ class Owners:
         """Owners with a claim, also those of whose path nothing is left."""
         return self._num_owners
 
-    def tail_of(self, owner: Owner) -> Node | None:
+    def tail_of(self, owner: Owner) -> Page | None:
         """Where what is left of its path ends; None if nothing is."""
-        return None if owner.claim is None else _merged(owner.claim).node
+        return None if owner.claim is None else _merged(owner.claim).page
 
-    def claim(self, owner: Owner, node: Node) -> list[Node]:
+    def claim(self, owner: Owner, page: Page) -> list[Page]:
         """The owner's path ends at this page from now on. Returns the pages at which none ends any more."""
         left = self.drop(owner)
-        if node.claim is None:
-            node.claim = Claim(node)
-        node.claim.num_owners += 1
-        owner.claim = node.claim
+        if page.claim is None:
+            page.claim = Claim(page)
+        page.claim.num_owners += 1
+        owner.claim = page.claim
         self._num_owners += 1
         return left
 
-    def drop(self, owner: Owner) -> list[Node]:
+    def drop(self, owner: Owner) -> list[Page]:
         """The owner is gone. Returns the page at which no path ends any more, if there is one."""
         if owner.claim is None:
             return []
         claim, owner.claim = _merged(owner.claim), None
         self._num_owners -= 1
         claim.num_owners -= 1
-        node = claim.node
-        if claim.num_owners or node is None:
+        page = claim.page
+        if claim.num_owners or page is None:
             return []
-        node.claim = claim.node = None
-        return [node]
+        page.claim = claim.page = None
+        return [page]
 
-    def move_up(self, node: Node, parent: Node) -> None:
+    def move_up(self, page: Page, parent: Page) -> None:
         """The page goes: the paths that ended there end at its parent."""
-        claim, node.claim = node.claim, None
+        claim, page.claim = page.claim, None
         if claim is None:
             return
         if parent.parent is None:  # a root: nothing is left of them
-            claim.node = None
+            claim.page = None
             return
         if parent.claim is not None:
             small, claim = sorted((claim, parent.claim), key=lambda one: one.num_owners)
-            small.into, small.node = claim, None
+            small.into, small.page = claim, None
             claim.num_owners += small.num_owners
-        parent.claim, claim.node = claim, parent
+        parent.claim, claim.page = claim, parent
 
-    def check(self, nodes: list[Node]) -> None:
-        """Assert that claims and pages know each other; `nodes` are all pages."""
-        claims = [node.claim for node in nodes if node.claim is not None]
-        assert all(node.claim.node is node and node.claim.into is None for node in nodes if node.claim is not None)
+    def check(self, pages: list[Page]) -> None:
+        """Assert that claims and pages know each other; `pages` are all pages."""
+        claims = [page.claim for page in pages if page.claim is not None]
+        assert all(page.claim.page is page and page.claim.into is None for page in pages if page.claim is not None)
         assert all(claim.num_owners > 0 for claim in claims)
         assert len(self) >= sum(claim.num_owners for claim in claims)
 

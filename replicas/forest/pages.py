@@ -1,275 +1,231 @@
-"""Where each node's KV is, and how it comes and goes between the device, the host and nothing.
-
-Device pages that nobody holds go when others need them. What the host does not have by then is saved to it, in the
-place of what the host's own policy gives up; where the host has no room, it is dropped. Ahead of time, once few pages
-are free or reclaimable, what was given back longest ago is copied (Pensieve 4.3): a copied page stays usable, and is
-reclaimed without work as long as the host has all that is on it.
-
-Policy only: no tensors.
-"""
+"""What the prefix forest is made of: pages with their tokens, roots, paths of sequences, claims of sessions, pins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from mneme.replicas.forest.moves import Graft, LoadedPage, Moves, PendingMoves
-from mneme.replicas.forest.nodes import DEVICE, HOST, Node, Root
-from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.tier import Tier
-
-_COPIES_PER_STEP = 64  # pages copied ahead of time, so that a step is not held up by choosing them
-
-
-class OutOfPages(Exception):
-    """No page is free and none is cached; the scheduler answers by suspending a sequence."""
+ALL_SLOTS = -1  # a mask with every bit set
+DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
+_WORD_BITS = 64  # of a mask
 
 
-class TieredPages:
-    """Both tiers of one forest."""
+class Page:
+    """Holds the tokens at [start, end) of one lineage, all in one block, and where their KV is.
 
-    def __init__(
-        self,
-        device: Tier,
-        host: Tier,
-        owners: Owners,
-        on_empty_root: Callable[[Root], None],
-        *,
-        copy_out_below: float,
-    ) -> None:
-        """`copy_out_below`: the share of device pages, free or reclaimable, under which copies are made."""
-        self.device, self.host = device, host
-        self._tiers = (device, host)
-        self._owners = owners
-        self._on_empty_root = on_empty_root
-        self._moves = PendingMoves()
-        self._copy_target = int(copy_out_below * device.num_pages)
-        self._uncopied: dict[Node, None] = {}  # where given-back paths end, oldest first
-        self._copying: Node | None = None  # how far up its path the present one is
-        self.num_reclaimable = 0
-        self.num_moved = {"saved": 0, "loaded": 0, "dropped": 0}  # pages
+    In each tier the first `filled` tokens have KV, at the page id in `ids`. What no tier has is a hole; a page is all
+    hole only while something behind it has KV, or a sequence is about to compute it.
+    """
+
+    __slots__ = (
+        "below",
+        "children",
+        "claim",
+        "filled",
+        "ids",
+        "is_reclaimable",
+        "keepers",
+        "last_used_s",
+        "num_uses",
+        "parent",
+        "pins",
+        "refs",
+        "released",
+        "start",
+        "tokens",
+        "writer",
+    )
+
+    def __init__(self, parent: Page | None, start: int) -> None:
+        self.parent = parent
+        self.start = start  # position of tokens[0], at which its key is rotated
+        self.tokens = array("i")
+        self.children: dict[tuple[int, int], Page] = {}  # (position, token id) -> the child that begins with it
+        self.ids: list[int | None] = [None, None]  # by tier
+        self.filled = [0, 0]  # by tier; 0 without a page id
+        self.below = [0, 0]  # by tier: children with a page id there that nobody holds
+        self.keepers: list[Root] | None = None  # roots that keep some of its tokens
+        self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
+        self.refs = 0  # paths that hold it; a pin is one
+        self.pins = 0
+        self.writer: Path | None = None  # the one path that may append
+        self.claim: Claim | None = None  # of the sessions whose last path ends here
+        self.released = 0  # number of the last release, which gave it back together with others
+        self.last_used_s = 0.0  # when that was
+        self.num_uses = 0  # paths that have held it
 
     @property
-    def wants_copies(self) -> bool:
-        """Whether copies should be made ahead of time, and there is something to copy."""
-        is_short = len(self.device.free) + self.num_reclaimable < self._copy_target
-        return is_short and self.host.num_pages > 0 and (bool(self._uncopied) or self._copying is not None)
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
-    def is_fresh(self, page_id: int | None) -> bool:
-        """Whether a device page got its present owner in the step that is being scheduled."""
-        return self._moves.is_fresh(page_id)
+    def below_it(self) -> Iterator[Page]:
+        """All pages under this one, parents first."""
+        stack: list[Page] = [self]
+        while stack:
+            children = stack.pop().children.values()
+            yield from children
+            stack.extend(children)
 
-    def hold(self, node: Node) -> None:
-        node.refs += 1
-        node.num_uses += 1
-        if node.refs == 1:
-            for tier in self._tiers:
-                tier.hold(node)
-            self._note(node)
 
-    def release(self, nodes: list[Node]) -> None:
-        """A path gave these nodes back, root first; what of them has no KV is gone."""
-        for node in reversed(nodes):
-            node.refs -= 1
-            if node.refs == 0:
-                for tier in self._tiers:
-                    tier.release(node)
-                self._note(node)
-        for node in reversed(nodes):
-            if not node.filled[DEVICE] and self.device.has(node) and not node.refs:
-                self.device.remove(node)
-            self.settle(node)
-        for node in nodes:
-            for tier in self._tiers:
-                tier.offer_if_leaf(node)
-        if self.host.num_pages:
-            self._note_uncopied(nodes)
+class Kept(NamedTuple):
+    """Tokens of another lineage that a truncated session goes on seeing: those rotated at positions [start, end)."""
 
-    def free(self, nodes: list[Node]) -> None:
-        """The same for nodes that no forest has, because nothing is shared: nothing stays."""
-        for node in nodes:
-            node.refs = 0
-            self.device.discard(node)
+    page: Page
+    start: int
+    end: int
+    delta: int  # from there to where the session has them
+    root: Root  # under which the page hangs
 
-    def add(self, node: Node) -> None:
-        """A page on the device for a node that is held; raises `OutOfPages`."""
-        if not self.device.free:
-            self.evict_one()
-        page_id = self.device.free.pop()
-        self.device.place(node, page_id)
-        self._moves.take(page_id)
-        host_page = node.pages[HOST]
-        if host_page is not None:
-            node.filled[DEVICE] = node.filled[HOST]
-            self._moves.load(LoadedPage(host_page, page_id, node.start, node.filled[HOST]))
+    @property
+    def resident(self) -> Resident:
+        """The tokens with KV."""
+        device, host = (max(min(self.page.start + filled, self.end) - self.start, 0) for filled in self.page.filled)
+        return Resident(device, max(host - device, 0))
 
-    def evict_one(self) -> None:
-        leaf = self.device.choose()
-        if leaf is None:
-            raise OutOfPages
-        self._save(leaf)
-        self.drop(leaf, DEVICE)
+    def mask(self, page_size: int) -> int:
+        """The slots of the page that are seen, and no others: somebody else may go on behind them."""
+        mask = ((1 << (self.end - self.start)) - 1) << (self.start % page_size)
+        return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
 
-    def drop(self, node: Node, index: int) -> None:
-        """Forget what a tier has of a node that nobody holds."""
-        cancelled = self._moves.cancel_load(node.pages[DEVICE])
-        if index == DEVICE or cancelled:  # the load's target, or its source
-            self.device.remove(node)
-        host_page = node.pages[HOST]
-        if index == HOST and host_page is not None:
-            self._moves.forget_save(host_page)
-            self.host.remove(node)
-        if not any(node.filled):
-            self.num_moved["dropped"] += 1
-            for root in node.keepers or ():
-                root.lose()
-            node.keepers = None
-        self._note(node)
-        self.settle(node)
 
-    def drop_everywhere(self, node: Node) -> None:
-        """Forget what every tier has of a node, if nobody holds it."""
-        for tier in self._tiers:
-            if tier.has(node) and not node.refs:
-                self.drop(node, tier.index)
+class Root(Page):
+    """Where lineages begin; holds no page and no tokens.
 
-    def graft(self, graft: Graft) -> None:
-        """The KV of these pages comes from chunks, with the step that is being scheduled."""
-        self._moves.graft(graft)
+    A tenant has one, found by its salt. After a truncation a session has its own: it begins behind the tokens that were
+    kept, and nobody else finds it.
+    """
 
-    def retract(self, nodes: Iterable[Node]) -> None:
-        """What was said to be on these pages is not there, nor what was computed behind them; nobody holds any."""
-        for node in nodes:
-            self.drop_below(node)
-            self.drop_everywhere(node)
+    __slots__ = ("is_lost", "is_own", "kept", "salt")
 
-    def drop_below(self, node: Node) -> None:
-        """Drop everything under a node, leaves first."""
-        for below in reversed(list(node.below_it())):
-            self.drop_everywhere(below)
+    def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
+        super().__init__(None, sum(each.end - each.start for each in kept))
+        self.salt = salt
+        self.kept = kept
+        for page in {each.page for each in kept}:
+            page.keepers = [*(page.keepers or ()), self]
+        self.is_own = bool(kept)  # a session's
+        self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
-    def drop_up(self, node: Node, end: int | None = None) -> None:
-        """From this node up, drop what nothing else is on; with `end`, where a prefix left it, tokens behind it are
-        another's and stay."""
-        while node.parent is not None and not (node.refs or node.children or node.claim is not None):
-            if end is not None and node.end > end:
-                return
-            parent, end = node.parent, None if end is None else node.start
-            self.drop_everywhere(node)
-            node = parent
+    @property
+    def kept_roots(self) -> set[Root]:
+        """The roots of earlier truncations under which what this one keeps was computed."""
+        return {kept.root for kept in self.kept if kept.root.is_own}
 
-    def settle(self, node: Node) -> None:
-        """Take what has neither KV nor anything behind it out of the forest, from this node up."""
-        while node.parent is not None and not node.refs and not node.children:
-            num_tokens = max(node.filled)
-            if num_tokens:
-                del node.tokens[num_tokens:]
-                return
-            node = self._detach(node, node.parent)
-        if isinstance(node, Root):
-            self._on_empty_root(node)
-
-    def clear(self, index: int) -> None:
-        """Drop every page of a tier that nobody holds."""
-        while (leaf := self._tiers[index].choose()) is not None:
-            self.drop(leaf, index)
-
-    def forget_moves(self) -> None:
-        self._moves.forget()
-
-    def drain(self, *, can_copy: bool) -> Moves:
-        """The moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
-        if can_copy and not self._moves.has_loads:
-            self._copy_ahead()
-        moves = self._moves.drain()
-        self.num_moved["saved"] += len(moves.saves)
-        self.num_moved["loaded"] += len(moves.loads)
-        return moves
-
-    def check(self, nodes: list[Node]) -> None:
-        """Assert every invariant; `nodes` is the whole forest."""
-        for tier in self._tiers:
-            tier.check(nodes)
-        assert self.num_reclaimable == sum(node.is_reclaimable for node in nodes)
-        for node in nodes:
-            assert node.is_reclaimable == self._is_reclaimable(node)
-            if not node.refs:
-                assert node.children or max(node.filled) == len(node.tokens), "tokens that lead nowhere"
-                assert node.filled[DEVICE] or not self.device.has(node)
-        assert all(node.parent is not None for node in self._uncopied)
-
-    def _note_uncopied(self, nodes: list[Node]) -> None:
-        """The ends of a path: its last node and, of a truncated one, the last of each kept run."""
-        ends = [node for node, after in pairwise(nodes) if after.parent is not node] + nodes[-1:]
-        for node in ends:
-            self._uncopied.pop(node, None)
-            if node.parent is not None:
-                self._uncopied[node] = None
-
-    def _copy_ahead(self) -> None:
-        for _ in range(_COPIES_PER_STEP):
-            node = self._next_to_copy()
-            if node is None:
-                return
-            if not self._save(node):  # the host is full of what is in use
-                self._uncopied.clear()
-                self._copying = None
-                return
-            assert node.parent is not None
-            self._copying = node.parent
-
-    def _next_to_copy(self) -> Node | None:
-        while self.wants_copies:
-            node = self._copying
-            if node is None:
-                node = next(iter(self._uncopied))
-                del self._uncopied[node]
-            if node.parent is not None and not node.refs and self.device.has(node) and not node.is_reclaimable:
-                return node
-            self._copying = None  # above a copied one all were, and what is held is given back again
-        return None
-
-    def _save(self, node: Node) -> bool:
-        """Let the host have all that the device has of an idle node; False if it has no room."""
-        device_page = node.pages[DEVICE]
-        assert device_page is not None
-        if node.filled[HOST] == node.filled[DEVICE]:
-            return True
-        if not self.host.has(node):
-            host_page = self._host_page()
-            if host_page is None:
+    def begins(self, ids: Sequence[int]) -> bool:
+        """Whether what it keeps is still what `ids` begin with: a page that lost its KV may have got other tokens."""
+        for kept in self.kept:
+            page, position = kept.page, kept.start + kept.delta
+            expected = array("i", ids[position : position + kept.end - kept.start])
+            if page.tokens[kept.start - page.start : kept.end - page.start] != expected:
                 return False
-            self.host.place(node, host_page)
-        host_page = node.pages[HOST]
-        assert host_page is not None
-        node.filled[HOST] = node.filled[DEVICE]
-        self._moves.save(device_page, host_page)
-        self._note(node)
         return True
 
-    def _host_page(self) -> int | None:
-        if not self.host.free:
-            leaf = self.host.choose()
-            if leaf is None:
-                return None
-            self.drop(leaf, HOST)
-        return self.host.free.pop()
+    def lose(self) -> None:
+        """Some of what it kept is gone from every tier."""
+        self.kept, self.is_lost = (), True
 
-    def _detach(self, node: Node, parent: Node) -> Node:
-        """Take a node without KV out of the forest; returns its former parent."""
-        for tier in self._tiers:
-            if tier.has(node):
-                tier.remove(node)
-        del parent.children[(node.start, node.tokens[0])]
-        self._owners.move_up(node, parent)
-        self._uncopied.pop(node, None)
-        node.parent = None
-        return parent
 
-    def _note(self, node: Node) -> None:
-        now = self._is_reclaimable(node)
-        self.num_reclaimable += now - node.is_reclaimable
-        node.is_reclaimable = now
+class Resident(NamedTuple):
+    """Tokens of one sequence with KV."""
 
-    def _is_reclaimable(self, node: Node) -> bool:
-        return not node.refs and self.device.has(node) and node.filled[HOST] >= node.filled[DEVICE]
+    device: int
+    host: int  # and not on the device
+
+
+class Claim:
+    """That the last paths of some owners end at `page`; see `forest/owners.py`."""
+
+    __slots__ = ("into", "num_owners", "page")
+
+    def __init__(self, page: Page) -> None:
+        self.page: Page | None = page  # None: nothing is left of the paths
+        self.num_owners = 0
+        self.into: Claim | None = None  # the claim that this one became part of
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Who a path can belong to after its sequence is gone: a session."""
+
+    claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
+
+
+class Path:
+    """What one sequence sees, in order: its page table. The root's kept tokens come first.
+
+    `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
+    `num_changes` counts they are only appended to.
+    """
+
+    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root")
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.pages: list[Page] = []
+        self.page_ids: list[int | None] = []
+        self.masks: list[int] = []
+        self.gaps: list[int] = []  # in order, the pages of which the device may lack something that the path has
+        self.num_tokens = root.start  # tokens on this path
+        self.num_changes = 0
+
+    @property
+    def tail(self) -> Page:
+        return self.pages[-1] if len(self.pages) > len(self.root.kept) else self.root
+
+    def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
+        """The path goes on to a page; whoever appends it counts the reference."""
+        self.pages.append(page)
+        self.page_ids.append(page.ids[DEVICE])
+        self.masks.append(mask)
+
+    def copy(self) -> Path:
+        """Another path over the same pages; whoever makes it counts the references."""
+        other = Path(self.root)
+        other.pages, other.page_ids, other.masks = list(self.pages), list(self.page_ids), list(self.masks)
+        other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
+        return other
+
+
+class Pin:
+    """Pages that stay until `PrefixForest.unpin`; holds them as a path does."""
+
+    __slots__ = ("num_tokens", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_tokens = path.num_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was let go, also by a failed step."""
+        return bool(self.path.pages)
+
+
+def resident(root: Root, ids: Sequence[int]) -> Resident:
+    """What the tiers have of `ids` under a root, holes left out; changes nothing."""
+    num_device = num_host = 0
+    page: Page = root
+    position = root.start
+    while True:
+        end = position + common_prefix(page.tokens, position - page.start, ids, position, len(ids))
+        device, host = (min(page.start + filled, end) for filled in page.filled)
+        num_device += max(device - position, 0)
+        num_host += max(host - max(device, position), 0)
+        child = page.children.get((end, ids[end])) if end < len(ids) else None
+        if child is None:
+            return Resident(num_device, num_host)
+        page, position = child, end
+
+
+def common_prefix(tokens: array[int], offset: int, ids: Sequence[int], position: int, limit: int) -> int:
+    """Length of the common prefix of `tokens[offset:]` and `ids[position:limit]`."""
+    ours = tokens[offset:].tolist()
+    theirs = list(ids[position : min(limit, position + len(ours))])
+    if ours == theirs:
+        return len(ours)
+    for count, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return count
+    return min(len(ours), len(theirs))

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.nodes import ALL_SLOTS, DEVICE, HOST, Kept, Node, Path, common_prefix
-from mneme.replicas.forest.pages import OutOfPages, TieredPages
+from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, common_prefix
+from mneme.replicas.forest.tiers import OutOfPages, TieredPages
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
 Spans = list[tuple[int, int]]  # positions [start, end), in order
@@ -38,10 +38,10 @@ class Rows(NamedTuple):
 class Paths:
     """Over the pages of one forest."""
 
-    def __init__(self, pages: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
+    def __init__(self, tiers: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
         self.page_size = page_size
-        self._pages = pages
-        self._device = pages.device
+        self._tiers = tiers
+        self._device = tiers.device
         self._sharing = sharing
         self._window = window
 
@@ -52,7 +52,7 @@ class Paths:
 
     def is_settled(self, path: Path) -> bool:
         """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
-        return not path.gaps and not any(map(self._pages.is_fresh, path.page_ids))
+        return not path.gaps and not any(map(self._tiers.is_fresh, path.page_ids))
 
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
         """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
@@ -62,20 +62,20 @@ class Paths:
         if not self._sharing:
             return 0
         before = position = path.num_tokens
-        num_nodes = len(path.nodes)
+        num_pages = len(path.pages)
         while position < limit:
-            node = path.tail
-            if position < node.end:
-                position += common_prefix(node.tokens, position - node.start, ids, position, limit)
-            child = node.children.get((position, ids[position])) if position < limit else None
+            page = path.tail
+            if position < page.end:
+                position += common_prefix(page.tokens, position - page.start, ids, position, limit)
+            child = page.children.get((position, ids[position])) if position < limit else None
             if child is None:
                 break
             self._leave(path, position)
-            self._pages.hold(child)
+            self._tiers.hold(child)
             path.append(child)
         if position > before:
             path.num_tokens = position
-            note_gaps(path, max(num_nodes - 1, len(path.root.kept)))
+            note_gaps(path, max(num_pages - 1, len(path.root.kept)))
         return position - before
 
     def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
@@ -122,19 +122,19 @@ class Paths:
                 if len(pieces) == limit:
                     is_last = False
                     break
-                num_nodes = len(path.nodes)
+                num_pages = len(path.pages)
                 runs = self.write(path, ids, end, is_apart=True)
-                pieces.append(GraftPiece(index, position, end, runs, tuple(path.nodes[num_nodes:])))
+                pieces.append(GraftPiece(index, position, end, runs, tuple(path.pages[num_pages:])))
         if not pieces:
             return None
         graft = Graft(chunks, pieces, is_last)
-        self._pages.graft(graft)
+        self._tiers.graft(graft)
         return graft
 
-    def retract(self, nodes: Iterable[Node]) -> None:
-        """Grafted nodes whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
+    def retract(self, pages: Iterable[Page]) -> None:
+        """Grafted pages whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
         if self._sharing:  # else nothing stays of a path that was given back
-            self._pages.retract(nodes)
+            self._tiers.retract(pages)
 
     def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
@@ -147,12 +147,12 @@ class Paths:
         if self._num_pages_to(end, position, can_append) > self.num_available:
             raise OutOfPages
         while position < end:
-            node = path.tail if can_append else self._begin_page(path, ids)
-            node.writer, can_append = path, False
+            page = path.tail if can_append else self._begin_page(path, ids)
+            page.writer, can_append = path, False
             count = min(end, (position // self.page_size + 1) * self.page_size) - position
-            node.tokens.extend(ids[position : position + count])
-            node.filled[DEVICE] += count
-            page_id = node.pages[DEVICE]
+            page.tokens.extend(ids[position : position + count])
+            page.filled[DEVICE] += count
+            page_id = page.ids[DEVICE]
             assert page_id is not None
             runs.append((page_id, position % self.page_size, count))
             path.num_tokens = position = position + count
@@ -163,7 +163,7 @@ class Paths:
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
             gaps = visible_gaps(path, len(ids), self._window)
-            num_pages += sum(not self._device.has(path.nodes[index]) for index in gaps)
+            num_pages += sum(not self._device.has(path.pages[index]) for index in gaps)
         return num_pages
 
     def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
@@ -182,39 +182,39 @@ class Paths:
         """Pages on the device for what is behind these gaps; returns what comes back from the host."""
         loaded = []
         for index in gaps:
-            node = path.nodes[index]
-            if not self._device.has(node):
-                self._pages.add(node)
-                loaded += [loaded_span(path, index)] if node.filled[DEVICE] else []
-            path.page_ids[index] = node.pages[DEVICE]
+            page = path.pages[index]
+            if not self._device.has(page):
+                self._tiers.add(page)
+                loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
+            path.page_ids[index] = page.ids[DEVICE]
             path.num_changes += 1
         return loaded
 
     def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
         """Whether the path's next token may go into its last page."""
-        node, position = path.tail, path.num_tokens
-        if position % self.page_size == 0 or node is path.root or node.end != position:
+        page, position = path.tail, path.num_tokens
+        if position % self.page_size == 0 or page is path.root or page.end != position:
             return False
-        if node.writer is None and position < len(ids):
-            return (position, ids[position]) not in node.children
-        return node.writer is path
+        if page.writer is None and position < len(ids):
+            return (position, ids[position]) not in page.children
+        return page.writer is path
 
-    def _begin_page(self, path: Path, ids: Sequence[int]) -> Node:
+    def _begin_page(self, path: Path, ids: Sequence[int]) -> Page:
         position, parent = path.num_tokens, path.tail
         self._leave(path, position)
-        node = Node(parent, position)
+        page = Page(parent, position)
         if self._sharing:
-            parent.children[(position, ids[position])] = node
-        node.refs = node.num_uses = 1
-        self._pages.add(node)
-        path.append(node)
-        return node
+            parent.children[(position, ids[position])] = page
+        page.refs = page.num_uses = 1
+        self._tiers.add(page)
+        path.append(page)
+        return page
 
 
 def note_gaps(path: Path, first: int) -> None:
-    """Look at the path's nodes from index `first` on, to which tokens were added."""
+    """Look at the path's pages from index `first` on, to which tokens were added."""
     known = set(path.gaps)
-    path.gaps += [i for i in range(first, len(path.nodes)) if i not in known and not _is_whole(path, i)]
+    path.gaps += [i for i in range(first, len(path.pages)) if i not in known and not _is_whole(path, i)]
 
 
 def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
@@ -225,27 +225,27 @@ def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
     reach = min(path.num_tokens, num_ids - 1) - window + 1
     seen = []
     for index in reversed(path.gaps):
-        node = path.nodes[index]
-        if node.start + needed_tokens(path, index) <= reach:
+        page = path.pages[index]
+        if page.start + needed_tokens(path, index) <= reach:
             continue
         seen.append(index)
         if num_missing(path, index):
-            reach = min(reach, node.start + max(node.filled) - window + 1)
+            reach = min(reach, page.start + max(page.filled) - window + 1)
     return seen[::-1]
 
 
 def needed_tokens(path: Path, index: int) -> int:
-    """How many of a node's tokens, from its first on, must have KV for the path."""
-    node, kept = path.nodes[index], path.root.kept
+    """How many of a page's tokens, from its first on, must have KV for the path."""
+    page, kept = path.pages[index], path.root.kept
     if index < len(kept):
-        return kept[index].end - node.start
-    end = path.nodes[index + 1].start if index + 1 < len(path.nodes) else path.num_tokens
-    return end - node.start
+        return kept[index].end - page.start
+    end = path.pages[index + 1].start if index + 1 < len(path.pages) else path.num_tokens
+    return end - page.start
 
 
 def num_missing(path: Path, index: int) -> int:
     """How many of them no tier has."""
-    return max(needed_tokens(path, index) - max(path.nodes[index].filled), 0)
+    return max(needed_tokens(path, index) - max(path.pages[index].filled), 0)
 
 
 def is_lost(path: Path) -> bool:
@@ -254,10 +254,10 @@ def is_lost(path: Path) -> bool:
 
 
 def references_of(path: Path) -> list[Kept]:
-    """What the path has of each of its nodes, in order; its own tokens stand where they were rotated."""
+    """What the path has of each of its pages, in order; its own tokens stand where they were rotated."""
     own = [
-        Kept(node, node.start, node.start + needed_tokens(path, index), 0, path.root)
-        for index, node in enumerate(path.nodes)
+        Kept(page, page.start, page.start + needed_tokens(path, index), 0, path.root)
+        for index, page in enumerate(path.pages)
         if index >= len(path.root.kept)
     ]
     return [*path.root.kept, *own]
@@ -273,10 +273,10 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     num_kept = 0
     for start, end in ranges:
         shift = num_kept - start
-        for node, first, last, delta, top in references:
+        for page, first, last, delta, top in references:
             low, high = max(first + delta, start), min(last + delta, end)
             if low < high:
-                kept.append(Kept(node, low - delta, high - delta, delta + shift, top))
+                kept.append(Kept(page, low - delta, high - delta, delta + shift, top))
         num_kept += end - start
     return tuple(kept)
 
@@ -286,14 +286,14 @@ def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Span
     spans: Spans = []
     runs: Runs = []
     for index in gaps:
-        node = path.nodes[index]
-        start = node.start + node.filled[DEVICE]
-        end = min(node.start + needed_tokens(path, index), start + budget)
+        page = path.pages[index]
+        start = page.start + page.filled[DEVICE]
+        end = min(page.start + needed_tokens(path, index), start + budget)
         if start >= end:
             continue
-        page_id = node.pages[DEVICE]
+        page_id = page.ids[DEVICE]
         assert page_id is not None
-        node.filled[DEVICE] = end - node.start
+        page.filled[DEVICE] = end - page.start
         runs.append((page_id, start % page_size, end - start))
         if spans and spans[-1][1] == start:
             spans[-1] = (spans[-1][0], end)
@@ -305,13 +305,13 @@ def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Span
 
 def loaded_span(path: Path, index: int) -> tuple[int, int]:
     """Which of the path's positions a page that comes back from the host holds."""
-    node, kept = path.nodes[index], path.root.kept
-    start, delta = (kept[index].start, kept[index].delta) if index < len(kept) else (node.start, 0)
-    return start + delta, node.start + min(node.filled[HOST], needed_tokens(path, index)) + delta
+    page, kept = path.pages[index], path.root.kept
+    start, delta = (kept[index].start, kept[index].delta) if index < len(kept) else (page.start, 0)
+    return start + delta, page.start + min(page.filled[HOST], needed_tokens(path, index)) + delta
 
 
 def _is_whole(path: Path, index: int) -> bool:
-    """Whether the device has all the path needs of a node, where the path knows it."""
-    node = path.nodes[index]
-    has_all = node.filled[DEVICE] >= needed_tokens(path, index)
-    return has_all and path.page_ids[index] == node.pages[DEVICE]
+    """Whether the device has all the path needs of a page, where the path knows it."""
+    page = path.pages[index]
+    has_all = page.filled[DEVICE] >= needed_tokens(path, index)
+    return has_all and path.page_ids[index] == page.ids[DEVICE]

@@ -18,7 +18,7 @@ import torch
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.rope import RopeTable
 from mneme.kernels.segments import ranges
-from mneme.replicas.forest.nodes import Path
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import references_of
 from mneme.replicas.model.decoder import Decoder, KvPool
 

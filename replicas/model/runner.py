@@ -33,7 +33,7 @@ from mneme.kernels.segments import ranges
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import GraftPiece, Moves
-from mneme.replicas.forest.nodes import Path
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs

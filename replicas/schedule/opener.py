@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Path
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import Spans
 from mneme.replicas.schedule.step_budget import StepBudget
 from mneme.replicas.sequence import Sequence

@@ -22,8 +22,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Node, Pin
-from mneme.replicas.forest.pages import OutOfPages
+from mneme.replicas.forest.pages import Page, Pin
+from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
@@ -105,12 +105,12 @@ class Scheduler:
         """Whether all there is to do is to wait for what the cache tier has of the next prompt."""
         return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
 
-    def retract(self, nodes: Collection[Node]) -> None:
-        """The KV of grafted nodes did not come: who is on them, or on what was computed behind them, goes back to the
+    def retract(self, pages: Collection[Page]) -> None:
+        """The KV of grafted pages did not come: who is on them, or on what was computed behind them, goes back to the
         queue, to compute what they had."""
-        lost = {each for node in nodes for each in (node, *node.below_it())}
-        self._put_back([s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.nodes)])
-        self._forest.retract(nodes)
+        lost = {each for page in pages for each in (page, *page.below_it())}
+        self._put_back([s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.pages)])
+        self._forest.retract(pages)
 
     def retract_all(self) -> list[Sequence]:
         """The step was not computed, and no page can be trusted: who ran goes back to the queue.

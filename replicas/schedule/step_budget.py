@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mneme.replicas.forest.nodes import Node, Path
+from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.sequence import Chunk, Sequence
 
 
@@ -31,7 +31,7 @@ class StepBudget:
         self.num_left = max(num_rows, 0)
         self.num_loaded = 0  # the cache tier's chunks
         self._page_size = page_size
-        self._cuts: dict[tuple[Node, int], _Cut] = {}  # by the last node and the token that comes next
+        self._cuts: dict[tuple[Page, int], _Cut] = {}  # by the last page and the token that comes next
 
     def limit(self, *, has_others: bool) -> int:
         """Rows that the next prompt may have."""

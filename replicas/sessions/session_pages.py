@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Path, Resident, Root
+from mneme.replicas.forest.pages import Path, Resident, Root
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.token_log import Seen, TokenLog
 
@@ -26,7 +26,7 @@ def delete_pages(forest: PrefixForest, log: TokenLog) -> None:
 
 def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | None, path: Path | None) -> None:
     """Let a fork own what its original's last path is on, or the running turn's; of a truncated one it has ids only."""
-    tail = path.tail if path is not None and path.nodes else None
+    tail = path.tail if path is not None and path.pages else None
     if tail is None and log is not None:
         tail = forest.owners.tail_of(log)
     if fork is not None and fork.seen is None and tail is not None and tail.parent is not None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mneme.cachetier.sessions.record import MARK_KEY_BYTES, SessionState
-from mneme.replicas.forest.nodes import Owner, Root
+from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped

@@ -146,7 +146,7 @@ class FakeRunner:
         """What a row sees, in its window: positions in its sequence, and slots."""
         path, first = chunk.sequence.path, self._first_seen(query_position)
         assert path is not None
-        deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.nodes)
+        deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.pages)
         seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
             for offset in range(self.page_size if page_id is not None else 0):

@@ -8,9 +8,9 @@ from mneme.replicas.engine.engine import Engine
 def lose(engine: Engine, index: int) -> None:
     """Let one of the pages that nobody holds, on the device or on the host, be lost."""
     forest = engine.forest
-    nodes = [node for root in forest._roots.values() for node in root.below_it() if not node.refs]
-    pages = [(node, tier) for node in nodes for tier in (forest.device, forest.host) if tier.has(node)]
+    pages = [page for root in forest._roots.values() for page in root.below_it() if not page.refs]
+    pages = [(page, tier) for page in pages for tier in (forest.device, forest.host) if tier.has(page)]
     if pages:
-        node, tier = pages[index % len(pages)]
-        forest._pages.drop(node, tier.index)
+        page, tier = pages[index % len(pages)]
+        forest._tiers.drop(page, tier.index)
         forest.check()

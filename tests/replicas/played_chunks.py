@@ -22,7 +22,7 @@ from mneme.replicas.connector.fetch import Fetch, ReadBudget
 from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
-from mneme.replicas.forest.nodes import Node
+from mneme.replicas.forest.pages import Page
 from tests.replicas.chunk_stores import FakeStore, SlowRows
 from tests.replicas.fake_runner import WRONG, FakeRunner, Slot, Slots
 
@@ -118,7 +118,7 @@ class FakeLoader:
         self.num_lost = self.num_loaded = 0
         self.is_late: Callable[[], bool] = lambda: False  # whether a load that is under way is given up
         self._readers = readers
-        self._lost: list[Node] | None = None
+        self._lost: list[Page] | None = None
         self._fetches: list[Fetch] = []
 
     def begin(self, grafts: Sequence[Graft], slots: Slots) -> set[Slot]:
@@ -141,10 +141,10 @@ class FakeLoader:
                 for slot, position in zip(places, range(piece.start, piece.end), strict=True):
                     slots[slot] = (position, WRONG) if told is None else told[position]
                 doubtful.update(places if is_lost else ())
-                self._lost += piece.nodes if is_lost else ()
+                self._lost += piece.pages if is_lost else ()
         return doubtful
 
-    def end(self) -> list[Node] | None:
+    def end(self) -> list[Page] | None:
         lost, self._lost = self._lost, None
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:

@@ -10,7 +10,7 @@ import torch
 
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
-from mneme.replicas.forest.nodes import DEVICE, HOST, Node, common_prefix
+from mneme.replicas.forest.pages import DEVICE, HOST, Page, common_prefix
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
@@ -18,7 +18,7 @@ from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkp
 PAGE_SIZE = 16
 VOCAB_SIZE = 320
 
-Place = tuple[Node, int]  # a token of the forest: node, offset in it
+Place = tuple[Page, int]  # a token of the forest: page, offset in it
 
 
 def load_decoder(name: str, directory: Path) -> Decoder:
@@ -84,20 +84,20 @@ def full_prefill(decoder: Decoder, ids: list[int], num_new: int) -> tuple[list[i
 def places(engine: Engine, ids: list[int]) -> list[Place]:
     """The tokens of the forest that a prompt finds, in order, with KV or without."""
     found: list[Place] = []
-    node: Node | None = engine.forest._roots.get("")
-    while node is not None:
+    page: Page | None = engine.forest._roots.get("")
+    while page is not None:
         position = len(found)
-        shared = common_prefix(node.tokens, position - node.start, ids, position, len(ids))
-        found += [(node, position - node.start + i) for i in range(shared)]
-        node = node.children.get((len(found), ids[len(found)])) if len(found) < len(ids) else None
+        shared = common_prefix(page.tokens, position - page.start, ids, position, len(ids))
+        found += [(page, position - page.start + i) for i in range(shared)]
+        page = page.children.get((len(found), ids[len(found)])) if len(found) < len(ids) else None
     return found
 
 
 def tier_of(place: Place) -> str:
-    node, offset = place
-    if offset < node.filled[DEVICE]:
+    page, offset = place
+    if offset < page.filled[DEVICE]:
         return "device"
-    return "host" if offset < node.filled[HOST] else "dropped"
+    return "host" if offset < page.filled[HOST] else "dropped"
 
 
 def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -> None:
@@ -106,13 +106,13 @@ def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -
     Pages that somebody holds stay.
     """
     forest = engine.forest
-    nodes = [node for node, offset in places(engine, ids) if start <= node.start + offset < end and not node.refs]
-    for node in dict.fromkeys(nodes):
-        if how == "host" and forest.device.has(node):
-            assert forest._pages._save(node)
+    pages = [page for page, offset in places(engine, ids) if start <= page.start + offset < end and not page.refs]
+    for page in dict.fromkeys(pages):
+        if how == "host" and forest.device.has(page):
+            assert forest._tiers._save(page)
         for tier in (forest.device, forest.host) if how == "dropped" else (forest.device,):
-            if tier.has(node):
-                forest._pages.drop(node, tier.index)
+            if tier.has(page):
+                forest._tiers.drop(page, tier.index)
         forest.check()
 
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Node, Owner, Path, Pin
-from mneme.replicas.forest.pages import OutOfPages
+from mneme.replicas.forest.pages import Owner, Page, Path, Pin
+from mneme.replicas.forest.tiers import OutOfPages
 
 SessionName = tuple[str, str]  # (tenant salt, session)
 
@@ -202,12 +202,12 @@ def test_pins_over_each_other_count_a_page_once() -> None:
     assert forest.num_unpinned == forest.num_available == 20
 
 
-def idle_leaves(forest: PrefixForest) -> list[Node]:
-    return [node for node in nodes_of(forest) if not node.refs and not node.children]
+def idle_leaves(forest: PrefixForest) -> list[Page]:
+    return [page for page in pages_of(forest) if not page.refs and not page.children]
 
 
-def nodes_of(forest: PrefixForest) -> set[Node]:
-    return {node for root in forest._roots.values() for node in root.below_it()}
+def pages_of(forest: PrefixForest) -> set[Page]:
+    return {page for root in forest._roots.values() for page in root.below_it()}
 
 
 class ForestMachine(RuleBasedStateMachine):
@@ -231,11 +231,11 @@ class ForestMachine(RuleBasedStateMachine):
         device = self.forest.device
         remove, choose = device.remove, device.choose
 
-        def counted(node: Node) -> None:
-            self.num_evicted += not node.refs
-            remove(node)
+        def counted(page: Page) -> None:
+            self.num_evicted += not page.refs
+            remove(page)
 
-        def judged_choice() -> Node | None:
+        def judged_choice() -> Page | None:
             if device._victim is not None:  # chosen before, with what goes with it
                 return choose()
             before = idle_leaves(self.forest)
@@ -330,7 +330,7 @@ class ForestMachine(RuleBasedStateMachine):
         """From the end of the path up: what nobody holds, no other session ends at and nothing goes on from."""
         tail = self.tail_of((salt, session))
         self.sessions.pop((salt, session), None)
-        before, others, expected = nodes_of(self.forest), self.tails(), set[Node]()
+        before, others, expected = pages_of(self.forest), self.tails(), set[Page]()
         while tail is not None and tail.parent is not None and not tail.refs and tail not in others:
             if not set(tail.children.values()) <= expected:
                 break
@@ -338,7 +338,7 @@ class ForestMachine(RuleBasedStateMachine):
             tail = tail.parent
         num_free = self.forest.num_free
         self.forest.drop_owned(self.forest.owner[salt, session])
-        assert before - nodes_of(self.forest) == expected
+        assert before - pages_of(self.forest) == expected
         assert self.forest.num_free == num_free + len(expected)
         self.num_evicted += bool(expected)
 
@@ -351,7 +351,7 @@ class ForestMachine(RuleBasedStateMachine):
         try:
             pin = self.forest.pin(path, num_kept=num_kept)
         except PinRefused:
-            assert not path.nodes or left < max(num_kept, self.forest.num_reserved)
+            assert not path.pages or left < max(num_kept, self.forest.num_reserved)
             return
         assert self.forest.num_unpinned == left >= max(num_kept, self.forest.num_reserved)
         self.pins.append((pin, ids[: path.num_tokens]))
@@ -418,23 +418,23 @@ class ForestMachine(RuleBasedStateMachine):
         assert [position for position, _ in sorted(seen)] == list(range(path.num_tokens))
         return [token for _, token in sorted(seen)]
 
-    def tails(self) -> set[Node]:
+    def tails(self) -> set[Page]:
         return {tail for name in self.sessions if (tail := self.tail_of(name)) is not None}
 
-    def tail_of(self, name: SessionName) -> Node | None:
+    def tail_of(self, name: SessionName) -> Page | None:
         return self.forest.owners.tail_of(self.forest.owner[name])
 
-    def size(self, leaf: Node) -> int:
+    def size(self, leaf: Page) -> int:
         """Pages that evicting the leaf's session would free, counted anew."""
-        tails, count, node = self.tails(), 1, leaf
-        while (parent := node.parent) is not None and parent.parent is not None:
+        tails, count, page = self.tails(), 1, leaf
+        while (parent := page.parent) is not None and parent.parent is not None:
             alone = len(parent.children) == 1 and not parent.refs and parent not in tails
             if not alone or parent.released != leaf.released:
                 break
-            count, node = count + 1, parent
+            count, page = count + 1, parent
         return count
 
-    def key(self, leaf: Node) -> tuple[float, ...]:
+    def key(self, leaf: Page) -> tuple[float, ...]:
         """What decides the order, largest first; equal for candidates between which the policy is free."""
         if self.policy == "pensieve":
             return (self.size(leaf) * (self.clock.now_s - leaf.last_used_s), -leaf.last_used_s)
@@ -442,12 +442,12 @@ class ForestMachine(RuleBasedStateMachine):
             return self.lookahead_key(leaf)
         return (-leaf.last_used_s,)
 
-    def lookahead_key(self, leaf: Node) -> tuple[float, ...]:
+    def lookahead_key(self, leaf: Page) -> tuple[float, ...]:
         tails = [None if name is None else self.tail_of(name) for name in self.waiting]
         place = tails.index(leaf) if leaf in tails else None
         return (1, -leaf.last_used_s) if place is None else (0, place)
 
-    def best_key(self, leaves: list[Node]) -> tuple[float, ...]:
+    def best_key(self, leaves: list[Page]) -> tuple[float, ...]:
         return max(self.key(leaf) for leaf in leaves)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.keys import tenant_of
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.nodes import Resident
+from mneme.replicas.forest.pages import Resident
 from mneme.replicas.request import SamplingParams
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.nodes import DEVICE
+from mneme.replicas.forest.pages import DEVICE
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.tiered_engine import (
     Place,
@@ -138,7 +138,7 @@ class Conversations:
         assert total["host"] == num_by_tier["host"] if is_exact else total["host"] <= num_by_tier["host"]
 
     def _pages(self, found: list[Place]) -> dict[Place, int | None]:
-        return {(node, offset): node.pages[DEVICE] for node, offset in found if offset < node.filled[DEVICE]}
+        return {(page, offset): page.ids[DEVICE] for page, offset in found if offset < page.filled[DEVICE]}
 
 
 def converse(

@@ -8,7 +8,7 @@ from mneme.replicas.engine.commands import delete_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.nodes import Owner
+from mneme.replicas.forest.pages import Owner
 from mneme.replicas.request import SamplingParams
 from tests.replicas.asked import answer
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
