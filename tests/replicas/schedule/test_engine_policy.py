@@ -201,28 +201,6 @@ def test_no_sharing_still_computes_the_same() -> None:
     assert engine.forest.num_free == engine.forest.num_pages
 
 
-def test_a_second_turn_waits_for_the_first_and_their_choices_are_one_turn() -> None:
-    engine = make_engine()
-    for index in range(2):
-        engine.submit(make_request(f"one.{index}", [1, 2], session_id="s", choice_index=index))
-    engine.submit(make_request("two.0", [1, 2, 3], session_id="s"))
-    order = [(e.request_id, e.finish_reason) for e in run(engine)]
-    assert max(i for i, (name, _) in enumerate(order) if name.startswith("one")) < min(
-        i for i, (name, _) in enumerate(order) if name.startswith("two")
-    )
-    assert [name for name, reason in order if reason == "length"] == ["one.0", "one.1", "two.0"]
-
-
-def test_a_queued_turn_can_be_aborted() -> None:
-    engine = make_engine()
-    engine.submit(make_request("one.0", [1, 2], session_id="s"))
-    engine.submit(make_request("two.0", [1, 2], session_id="s"))
-    engine.abort("two.0")
-    events = run(engine)
-    assert [e.finish_reason for e in events if e.request_id == "two.0"] == ["abort"]
-    assert len(tokens_of(events, "one.0")) == 4
-
-
 def test_the_next_turns_all_fail_and_nobody_else_notices() -> None:
     """Queued turns that are too long are judged when their turn comes; the unrelated request must not be touched."""
     engine = make_engine(num_pages=8, page_size=4)
@@ -333,20 +311,6 @@ def test_the_batch_keeps_its_bounds_and_the_order_of_arrival() -> None:
         arrivals = [sequence.arrival for sequence in engine.scheduler.running]
         assert arrivals == sorted(arrivals)
     assert finished == sorted(finished)
-
-
-@pytest.mark.parametrize("eviction", ["lru", "lookahead"])
-def test_the_least_recently_used_leaf_is_evicted_first(eviction: str) -> None:
-    engine = make_engine(num_pages=4, page_size=4, eviction=eviction)
-    one = SamplingParams(temperature=0, max_tokens=1)
-    for name, ids in (("a", [0] * 4), ("b", [1] * 4), ("c", [2] * 4), ("a2", [0] * 4)):
-        engine.submit(make_request(name, ids, one))
-        run(engine)
-    engine.submit(make_request("d", [3] * 8, one))  # two pages: one is free, "b" is the oldest
-    run(engine)
-    for name, ids, cached in (("c2", [2] * 4, 3), ("a3", [0] * 4, 3), ("b2", [1] * 4, 0)):
-        engine.submit(make_request(name, ids, one))
-        assert usage_of(run(engine), name) == (4, cached), name
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

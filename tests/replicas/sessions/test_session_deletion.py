@@ -76,19 +76,6 @@ def test_a_fork_of_a_turn_that_is_deleted_while_it_answers_keeps_what_was_said()
     assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
 
 
-def test_a_fork_keeps_its_past() -> None:
-    engine = make_engine()
-    say(engine, "1", "s", MINE)
-    run(engine)
-    engine.fork(("", "s"), ("", "f"))
-    say(engine, "2", "f", [2], append=True)
-    run(engine)
-    assert delete(engine, "s")
-    log = engine.sessions.get(("", "f"))
-    assert log is not None
-    assert engine.forest.resident("", log.ids).device >= len(log.ids) - 1
-
-
 def test_a_session_that_was_dropped_for_its_age_leaves_its_pages_cached() -> None:
     engine = make_engine(max_sessions=1)
     say(engine, "1", "s", MINE)

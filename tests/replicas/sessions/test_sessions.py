@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import gc
-import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,9 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def make(ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6) -> tuple[Sessions, Clock]:
+def make(
+    ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6, encode: Callable[[str], list[int]] = encode
+) -> tuple[Sessions, Clock]:
     clock = Clock()
     return Sessions(encode, clock, ttl_s=ttl_s, max_sessions=max_sessions, max_tokens=max_tokens), clock
 
@@ -142,9 +143,8 @@ def test_token_logs_are_bounded_together() -> None:
 
 
 def test_a_session_that_cannot_be_encoded_is_not_locked() -> None:
-    sessions, _ = make()
+    sessions, _ = make(encode=lambda text: [ord(letter) // (letter != "d") for letter in text])
     answer(sessions, turn("1", "s"), [1], "c")
-    sessions._prompts._encode = lambda text: 1 // 0  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         begin(sessions, turn("2", "s", "abcd"))
     assert begin(sessions, turn("3", "s", "abc")) == [97, 98, 1]
@@ -407,36 +407,6 @@ def test_a_session_may_have_a_shorter_life_of_its_own() -> None:
     clock.now = 101
     assert sessions.get(("", "long")) is None
     assert (len(sessions), sessions._num_tokens) == (0, 0)
-
-
-def test_own_times_do_not_pile_up() -> None:
-    sessions, clock = make(ttl_s=10**6, max_sessions=10)
-    for index in range(5000):
-        clock.now = index
-        request = replace(turn(f"{index}", f"s{index % 20}"), session_ttl_s=500.0 - index % 2)
-        answer(sessions, request, [1], "c")
-    assert sessions._deadlines.num_entries <= 2 * 10 + 65
-
-
-def test_an_idle_token_log_costs_at_most_1_kb_and_4_bytes_a_token() -> None:
-    num_sessions, num_turns, num_output = 500, 12, 100
-    sessions, _ = make(max_sessions=num_sessions, max_tokens=10**9)
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for index in range(num_sessions):
-        name = f"{index:032x}:{index:064x}"
-        text = ""
-        for number in range(num_turns):
-            text += "question " * 8
-            request = turn(f"{index:029x}{number:03x}", name, text)
-            answer(sessions, replace(request, session_ttl_s=60.0), list(range(num_output)), "a" * num_output)
-            text += "a" * num_output
-    gc.collect()
-    used = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    num_tokens = sessions._num_tokens
-    assert num_tokens == num_sessions * num_turns * (72 + num_output)
-    assert (used - 4 * num_tokens) / num_sessions <= 1024
 
 
 def test_a_session_in_which_nothing_was_said_yet_can_be_forked_later() -> None:
