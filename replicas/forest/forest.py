@@ -282,7 +282,7 @@ class PrefixForest(Paths):
         for pin in list(self._pins):
             self.unpin(pin)
         self.clear()
-        self._tiers.forget_moves()
+        self._tiers.moves.forget()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
         """What is to happen to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""

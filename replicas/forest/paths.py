@@ -52,7 +52,7 @@ class Paths:
 
     def is_settled(self, path: Path) -> bool:
         """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
-        return not path.gaps and not any(map(self._tiers.is_fresh, path.page_ids))
+        return not path.gaps and not any(map(self._tiers.moves.is_fresh, path.page_ids))
 
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
         """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
@@ -128,7 +128,7 @@ class Paths:
         if not pieces:
             return None
         graft = Graft(chunks, pieces, is_last)
-        self._tiers.graft(graft)
+        self._tiers.moves.graft(graft)
         return graft
 
     def retract(self, pages: Iterable[Page]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from mneme.replicas.forest.moves import Graft, LoadedPage, Moves, PendingMoves
+from mneme.replicas.forest.moves import LoadedPage, Moves, PendingMoves
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
 from mneme.replicas.forest.tier import Tier
@@ -42,7 +42,7 @@ class TieredPages:
         self._tiers = (device, host)
         self._owners = owners
         self._on_empty_root = on_empty_root
-        self._moves = PendingMoves()
+        self.moves = PendingMoves()
         self._copy_target = int(copy_out_below * device.num_pages)
         self._uncopied: dict[Page, None] = {}  # where given-back paths end, oldest first
         self._copying: Page | None = None  # how far up its path the present one is
@@ -54,10 +54,6 @@ class TieredPages:
         """Whether copies should be made ahead of time, and there is something to copy."""
         is_short = len(self.device.free) + self.num_reclaimable < self._copy_target
         return is_short and self.host.num_pages > 0 and (bool(self._uncopied) or self._copying is not None)
-
-    def is_fresh(self, page_id: int | None) -> bool:
-        """Whether a device page got its present owner in the step that is being scheduled."""
-        return self._moves.is_fresh(page_id)
 
     def hold(self, page: Page) -> None:
         page.refs += 1
@@ -97,11 +93,11 @@ class TieredPages:
             self.evict_one()
         page_id = self.device.free.pop()
         self.device.place(page, page_id)
-        self._moves.take(page_id)
+        self.moves.take(page_id)
         host_page = page.ids[HOST]
         if host_page is not None:
             page.filled[DEVICE] = page.filled[HOST]
-            self._moves.load(LoadedPage(host_page, page_id, page.start, page.filled[HOST]))
+            self.moves.load(LoadedPage(host_page, page_id, page.start, page.filled[HOST]))
 
     def evict_one(self) -> None:
         leaf = self.device.choose()
@@ -112,12 +108,12 @@ class TieredPages:
 
     def drop(self, page: Page, index: int) -> None:
         """Forget what a tier has of a page that nobody holds."""
-        cancelled = self._moves.cancel_load(page.ids[DEVICE])
+        cancelled = self.moves.cancel_load(page.ids[DEVICE])
         if index == DEVICE or cancelled:  # the load's target, or its source
             self.device.remove(page)
         host_page = page.ids[HOST]
         if index == HOST and host_page is not None:
-            self._moves.forget_save(host_page)
+            self.moves.forget_save(host_page)
             self.host.remove(page)
         if not any(page.filled):
             self.num_moved["dropped"] += 1
@@ -132,10 +128,6 @@ class TieredPages:
         for tier in self._tiers:
             if tier.has(page) and not page.refs:
                 self.drop(page, tier.index)
-
-    def graft(self, graft: Graft) -> None:
-        """The KV of these pages comes from chunks, with the step that is being scheduled."""
-        self._moves.graft(graft)
 
     def retract(self, pages: Iterable[Page]) -> None:
         """What was said to be on these pages is not there, nor what was computed behind them; nobody holds any."""
@@ -174,14 +166,11 @@ class TieredPages:
         while (leaf := self._tiers[index].choose()) is not None:
             self.drop(leaf, index)
 
-    def forget_moves(self) -> None:
-        self._moves.forget()
-
     def drain(self, *, can_copy: bool) -> Moves:
         """The moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
-        if can_copy and not self._moves.has_loads:
+        if can_copy and not self.moves.has_loads:
             self._copy_ahead()
-        moves = self._moves.drain()
+        moves = self.moves.drain()
         self.num_moved["saved"] += len(moves.saves)
         self.num_moved["loaded"] += len(moves.loads)
         return moves
@@ -243,7 +232,7 @@ class TieredPages:
         host_page = page.ids[HOST]
         assert host_page is not None
         page.filled[HOST] = page.filled[DEVICE]
-        self._moves.save(device_page, host_page)
+        self.moves.save(device_page, host_page)
         self._note(page)
         return True
 
