@@ -76,7 +76,7 @@ class ReadBudget:
 
 @dataclass(slots=True)
 class Reads:
-    """What was read over one edge."""
+    """Counts what was read over one edge."""
 
     num_bytes: int = 0
     num_layers: int = 0  # of chunks

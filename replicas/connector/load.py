@@ -43,7 +43,7 @@ class _Piece:
 
 
 class ChunkLoad:
-    """What one step loads; like `tier.Load`, but it raises nothing for what does not come."""
+    """Loads the chunks of one step; raises nothing for what does not come."""
 
     def __init__(
         self, grafts: Sequence[Graft], num_layers: int, pages: ChunkPages, take_all: Callable[..., object] = map

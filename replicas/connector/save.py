@@ -176,7 +176,7 @@ class SaveCounts:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the threads know: not the saver, so that it ends with its last user."""
+    """Holds what the threads know: not the saver, so that it ends with its last user."""
 
     store: ChunkStore
     fingerprint: ModelFingerprint

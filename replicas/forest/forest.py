@@ -104,22 +104,22 @@ class PrefixForest(Paths):
         return self._tiers.wants_copies
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:
-        """What the tiers have of a sequence; leaves their order of eviction as it is."""
+        """Count what the tiers have of a sequence; leaves their order of eviction as it is."""
         root = self._roots.get(salt)
         return Resident(0, 0) if root is None else resident(root, ids)
 
     def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
-        """The same for what a truncated session sees; `ids` begin with what it kept."""
+        """Count what the tiers have of what a truncated session sees; `ids` begin with what it kept."""
         kept, own = [each.resident for each in root.kept], resident(root, ids)
         return Resident(own.device + sum(each.device for each in kept), own.host + sum(each.host for each in kept))
 
     def look_ahead(self, queue: Callable[[], Iterable[Owner | None]]) -> None:
-        """Where eviction reads which sessions wait, in order; None: without a session."""
+        """Tell eviction where to read which sessions wait, in order; None: without a session."""
         self.device.look_ahead(queue)
         self.host.look_ahead(queue)
 
     def open_path(self, salt: str) -> Path:
-        """An empty path under the tenant's root; paths under different salts never meet."""
+        """Open an empty path under the tenant's root; paths under different salts never meet."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Root(salt)
@@ -127,7 +127,7 @@ class PrefixForest(Paths):
         return Path(root)
 
     def open_kept(self, root: Root, ids: Sequence[int] | None = None) -> Path | None:
-        """A path that sees what the truncation of a session kept; None if some of that is gone from every tier.
+        """Open a path that sees what the truncation of a session kept; None if some of that is gone from every tier.
 
         `ids` begin with what was kept; None: nothing can have changed since.
         """
@@ -146,7 +146,7 @@ class PrefixForest(Paths):
         return None
 
     def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:
-        """A path of its own that sees only `ranges` of the path's positions, moved together; the other is given back.
+        """Make a path of its own that sees only `ranges` of a path's positions, moved together; the other is released.
 
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
         happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
@@ -162,7 +162,7 @@ class PrefixForest(Paths):
         return truncated
 
     def release(self, path: Path, owner: Owner | None = None) -> None:
-        """The sequence is gone: its pages stay cached. They are the owner's, if it is given, and no others any more."""
+        """Give a path back: its pages stay cached. They are the owner's, if it is given, and no others any more."""
         number, now_s, pages, root = next(self._releases), self._clock(), path.pages, path.root
         for page in pages:
             page.released, page.last_used_s = number, now_s
@@ -178,22 +178,22 @@ class PrefixForest(Paths):
         path.pages, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
 
     def claim(self, owner: Owner, page: Page) -> None:
-        """The path up to this page is the owner's too."""
+        """Let the path up to this page be the owner's too."""
         self._offer_through(self.owners.claim(owner, page))
 
     def disown(self, owner: Owner) -> None:
-        """The session is gone: what only it owned is nobody's and stays cached until room is needed."""
+        """Forget an owner that is gone: what only it owned is nobody's and stays cached until room is needed."""
         self._offer_through(self.owners.drop(owner))
 
     def drop_owned(self, owner: Owner) -> None:
-        """The session is deleted: from the end of its last path up, what nothing else is on is gone from every tier."""
+        """Delete what a session owned from every tier: from the end of its last path up, what nothing else is on."""
         tail = self.owners.tail_of(owner)
         self.disown(owner)
         if tail is not None:
             self._tiers.drop_up(tail)
 
     def drop_kept(self, root: Root) -> None:
-        """The same for a session that was truncated: what it computed since, what it kept, and what led there."""
+        """Delete a truncated session: what it computed since, what it kept, and what led there."""
         roots, pages = [root], []
         for each in roots:  # grows
             pages += [kept.page for kept in each.kept]
@@ -203,7 +203,7 @@ class PrefixForest(Paths):
             self._tiers.drop_up(page)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
-        """A session goes on from another root, or is gone: nobody else can find what it computed under this one.
+        """Drop what hangs on a root from which its session does not go on: nobody else can find it.
 
         What the `heir` kept of it stays, and so do the roots from which the heir kept something.
         """
@@ -214,7 +214,7 @@ class PrefixForest(Paths):
             self.abandon(earlier, heir)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
-        """A prompt is deleted: what begins with it, and of itself what nothing else is on."""
+        """Delete a prompt: what begins with it, and of itself what nothing else is on."""
         root = self._roots.get(salt)
         if root is None:
             return
@@ -232,7 +232,7 @@ class PrefixForest(Paths):
             self._tiers.drop_up(parent, page.start)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
-        """All that is cached under the chosen salts, of truncated sessions too.
+        """Drop all that is cached under the chosen salts, of truncated sessions too.
 
         `is_counted`: in `num_moved`.
         """
@@ -263,7 +263,7 @@ class PrefixForest(Paths):
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """The pages are as any others again; a pin that is gone already is ignored."""
+        """Let pinned pages be as any others again; a pin that is gone already is ignored."""
         if pin not in self._pins:
             return
         self._pins.remove(pin)
@@ -278,14 +278,14 @@ class PrefixForest(Paths):
         self._tiers.clear(HOST)
 
     def forget_all(self) -> None:
-        """After a failed step no page can be trusted: pins go too. Pages that sequences hold stay theirs."""
+        """Trust no page after a failed step: pins go too. Pages that sequences hold stay theirs."""
         for pin in list(self._pins):
             self.unpin(pin)
         self.clear()
         self._tiers.moves.forget()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
-        """What is to happen to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
+        """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
         return self._tiers.drain(can_copy=can_copy)
 
     def check(self) -> None:
@@ -324,7 +324,7 @@ class PrefixForest(Paths):
 
 
 def _follow(root: Root, ids: Sequence[int]) -> tuple[Page, int]:
-    """The last page that has some of `ids`, and how many of them there are up to there."""
+    """Find the last page that has some of `ids`, and how many of them there are up to there."""
     page: Page = root
     position = root.start
     while True:

@@ -1,4 +1,4 @@
-"""What a step is to do with pages before its forward pass, in this order: save, hide, load. Policy only: no tensors.
+"""Says what a step does with pages before its forward pass, in this order: save, hide, load. Policy only: no tensors.
 
 A *graft* brings the KV of pages that nobody had from the cache tier's chunks; unlike other loads it may fail, and what
 is then lost is taken back after the step (`Scheduler.retract`).
@@ -32,7 +32,7 @@ class Chunks(Protocol):
 
 
 class GraftPiece(NamedTuple):
-    """What one chunk gives to a path: KV for pages of their own."""
+    """Says what one chunk gives to a path: KV for pages of their own."""
 
     chunk: int  # its index
     start: int  # positions [start, end)
@@ -77,11 +77,11 @@ class PendingMoves:
         self._device_by_host_page[host_page] = device_page
 
     def forget_save(self, host_page: int) -> None:
-        """The host page is nobody's any more."""
+        """Forget a save to a host page that is nobody's any more."""
         self._device_by_host_page.pop(host_page, None)
 
     def take(self, device_page: int) -> None:
-        """The device page has a new owner."""
+        """Note that a device page has a new owner."""
         self._fresh[device_page] = None
 
     def load(self, load: LoadedPage) -> None:

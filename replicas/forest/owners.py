@@ -23,11 +23,11 @@ class Owners:
         return self._num_owners
 
     def tail_of(self, owner: Owner) -> Page | None:
-        """Where what is left of its path ends; None if nothing is."""
+        """Find where what is left of its path ends; None if nothing is."""
         return None if owner.claim is None else _merged(owner.claim).page
 
     def claim(self, owner: Owner, page: Page) -> list[Page]:
-        """The owner's path ends at this page from now on. Returns the pages at which none ends any more."""
+        """Let the owner's path end at this page from now on. Returns the pages at which none ends any more."""
         left = self.drop(owner)
         if page.claim is None:
             page.claim = Claim(page)
@@ -37,7 +37,7 @@ class Owners:
         return left
 
     def drop(self, owner: Owner) -> list[Page]:
-        """The owner is gone. Returns the page at which no path ends any more, if there is one."""
+        """Forget an owner. Returns the page at which no path ends any more, if there is one."""
         if owner.claim is None:
             return []
         claim, owner.claim = _merged(owner.claim), None
@@ -50,7 +50,7 @@ class Owners:
         return [page]
 
     def move_up(self, page: Page, parent: Page) -> None:
-        """The page goes: the paths that ended there end at its parent."""
+        """Move the paths that end at a page that goes to its parent."""
         claim, page.claim = page.claim, None
         if claim is None:
             return
@@ -72,7 +72,7 @@ class Owners:
 
 
 def _merged(claim: Claim) -> Claim:
-    """The claim that this one became part of; halves the way for the next time."""
+    """Find the claim that this one became part of; halves the way for the next time."""
     while claim.into is not None:
         if claim.into.into is not None:
             claim.into = claim.into.into

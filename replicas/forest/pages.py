@@ -1,4 +1,4 @@
-"""What the prefix forest is made of: pages with their tokens, roots, paths of sequences, claims of sessions, pins."""
+"""Defines what the prefix forest is made of: pages with their tokens, roots, paths, claims of sessions, pins."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Page:
         return self.start + len(self.tokens)
 
     def below_it(self) -> Iterator[Page]:
-        """All pages under this one, parents first."""
+        """Walk all pages under this one, parents first."""
         stack: list[Page] = [self]
         while stack:
             children = stack.pop().children.values()
@@ -70,7 +70,7 @@ class Page:
 
 
 class Kept(NamedTuple):
-    """Tokens of another lineage that a truncated session goes on seeing: those rotated at positions [start, end)."""
+    """Names tokens of another lineage that a truncated session still sees: those rotated at positions [start, end)."""
 
     page: Page
     start: int
@@ -91,7 +91,7 @@ class Kept(NamedTuple):
 
 
 class Root(Page):
-    """Where lineages begin; holds no page and no tokens.
+    """Begins lineages; has no page id and no tokens.
 
     A tenant has one, found by its salt. After a truncation a session has its own: it begins behind the tokens that were
     kept, and nobody else finds it.
@@ -123,7 +123,7 @@ class Root(Page):
         return True
 
     def lose(self) -> None:
-        """Some of what it kept is gone from every tier."""
+        """Note that some of what it kept is gone from every tier."""
         self.kept, self.is_lost = (), True
 
 
@@ -135,7 +135,7 @@ class Resident(NamedTuple):
 
 
 class Claim:
-    """That the last paths of some owners end at `page`; see `forest/owners.py`."""
+    """Says that the last paths of some owners end at `page`; see `forest/owners.py`."""
 
     __slots__ = ("into", "num_owners", "page")
 
@@ -147,13 +147,13 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """Who a path can belong to after its sequence is gone: a session."""
+    """Owns a path after its sequence is gone: a session."""
 
     claim: Claim | None = field(default=None, init=False, repr=False)  # where its last path ended
 
 
 class Path:
-    """What one sequence sees, in order: its page table. The root's kept tokens come first.
+    """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
     `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
     `num_changes` counts they are only appended to.
@@ -175,13 +175,13 @@ class Path:
         return self.pages[-1] if len(self.pages) > len(self.root.kept) else self.root
 
     def append(self, page: Page, mask: int = ALL_SLOTS) -> None:
-        """The path goes on to a page; whoever appends it counts the reference."""
+        """Go on to a page; whoever appends it counts the reference."""
         self.pages.append(page)
         self.page_ids.append(page.ids[DEVICE])
         self.masks.append(mask)
 
     def copy(self) -> Path:
-        """Another path over the same pages; whoever makes it counts the references."""
+        """Make another path over the same pages; whoever makes it counts the references."""
         other = Path(self.root)
         other.pages, other.page_ids, other.masks = list(self.pages), list(self.page_ids), list(self.masks)
         other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
@@ -204,7 +204,7 @@ class Pin:
 
 
 def resident(root: Root, ids: Sequence[int]) -> Resident:
-    """What the tiers have of `ids` under a root, holes left out; changes nothing."""
+    """Count what the tiers have of `ids` under a root, holes left out; changes nothing."""
     num_device = num_host = 0
     page: Page = root
     position = root.start

@@ -1,4 +1,4 @@
-"""How paths grow in the prefix forest: they follow what is known, bring back what the device lacks, and write the rest.
+"""Grows paths in the prefix forest: they follow what is known, bring back what the device lacks, and write the rest.
 
 What the device lacks of a path are its gaps: pages that the host has, and holes (Pensieve 4.3, Fig. 6).
 A row needs the KV of every token that it can see. Holes are filled in order, as rows of the same batch, before any
@@ -27,7 +27,7 @@ Spans = list[tuple[int, int]]  # positions [start, end), in order
 
 
 class Rows(NamedTuple):
-    """What a path computes next."""
+    """Says what a path computes next."""
 
     spans: Spans  # positions of the rows, in order
     runs: Runs  # where their KV goes, in the same order
@@ -79,7 +79,7 @@ class Paths:
         return position - before
 
     def take_rows(self, path: Path, ids: Sequence[int], budget: int) -> Rows:
-        """At most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
+        """Take at most `budget` rows: holes first, then `ids[path.num_tokens:]`, which `extend` did not find.
 
         Where nothing of that is left, one row: the last, whose KV is there, for its logits. Takes the pages that they
         need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
@@ -100,7 +100,7 @@ class Paths:
         return Rows(spans, runs, min(num_holes, budget), loaded)
 
     def num_pending(self, path: Path, ids: Sequence[int]) -> int:
-        """Rows that stand before the path's next sampled token but for the last token's own."""
+        """Count the rows before the path's next sampled token but for the last token's own."""
         num_new = len(ids) - path.num_tokens
         if not path.gaps:
             return num_new
@@ -132,7 +132,7 @@ class Paths:
         return graft
 
     def retract(self, pages: Iterable[Page]) -> None:
-        """Grafted pages whose KV did not come are gone, with all that hangs on them; no path is on them any more."""
+        """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
         if self._sharing:  # else nothing stays of a path that was given back
             self._tiers.retract(pages)
 
@@ -159,7 +159,7 @@ class Paths:
         return runs
 
     def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
-        """How many pages `take_rows` would take up to `end`, for what is to come back too."""
+        """Count the pages that `take_rows` would take up to `end`, for what is to come back too."""
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
             gaps = visible_gaps(path, len(ids), self._window)
@@ -167,19 +167,19 @@ class Paths:
         return num_pages
 
     def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
-        """Pages to begin for [position, end); `can_append`: the first of them go into the page that is there."""
+        """Count pages to begin for [position, end); `can_append`: the first tokens go into the page that is there."""
         begun = position // self.page_size + can_append
         return max(0, -(-end // self.page_size) - begun)
 
     def _leave(self, path: Path, position: int) -> None:
-        """From `position` on the path uses other pages: in the block it leaves, higher slots are not its own."""
+        """Use other pages from `position` on: in the block that the path leaves, higher slots are not its own."""
         offset = position % self.page_size
         if path.tail is not path.root and offset and path.masks[-1] == ALL_SLOTS:
             path.masks[-1] = (1 << offset) - 1
             path.num_changes += 1
 
     def _restore(self, path: Path, gaps: list[int]) -> Spans:
-        """Pages on the device for what is behind these gaps; returns what comes back from the host."""
+        """Take pages on the device for what is behind these gaps; returns what comes back from the host."""
         loaded = []
         for index in gaps:
             page = path.pages[index]
@@ -218,7 +218,7 @@ def note_gaps(path: Path, first: int) -> None:
 
 
 def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
-    """The gaps that must be closed before the path's next rows, in order; forgets those that others closed."""
+    """Find the gaps that must be closed before the path's next rows, in order; forgets those that others closed."""
     path.gaps = [i for i in path.gaps if not _is_whole(path, i)]
     if window is None or path.root.kept:
         return path.gaps
@@ -235,7 +235,7 @@ def visible_gaps(path: Path, num_ids: int, window: int | None) -> list[int]:
 
 
 def needed_tokens(path: Path, index: int) -> int:
-    """How many of a page's tokens, from its first on, must have KV for the path."""
+    """Count the tokens of a page, from its first on, that must have KV for the path."""
     page, kept = path.pages[index], path.root.kept
     if index < len(kept):
         return kept[index].end - page.start
@@ -244,7 +244,7 @@ def needed_tokens(path: Path, index: int) -> int:
 
 
 def num_missing(path: Path, index: int) -> int:
-    """How many of them no tier has."""
+    """Count those of them that no tier has."""
     return max(needed_tokens(path, index) - max(path.pages[index].filled), 0)
 
 
@@ -254,7 +254,7 @@ def is_lost(path: Path) -> bool:
 
 
 def references_of(path: Path) -> list[Kept]:
-    """What the path has of each of its pages, in order; its own tokens stand where they were rotated."""
+    """List what the path has of each of its pages, in order; its own tokens stand where they were rotated."""
     own = [
         Kept(page, page.start, page.start + needed_tokens(path, index), 0, path.root)
         for index, page in enumerate(path.pages)
@@ -264,7 +264,7 @@ def references_of(path: Path) -> list[Kept]:
 
 
 def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
-    """References to what the path has at the positions of `ranges` (in order, apart), moved together from 0 on.
+    """Refer to what the path has at the positions of `ranges` (in order, apart), moved together from 0 on.
 
     Each range has one delta; it is lowered once more where what the path has was moved before.
     """
@@ -304,7 +304,7 @@ def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Span
 
 
 def loaded_span(path: Path, index: int) -> tuple[int, int]:
-    """Which of the path's positions a page that comes back from the host holds."""
+    """Say which of the path's positions a page that comes back from the host holds."""
     page, kept = path.pages[index], path.root.kept
     start, delta = (kept[index].start, kept[index].delta) if index < len(kept) else (page.start, 0)
     return start + delta, page.start + min(page.filled[HOST], needed_tokens(path, index)) + delta

@@ -89,7 +89,7 @@ class Tier:
         self.num_in_use -= 1
 
     def hold(self, page: Page) -> None:
-        """The first path holds the page; its `refs` say so already."""
+        """Hold a page for its first path; its `refs` say so already."""
         if not self.has(page):
             return
         self.num_in_use += 1
@@ -102,7 +102,7 @@ class Tier:
             self.offer_through(parent)
 
     def release(self, page: Page) -> None:
-        """The last path gave the page back; it is offered once the whole path is."""
+        """Release a page that its last path gave back; it is offered once the whole path is."""
         if self.has(page):
             self.num_in_use -= 1
             self._add_below(page)
@@ -118,7 +118,7 @@ class Tier:
         self.offer_if_leaf(page)
 
     def choose(self) -> Page | None:
-        """The leaf to go next; None if no page is cached. `remove` is to follow."""
+        """Choose the leaf to go next; None if no page is cached. `remove` is to follow."""
         if self._victim is not None:
             return self._victim
         while (victim := self.policy.choose()) is not None:
@@ -151,13 +151,13 @@ class Tier:
             assert page.below[self.index] == sum(self._is_idle(child) for child in page.children.values())
 
     def _withdraw(self, page: Page) -> None:
-        """The page is no leaf here, or not idle, any more."""
+        """Withdraw a page that is no leaf here, or not idle, any more."""
         if page is self._victim:
             self._victim = None
         self.policy.withdraw(page)
 
     def _remove_cached(self, page: Page, parent: Page) -> None:
-        """An idle page is gone from here: its parent goes next, or is offered, or the run of a sibling has grown."""
+        """Follow an idle page that is gone: its parent goes next, or is offered, or the run of a sibling has grown."""
         parent.below[self.index] -= 1
         was_victim = page is self._victim
         self._num_victims -= was_victim
@@ -183,7 +183,7 @@ class Tier:
         return self._is_idle(page) and not page.below[self.index]
 
     def _run_length(self, leaf: Page) -> int:
-        """Pages of the run that ends at an idle leaf."""
+        """Count the pages of the run that ends at an idle leaf."""
         length, page, parent = 1, leaf, leaf.parent
         while parent is not None and self._continues(page, parent):
             length, page, parent = length + 1, parent, parent.parent

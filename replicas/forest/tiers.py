@@ -1,4 +1,4 @@
-"""Where each page's KV is, and how it comes and goes between the device, the host and nothing.
+"""Knows where each page's KV is, and how it comes and goes between the device, the host and nothing.
 
 Device pages that nobody holds go when others need them. What the host does not have by then is saved to it, in the
 place of what the host's own policy gives up; where the host has no room, it is dropped. Ahead of time, once few pages
@@ -64,7 +64,7 @@ class TieredPages:
             self._note(page)
 
     def release(self, pages: list[Page]) -> None:
-        """A path gave these pages back, root first; what of them has no KV is gone."""
+        """Release a path's pages, root first; what of them has no KV is gone."""
         for page in reversed(pages):
             page.refs -= 1
             if page.refs == 0:
@@ -82,7 +82,7 @@ class TieredPages:
             self._note_uncopied(pages)
 
     def free(self, pages: list[Page]) -> None:
-        """The same for pages that no forest has, because nothing is shared: nothing stays."""
+        """Free pages that no forest has, because nothing is shared: nothing stays."""
         for page in pages:
             page.refs = 0
             self.device.discard(page)
@@ -130,7 +130,7 @@ class TieredPages:
                 self.drop(page, tier.index)
 
     def retract(self, pages: Iterable[Page]) -> None:
-        """What was said to be on these pages is not there, nor what was computed behind them; nobody holds any."""
+        """Drop pages whose KV did not come, and what was computed behind them; nobody holds any."""
         for page in pages:
             self.drop_below(page)
             self.drop_everywhere(page)
@@ -141,7 +141,7 @@ class TieredPages:
             self.drop_everywhere(below)
 
     def drop_up(self, page: Page, end: int | None = None) -> None:
-        """From this page up, drop what nothing else is on; with `end`, where a prefix left it, tokens behind it are
+        """Drop what nothing else is on, from this page up; with `end`, where a prefix left it, tokens behind it are
         another's and stay."""
         while page.parent is not None and not (page.refs or page.children or page.claim is not None):
             if end is not None and page.end > end:
@@ -167,7 +167,7 @@ class TieredPages:
             self.drop(leaf, index)
 
     def drain(self, *, can_copy: bool) -> Moves:
-        """The moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
+        """Return the moves of the step that was scheduled; loads go before copies that can wait (Pensieve 5.1)."""
         if can_copy and not self.moves.has_loads:
             self._copy_ahead()
         moves = self.moves.drain()
@@ -188,7 +188,7 @@ class TieredPages:
         assert all(page.parent is not None for page in self._uncopied)
 
     def _note_uncopied(self, pages: list[Page]) -> None:
-        """The ends of a path: its last page and, of a truncated one, the last of each kept run."""
+        """Remember the ends of a path: its last page and, of a truncated one, the last of each kept run."""
         ends = [page for page, after in pairwise(pages) if after.parent is not page] + pages[-1:]
         for page in ends:
             self._uncopied.pop(page, None)

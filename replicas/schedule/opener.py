@@ -26,14 +26,14 @@ AttentionMass = Callable[[Path, list[int]], list[float] | None]
 
 
 class PathOpener:
-    """Called by the scheduler."""
+    """Opens paths for the scheduler."""
 
     def __init__(self, forest: PrefixForest, attention_mass: AttentionMass | None = None) -> None:
         self._forest = forest
         self._attention_mass = attention_mass
 
     def open(self, sequence: Sequence) -> Path:
-        """A path with what is known of the sequence, which is shortened first if it is too long."""
+        """Open a path with what is known of the sequence, which is shortened first if it is too long."""
         path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
         if path is None:
             path, sequence.root = self._forest.open_path(sequence.request.salt), None
@@ -69,7 +69,7 @@ class PathOpener:
         return self.open(sequence)
 
     def num_pages(self, sequence: Sequence) -> int:
-        """Pages that the sequence may need, whatever is resident."""
+        """Count the pages that the sequence may need, whatever is resident."""
         return -(-len(sequence.context) // self._forest.page_size) + 1
 
     def _fits(self, path: Path, sequence: Sequence, num_running: int, budget: StepBudget, num_kept: int = 0) -> bool:
@@ -83,7 +83,7 @@ class PathOpener:
         return needed + kept <= self._forest.num_available
 
     def shorten(self, sequence: Sequence, path: Path, num_history: int) -> Path:
-        """The path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
+        """Return the path of what stays; of the first `num_history` tokens if possible, and all that follow them."""
         truncation, context = sequence.request.truncation, sequence.context
         assert truncation is not None
         assert sequence.window is not None
@@ -108,7 +108,7 @@ class PathOpener:
         return shorter
 
     def _masses(self, truncation: Truncation, path: Path, context: list[int], num_history: int) -> list[float] | None:
-        """Nothing is known of KV that is not on the device before this step: the oldest go then.
+        """Return attention masses; None where some KV is not on the device before this step: the oldest go then.
 
         The last token of a turn has none yet, and no mass.
         """
@@ -124,7 +124,7 @@ class PathOpener:
 
 
 def _joined(ranges: Spans, start: int, end: int) -> Spans:
-    """With what is new, [start, end), behind them."""
+    """Append what is new, [start, end)."""
     if start == end:
         return ranges
     if ranges and ranges[-1][1] == start:

@@ -48,7 +48,7 @@ class _Flow:
 
 
 class WaitingQueue:
-    """What the scheduler admits from."""
+    """Orders the requests that the scheduler admits from."""
 
     def __init__(self) -> None:
         self.num_tokens = 0  # of all that wait, resident or not
@@ -68,7 +68,7 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """As they will run if each computes its whole prompt and nothing else happens; costs what is read of it.
+        """Yield requests as they will run if each computes its whole prompt and nothing else happens; lazily.
 
         Nothing may be added or removed meanwhile.
         """
@@ -98,7 +98,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence:
-        """Who runs next; raises `IndexError` if nobody waits."""
+        """Return who runs next; raises `IndexError` if nobody waits."""
         if self._suspended:
             return self._suspended[0]
         if self._chosen is None:
@@ -109,11 +109,11 @@ class WaitingQueue:
 
     @property
     def chosen(self) -> Sequence | None:
-        """Who was the head, and is again behind those that are suspended."""
+        """Return who was the head, and is again behind those that are suspended."""
         return None if self._chosen is None else self._chosen.waiting[0]
 
     def add(self, sequence: Sequence) -> None:
-        """A request has arrived."""
+        """Add a request that has arrived."""
         key = _flow_key(sequence.request)
         flow = self._flows.get(key)
         start = self._start() if flow is None or not flow.waiting else 0.0
@@ -128,7 +128,7 @@ class WaitingQueue:
             heapq.heappush(self._heap, (*flow.rank, flow))
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that ran is suspended: before all others, behind earlier arrivals of its kind."""
+        """Let a suspended sequence wait: before all others, behind earlier arrivals of its kind."""
         insort(self._suspended, sequence, key=lambda each: each.arrival)
         self._count(sequence, 1)
 
@@ -160,12 +160,12 @@ class WaitingQueue:
         self.num_taken_tokens += sequence.num_counted
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Its flow, which is active, was given so much service."""
+        """Charge its flow, which is active, so much service."""
         self._flows[_flow_key(sequence.request)].counter += num_tokens
         self._level += num_tokens / len(self._flows)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence that waits has ended."""
+        """Remove a sequence that has ended while it waited."""
         if sequence in self._suspended:
             self._suspended.remove(sequence)
         else:
@@ -177,7 +177,7 @@ class WaitingQueue:
         self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence that was taken out has ended: its flow may be idle now."""
+        """Note that a sequence that was taken out has ended: its flow may be idle now."""
         key = _flow_key(sequence.request)
         flow = self._flows[key]
         flow.num_active -= 1
@@ -191,7 +191,7 @@ class WaitingQueue:
             self._sweep()
 
     def _start(self) -> float:
-        """What a flow that begins to wait has at least."""
+        """Return what a flow that begins to wait has at least."""
         least = self._least() or self._last_taken
         return self._level if least is None else max(self._level, least.counter)
 

@@ -72,7 +72,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended: forget it and let its pages become cached, its session's if it has one."""
+        """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
         if sequence.path is None:
             self._refused = None
             self.waiting.remove(sequence)
@@ -96,7 +96,7 @@ class Scheduler:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """The pages are as any others again; a pin that is gone already is ignored."""
+        """Let pinned pages be as any others again; a pin that is gone already is ignored."""
         self._refused = None
         self._forest.unpin(pin)
 
@@ -125,7 +125,7 @@ class Scheduler:
         return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; every page they write to is taken."""
+        """Return the chunks of the next step; every page they write to is taken."""
         chunks: list[Chunk] = []
         loading = self._loading()
         with_rows = [s for s in self.running if s not in loading]
@@ -187,7 +187,7 @@ class Scheduler:
                 self._begin(sequence, chunks, has_others=False)
 
     def _start(self, sequence: Sequence) -> int:
-        """It has a path, and runs; returns how many tokens it has to compute."""
+        """Let a sequence that has a path run; returns how many tokens it has to compute."""
         self._graft(sequence)
         _insert_by_arrival(self.running, sequence)
         return self._num_pending(sequence) - sequence.num_to_come
@@ -228,7 +228,7 @@ class Scheduler:
         return limit is None or len(found.spans) <= limit
 
     def _load_limit(self, found: Fetch) -> int | None:
-        """How many chunks the step may still load; None: all.
+        """Return how many chunks the step may still load; None: all.
 
         What is still read comes at once: all chunks are read layer by layer, and would pile up in the read buffer while
         a first part waits for its last layer.
@@ -239,7 +239,7 @@ class Scheduler:
         return limit if found.is_in_memory or limit == 0 else None
 
     def _loading(self) -> list[Sequence]:
-        """Who runs and has no rows before more of its chunks is loaded."""
+        """Return who runs and has no rows before more of its chunks is loaded."""
         answered = [s for s in self.running if s.found is not None and not s.found.is_looking]
         for sequence in answered:
             if not sequence.num_to_come:  # it computed, or follows, as much meanwhile
@@ -247,7 +247,7 @@ class Scheduler:
         return [s for s in answered if s.found is not None]
 
     def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
-        """The next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
+        """Graft the next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
 
         Those that were found after its first rows may be on their way: it is waited for them only beside others.
         """
@@ -260,7 +260,7 @@ class Scheduler:
             self._begin(sequence, chunks, has_others=bool(self.waiting))
 
     def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
-        """Its first rows, if all that is loaded of it comes with this step."""
+        """Give it its first rows, if all that is loaded of it comes with this step."""
         budget = self._budget
         if sequence.found is not None and not sequence.found.is_looking:
             assert sequence.path is not None
@@ -306,7 +306,7 @@ class Scheduler:
         return sequence.found.is_ready(is_alone=not self.running and all(each.found is None for each in others))
 
     def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
-        """The sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
+        """Take the sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
         if budget <= 0:
             return None
         while True:
@@ -320,7 +320,7 @@ class Scheduler:
                     return None
 
     def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
-        """At most so many rows; None if another prompt, which goes the same way, has them in this step."""
+        """Take at most so many rows; None if another prompt, which goes the same way, has them in this step."""
         path, ids = sequence.path, sequence.context
         assert path is not None
         self._forest.extend(path, ids, len(ids))
@@ -364,7 +364,7 @@ class Scheduler:
         self.waiting.put_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """The first choice of a turn is what its session goes on from: its path is the session's."""
+        """Release its path, the session's if it is the first choice of a turn: the session goes on from that."""
         assert sequence.path is not None
         self._refused = None
         self.running.remove(sequence)
@@ -380,7 +380,7 @@ def _insert_by_arrival(running: list[Sequence], sequence: Sequence) -> None:
 
 
 def _limit_output(sequences: Iterable[Sequence], capacity: int) -> None:
-    """Pages were pinned: requests that named no `max_tokens` end at `capacity` tokens, prompt and output together.
+    """Let requests that named no `max_tokens` end at `capacity` tokens with their prompt, as pages were pinned.
 
     Those that are truncated when they outgrow their window have a smaller one.
     """

@@ -1,4 +1,4 @@
-"""How the rows of one step are shared among prompts that are being prefilled. Policy only: no tensors.
+"""Shares the rows of one step among prompts that are being prefilled. Policy only: no tensors.
 
 Oldest first, each takes at most half of what is left while others want rows too, and at least a page: a short prompt
 behind huge ones has its rows at once, the oldest keeps half of the step or more, and prompts of one length still end
@@ -34,19 +34,19 @@ class StepBudget:
         self._cuts: dict[tuple[Page, int], _Cut] = {}  # by the last page and the token that comes next
 
     def limit(self, *, has_others: bool) -> int:
-        """Rows that the next prompt may have."""
+        """Return the rows that the next prompt may have."""
         if not has_others:
             return self.num_left
         return min(self.num_left, max(self.num_left // 2, self._page_size))
 
     def take(self, chunk: Chunk, num_new_pages: Callable[[Sequence], int]) -> None:
-        """These rows are given; `num_new_pages`: what the rest of a sequence's prompt will take."""
+        """Give these rows; `num_new_pages`: what the rest of a sequence's prompt will take."""
         self.num_left -= chunk.num_rows
         if not chunk.samples:
             self.cut(chunk.sequence, chunk.end, num_new_pages(chunk.sequence))
 
     def cut(self, sequence: Sequence, end: int, num_pages: int) -> None:
-        """The sequence goes on from there in later steps, and will take so many pages."""
+        """Note that a sequence goes on from there in later steps, and will take so many pages."""
         path = sequence.path
         assert path is not None
         self._cuts = {place: cut for place, cut in self._cuts.items() if cut.sequence is not sequence}
@@ -57,7 +57,7 @@ class StepBudget:
         return self._leader(path, ids) is not None
 
     def num_promised(self, path: Path, ids: list[int]) -> int:
-        """Pages that prompts which were cut will take, but for what this path would share."""
+        """Count the pages that prompts which were cut will take, but for what this path would share."""
         leader = self._leader(path, ids)
         return sum(cut.num_pages for cut in self._cuts.values() if cut is not leader)
 

@@ -55,13 +55,13 @@ OpenSessionLogs = Callable[[CacheConfig, float], SessionLogStore | None]  # the 
 def open_durable_sessions(
     config: EngineConfig, cache: CacheConfig, weights: str, vocab_size: int, open_logs: OpenSessionLogs
 ) -> DurableSessions | None:
-    """None where sessions have no durable logs. `weights`: a digest of them; their ids are taken for no other's."""
+    """Open the durable logs; None where there are none. `weights`: a digest; their ids are taken for no other's."""
     store = open_logs(cache, config.session_ttl_s) if config.max_sessions else None
     return None if store is None else DurableSessions(store, weights.encode(), vocab_size)
 
 
 class Recalled(NamedTuple):
-    """What the durable log of a session says."""
+    """Says what the durable log of a session has."""
 
     key: SessionKey
     state: SessionState | None  # as it was written; None: it could not be read in time
@@ -120,7 +120,7 @@ class DurableSessions:
         return self._store.delete(log_key(self._model, *key))
 
     def delete_owned(self, owner: bytes) -> int:
-        """Likewise all that a tenant has, see `SessionLogStore.delete_owned`; raises likewise."""
+        """Delete all that a tenant has, see `SessionLogStore.delete_owned`. Raises OSError if that is not sure."""
         if not self.writer.settle(lambda each: owner_of(each[0]) == owner, DELETE_S):
             raise TimeoutError("session logs are not written in time")
         return self._store.delete_owned(owner)
@@ -199,7 +199,7 @@ class SessionLogWriter:
         self._thread.start()
 
     def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
-        """The request's turn runs these ids; the list may grow from now on.
+        """Note that a request's turn runs these ids; the list may grow from now on.
 
         The record stands behind what is known of the log only: what others wrote since then stays.
         """
@@ -210,7 +210,7 @@ class SessionLogWriter:
         self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
 
     def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
-        """The turn is part of the log, which was `before` until now.
+        """Note that a turn is part of the log, which was `before` until now.
 
         What brought all that was said stands also where the log could not be read.
         """
@@ -221,13 +221,13 @@ class SessionLogWriter:
         self._leave(_Change(RecordKind.ENDED, key, log.state(), before, None, num_prompt))
 
     def deleted(self, key: SessionKey, log: TokenLog) -> None:
-        """Nothing of the session may be kept anywhere."""
+        """Keep nothing of the session anywhere."""
         log.version = taken_over(log.version, self._wall_clock())
         state = SessionState(version=log.version)
         self._leave(_Change(RecordKind.DELETED, key, state, state))
 
     def forked(self, key: SessionKey, log: TokenLog) -> None:
-        """A session is there at once, with a past."""
+        """Note a session that is there at once, with a past."""
         log.version = taken_over(log.version, self._wall_clock())
         state = log.state()
         self._leave(_Change(RecordKind.WHOLE, key, state, state))
@@ -281,7 +281,7 @@ class SessionLogWriter:
                 self._condition.notify()
 
     def _drop_one(self) -> None:
-        """The oldest that is no deletion: without those, sessions would come back. They are small, so all may wait."""
+        """Drop the oldest that is no deletion: without those, sessions would come back. Small as they are, all may wait."""
         index = next((i for i, (_, each) in enumerate(self._changes) if each.kind is not RecordKind.DELETED), None)
         if index is None:
             return
@@ -343,7 +343,7 @@ class SessionLogWriter:
             return change
 
     def _is_done(self, number: int) -> bool:
-        """Nothing that was left until then is still to be written; called with the lock held."""
+        """Whether all that was left until then is written; called with the lock held."""
         is_written = self._writing is None or self._writing > number
         return is_written and (not self._changes or self._changes[0][0] > number)
 
@@ -369,7 +369,7 @@ class SessionLogWriter:
         return Appended.FAILED.value
 
     def _write(self, change: _Change) -> str:
-        """What became of it, as a counter's name."""
+        """Write a change; returns what became of it, as a counter's name."""
         key = log_key(self._model, *change.key)
         if change.kind is RecordKind.DELETED:
             self._store.delete(key, change.state.version)
@@ -383,7 +383,7 @@ class SessionLogWriter:
 
 
 def _record(change: _Change) -> bytes:
-    """From the state before."""
+    """Make the record that leads from the state before."""
     if change.prompt is None:
         return ended(change.before, change.state, change.num_prompt)
     prompt = array("i", change.prompt[: change.num_prompt])
@@ -392,7 +392,7 @@ def _record(change: _Change) -> bytes:
 
 
 def _all_records(change: _Change) -> list[bytes]:
-    """From nothing."""
+    """Make records that lead from nothing."""
     if change.prompt is None:
         return [whole(change.state)]
     before = change.before._replace(version=change.state.version - 1)
@@ -429,7 +429,7 @@ class _LogReaders:
             raise
 
     def close(self) -> None:
-        """What is not begun is cancelled; what runs is not waited for."""
+        """Cancel what is not begun; what runs is not waited for."""
         with self._lock:
             self._is_closed = True
         self._workers.close(0.0)
@@ -447,7 +447,7 @@ class _LogReaders:
             self._late.discard(begun)
 
     def _give_up(self, begun: Future[_T]) -> None:
-        """It is never begun; or it hangs."""
+        """Give up a read that is never begun, or hangs."""
         with self._lock:
             if not begun.cancel() and not begun.done():
                 self._late.add(begun)

@@ -1,4 +1,4 @@
-"""What becomes of a session's pages when the session goes. Policy only: no tensors."""
+"""Decides what becomes of a session's pages when the session goes. Policy only: no tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | Non
 
 
 def abandon_roots(forest: PrefixForest, before: Root | None, sequence: Sequence) -> None:
-    """A turn's choice has ended: its session goes on from another root than `before`, or than the choice came to."""
+    """Abandon the roots `before` and after a turn's choice that its session does not go on from."""
     now = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
     for root in {before, sequence.root}:
         if root is not None and root is not now:
@@ -42,7 +42,7 @@ def abandon_roots(forest: PrefixForest, before: Root | None, sequence: Sequence)
 
 
 def resident_of(forest: PrefixForest, salt: str, ids: collections.abc.Sequence[int], seen: Seen | None) -> Resident:
-    """What the tiers have of what a session sees of `ids`."""
+    """Count what the tiers have of what a session sees of `ids`."""
     if seen is None:
         return forest.resident(salt, ids)
     return forest.resident(salt, seen.ids) if seen.root is None else forest.resident_behind(seen.root, seen.ids)

@@ -42,7 +42,7 @@ Ids = list[int]
 
 
 class Sessions:
-    """All token logs of one engine, bounded in number, tokens and age; busy sessions never expire."""
+    """Keeps the token logs of one engine, bounded in number, tokens and age; busy sessions never expire."""
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class Sessions:
         return len(self._log_by_key)
 
     def get(self, key: SessionKey) -> TokenLog | None:
-        """The session as it is known to its owner."""
+        """Return the session as it is known to its client."""
         self.expire()
         log = self._log_by_key.get(key)
         return log if log is not None and log.is_known else None
 
     def owner_of(self, request: GenerationRequest) -> TokenLog | None:
-        """The session that a request which began is part of."""
+        """Return the session that a request which began is part of."""
         key = session_key(request)
         return None if key is None else self._log_by_key.get(key)
 
     def begin(self, request: GenerationRequest) -> TurnPrompt | None:
-        """What to run, or None: an earlier turn is answering and this one is queued behind it.
+        """Return what to run, or None: an earlier turn is answering and this one is queued behind it.
 
         Raises `Overloaded` if too many turns wait already, `SessionNotFound` if there is nothing to append to.
         """
@@ -117,7 +117,7 @@ class Sessions:
         return log.prompt(ids)
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
-        """The request is over; `turn` is None if nothing of it is to be kept.
+        """End a request; `turn` is None if nothing of it is to be kept.
 
         Returns the next turn's requests, if this ended its turn: each must `begin` now, and `end` if it cannot run.
         """
@@ -163,7 +163,7 @@ class Sessions:
             self.delete(key)
 
     def fork(self, key: SessionKey, new_key: SessionKey, so_far: tuple[FinishedTurn, GenerationRequest] | None) -> None:
-        """A new session with the past of another and, where that is answering, what its turn has so far.
+        """Make a new session with the past of another and, where that is answering, what its turn has so far.
 
         Raises `SessionNotFound`, `InvalidRequest` if the new one exists, or `ReplicaUnavailable` if nothing is known of
         its first turn yet.
@@ -188,11 +188,11 @@ class Sessions:
         self.expire()
 
     def version_of(self, key: SessionKey) -> int:
-        """Of a session's durable log, as far as it is known here; 0: not at all. Any thread may ask."""
+        """Return the version of a session's durable log, as far as it is known here; 0: not at all. From any thread."""
         return 0 if (log := self._log_by_key.get(key)) is None else log.version
 
     def restore(self, key: SessionKey, state: SessionState, version: int) -> None:
-        """A session as its durable log has it, unless this one is newer or busy; it goes on as `version`.
+        """Restore a session as its durable log has it, unless this one is newer or busy; it goes on as `version`.
 
         One that was deleted is restored as nothing, so that what is written of the next of its name is newer.
         """
@@ -218,12 +218,12 @@ class Sessions:
                 self._drop(key, log)
 
     def expires_in_s(self, log: TokenLog) -> float:
-        """Seconds that the session will be kept if nobody uses it and there is room."""
+        """Return for how many seconds the session will be kept if nobody uses it and there is room."""
         ttl_s = self._ttl_s if log.ttl_s is None else min(log.ttl_s, self._ttl_s)
         return max(log.last_used_s + ttl_s - self._clock(), 0.0)
 
     def idle_s(self, log: TokenLog) -> float:
-        """Seconds since the session was used; 0 while it answers."""
+        """Return the seconds since the session was used; 0 while it answers."""
         return 0.0 if log.running is not None else self._clock() - log.last_used_s
 
     def _expire_own(self, now: float) -> None:
@@ -248,7 +248,7 @@ class Sessions:
         return self.queued.take_turn(log.running)
 
     def _add(self, key: SessionKey, log: TokenLog) -> None:
-        """A session that has a past."""
+        """Add a session that has a past."""
         self._log_by_key[key] = log
         self._num_tokens += len(log.ids)
         self._touch(key, log)
@@ -287,7 +287,7 @@ class Sessions:
         return [*ids, *resumed], num_marks
 
     def _matched(self, log: TokenLog, text: str | None, own: list[int]) -> tuple[list[int], int]:
-        """The log's ids up to the last mark that the text agrees with and can go on from, or the request's own."""
+        """Return the log's ids up to the last mark that the text agrees with and goes on from, or the request's own."""
         if text is None:
             return own, 0
         marks = log.matching_marks(text)
@@ -303,7 +303,7 @@ class Sessions:
         return own, 0
 
     def _end(self, log: TokenLog, text: str, marks: list[Mark]) -> list[Mark]:
-        """The end of the log, if the text agrees up to there with what was appended behind the last mark."""
+        """Return the end of the log, if the text agrees up to there with what was appended behind the last mark."""
         num_chars, num_ids = marks[-1] if marks else Mark(0, 0)
         if self._decode is None or num_ids == len(log.ids) or len(marks) < log.num_marks:
             return []
@@ -311,7 +311,7 @@ class Sessions:
         return [Mark(num_chars + len(appended), len(log.ids))] if text.startswith(appended, num_chars) else []
 
     def _continuation(self, log: TokenLog, request: GenerationRequest, own: list[int], num_base: int) -> list[int]:
-        """Ids of what is appended: without what it begins with to close an answer and the log has already."""
+        """Return the ids of what is appended, without those that close an answer and that the log has already."""
         text = request.prompt_text
         if text is None:
             return own
@@ -320,7 +320,7 @@ class Sessions:
         return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (self._encode(rest) if rest else [])
 
     def _num_closed(self, ids: list[int], closing: list[int]) -> int:
-        """How many of the ids that close an answer it has itself: up to the model's end of turn, or what it wrote."""
+        """Count the closing ids that the answer has itself: up to the model's end of turn, or what it wrote."""
         if ids[-1] in self._end_token_ids and ids[-1] in closing:
             return closing.index(ids[-1]) + 1
         return next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
@@ -331,7 +331,7 @@ def session_key(request: GenerationRequest) -> SessionKey | None:
 
 
 def _name(key: SessionKey) -> str:
-    """As its owner calls it: without the tenant."""
+    """Return the session's id as its client calls it: without the tenant."""
     return key[1].partition(":")[2]
 
 
@@ -347,7 +347,7 @@ def _without_session(request: GenerationRequest) -> TurnPrompt:
 
 
 class TurnQueue:
-    """The queues of all sessions' running turns, by request; the queues themselves are in the token logs."""
+    """Finds the turns that wait for an earlier turn of their session; the queues themselves are in the token logs."""
 
     def __init__(self) -> None:
         self._log_by_request: dict[str, TokenLog] = {}
@@ -365,7 +365,7 @@ class TurnQueue:
 
     @property
     def logs(self) -> list[TokenLog]:
-        """Each session behind whose turn something waits, once."""
+        """Return each session behind whose turn something waits, once."""
         return list({id(log): log for log in self._log_by_request.values()}.values())
 
     def put(self, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
@@ -388,7 +388,7 @@ class TurnQueue:
         return request
 
     def take_turn(self, running: RunningTurn) -> list[GenerationRequest]:
-        """The requests of the next turn behind this one, which are answering from now on."""
+        """Return the requests of the next turn behind this one, which are answering from now on."""
         running.name = turn_name(running.queue[0])
         turn: list[GenerationRequest] = []
         while running.queue and turn_name(running.queue[0]) == running.name:

@@ -40,14 +40,14 @@ class Mark(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a truncated conversation goes on from, in the place of all its ids."""
+    """Holds what a truncated conversation goes on from, in the place of all its ids."""
 
     ids: array[int]
     root: Root | None  # None: its KV is that of these ids, as anybody's
 
 
 class TurnPrompt(NamedTuple):
-    """What a turn runs."""
+    """Says what a turn runs."""
 
     ids: list[int]  # all that was said
     context: list[int]  # what is seen of it
@@ -56,14 +56,14 @@ class TurnPrompt(NamedTuple):
 
 
 class Said(NamedTuple):
-    """An answer as its client got it."""
+    """Holds an answer as its client got it."""
 
     text: str
     num_ids: int  # of its ids, how many stand for the text: not what closes it, nor a stop string
 
 
 class FinishedTurn(NamedTuple):
-    """What a turn's first choice leaves behind, or has so far where it is forked while it answers."""
+    """Holds what a turn's first choice leaves behind, or has so far where it is forked while it answers."""
 
     ids: list[int]  # prompt, then output
     num_prompt: int
@@ -111,7 +111,7 @@ class TokenLog(Owner):
 
     @property
     def root(self) -> Root | None:
-        """Where it goes on behind what its truncation kept."""
+        """Return where it goes on behind what its truncation kept."""
         return None if self.seen is None else self.seen.root
 
     @property
@@ -119,7 +119,7 @@ class TokenLog(Owner):
         return len(self.marks) // _MARK.size
 
     def matching_marks(self, text: str) -> list[Mark]:
-        """The marks whose text `text` begins with, shortest first."""
+        """Find the marks whose text `text` begins with, shortest first."""
         hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=self.mark_key)
         position, found = 0, []
         for num_chars, num_ids, digest in _MARK.iter_unpack(self.marks):
@@ -133,7 +133,7 @@ class TokenLog(Owner):
         return found
 
     def marks_up_to(self, num_ids: int) -> int:
-        """How many marks the first `num_ids` ids begin with."""
+        """Count the marks that the first `num_ids` ids begin with."""
         return sum(mark[1] <= num_ids for mark in _MARK.iter_unpack(self.marks))
 
     def keep(self, turn: FinishedTurn, request: GenerationRequest, num_marks: int) -> None:
@@ -150,7 +150,7 @@ class TokenLog(Owner):
         self.num_turns += 1
 
     def prompt(self, ids: list[int]) -> TurnPrompt:
-        """What a turn of these ids sees: if they go on from all of the log, what that saw."""
+        """Return what a turn of these ids sees: if they go on from all of the log, what that saw."""
         num_known = len(self.ids)
         if self.seen is None or array("i", ids[:num_known]) != self.ids:
             return TurnPrompt(ids, ids, None, min(num_known, len(ids)))
@@ -165,7 +165,7 @@ class TokenLog(Owner):
         return [(prompt, cached) for prompt, cached in struct.iter_unpack("<II", self.hits)]
 
     def forked(self) -> TokenLog:
-        """A session of its own with the same past."""
+        """Make a session of its own with the same past."""
         seen = None if self.seen is None else Seen(self.seen.ids[:], None)  # approximate KV stays in its session
         return TokenLog(
             ids=self.ids[:],
@@ -178,7 +178,7 @@ class TokenLog(Owner):
         )
 
     def state(self) -> SessionState:
-        """What a durable log says of it. Shares the ids, which are replaced and never changed."""
+        """Return what a durable log says of it. Shares the ids, which are replaced and never changed."""
         return SessionState(
             version=self.version,
             ids=self.ids,
@@ -194,7 +194,7 @@ class TokenLog(Owner):
 
     @staticmethod
     def restored(state: SessionState) -> TokenLog:
-        """The session of a durable log; where it was truncated, what it sees of itself is computed anew, exactly."""
+        """Make the session of a durable log; where it was truncated, what it sees is computed anew, exactly."""
         return TokenLog(
             ids=state.ids,
             marks=state.marks,
@@ -224,12 +224,12 @@ def is_usable(state: SessionState, vocab_size: int) -> bool:
 
 
 def turn_name(request: GenerationRequest) -> str:
-    """All choices of one HTTP request are one turn; their ids are `<turn>.<choice index>`."""
+    """Name the turn of a request: all choices of one HTTP request are one; their ids are `<turn>.<choice index>`."""
     return request.request_id.removesuffix(f".{request.choice_index}")
 
 
 def root_turn(request: GenerationRequest) -> int:
-    """Of the turn without the number of the attempt: a request that was moved or sent again has the same, anywhere."""
+    """Hash the turn's name without the number of the attempt: alike for a request that was moved or sent again."""
     name = turn_name(request).partition("~")[0].encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")  # names are random
 
@@ -250,7 +250,7 @@ def _digests(text: str, ends: list[tuple[int, int]], key: bytes) -> Iterator[byt
 
 
 def _thinned(marks: bytes) -> bytes:
-    """The older, the sparser: an edit of the latest messages is what clients do."""
+    """Thin marks out, the older the sparser: an edit of the latest messages is what clients do."""
     if len(marks) <= MAX_MARKS * _MARK.size:
         return marks
     each = [marks[i : i + _MARK.size] for i in range(0, len(marks), _MARK.size)]
