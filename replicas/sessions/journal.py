@@ -281,7 +281,7 @@ class SessionLogWriter:
                 self._condition.notify()
 
     def _drop_one(self) -> None:
-        """Drop the oldest that is no deletion: without those, sessions would come back. Small as they are, all may wait."""
+        """Drop the oldest that is no deletion: without those, sessions come back. Small as they are, all may wait."""
         index = next((i for i, (_, each) in enumerate(self._changes) if each.kind is not RecordKind.DELETED), None)
         if index is None:
             return
