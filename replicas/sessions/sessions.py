@@ -68,7 +68,7 @@ class Sessions:
         self._on_drop = on_drop  # told of every session that is forgotten
         self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
         self._journal = journal
-        self._num_tokens = 0  # in all logs
+        self.num_tokens = 0  # in all logs
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
         self._deadlines = LazyHeap[SessionKey]()  # of logs with a time of their own
@@ -128,7 +128,7 @@ class Sessions:
             return []
         if turn is not None and request.choice_index == 0 and not running.is_deleted:
             before = log.state()
-            self._num_tokens += len(turn.ids) - len(log.ids)
+            self.num_tokens += len(turn.ids) - len(log.ids)
             log.keep(turn, request, running.num_marks)
             log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
@@ -209,7 +209,7 @@ class Sessions:
         self._expire_own(now)
         for _ in range(len(self._log_by_key)):
             key, log = next(iter(self._log_by_key.items()))
-            too_many = len(self._log_by_key) > self._max_sessions or self._num_tokens > self._max_tokens
+            too_many = len(self._log_by_key) > self._max_sessions or self.num_tokens > self._max_tokens
             if not too_many and log.last_used_s >= now - self._ttl_s:
                 return
             if log.running is not None:
@@ -250,7 +250,7 @@ class Sessions:
     def _add(self, key: SessionKey, log: TokenLog) -> None:
         """Add a session that has a past."""
         self._log_by_key[key] = log
-        self._num_tokens += len(log.ids)
+        self.num_tokens += len(log.ids)
         self._touch(key, log)
 
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
@@ -264,11 +264,11 @@ class Sessions:
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]
         self._deadlines.discard(key)
-        self._num_tokens -= len(log.ids)
+        self.num_tokens -= len(log.ids)
         self._on_drop(log)
 
     def _forget_ids(self, log: TokenLog) -> None:
-        self._num_tokens -= len(log.ids)
+        self.num_tokens -= len(log.ids)
         log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 

@@ -59,11 +59,11 @@ def test_an_idle_session_costs_an_engine_at_most_1_kb_and_4_bytes_a_token(num_pa
         num_pages, PAGE_SIZE, tokenizer=LetterTokenizer(), session_ttl_s=1e9, max_running=32, max_batch_tokens=256
     )
     converse(engine, 0, MAX_EXPLANATIONS // NUM_TURNS + 1)  # until what is bounded has reached its bound
-    num_before, num_tokens_before, bytes_before = len(engine.sessions), engine.sessions._num_tokens, traced_bytes()
+    num_before, num_tokens_before, bytes_before = len(engine.sessions), engine.sessions.num_tokens, traced_bytes()
     converse(engine, num_before, NUM_SESSIONS)
     used = traced_bytes() - bytes_before
     tracemalloc.stop()
-    num_tokens = engine.sessions._num_tokens - num_tokens_before
+    num_tokens = engine.sessions.num_tokens - num_tokens_before
     assert len(engine.sessions) == num_before + NUM_SESSIONS
     log = engine.sessions.get((SALT, session_id(num_before)))
     assert log is not None

@@ -119,7 +119,7 @@ class SessionMachine(RuleBasedStateMachine):
             assert (found is not None) == self.is_known(name)
             if found is not None:
                 assert found["tokens"] == len(self.so_far(name)) == sum(found["kv"].values())
-        assert self.engine.sessions._num_tokens == sum(map(len, self.said.values()))
+        assert self.engine.sessions.num_tokens == sum(map(len, self.said.values()))
         assert len(self.engine.sessions.queued) == sum(max(len(turns) - 1, 0) for turns in self.turns.values())
 
     def teardown(self) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +29,10 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def make(
-    ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6, encode: Callable[[str], list[int]] = encode
-) -> tuple[Sessions, Clock]:
+def make(ttl_s: float = 10, max_sessions: int = 3, max_tokens: int = 10**6, **more: Any) -> tuple[Sessions, Clock]:
     clock = Clock()
-    return Sessions(encode, clock, ttl_s=ttl_s, max_sessions=max_sessions, max_tokens=max_tokens), clock
+    options = {"encode": encode, "ttl_s": ttl_s, "max_sessions": max_sessions, "max_tokens": max_tokens, **more}
+    return Sessions(clock=clock, **options), clock
 
 
 def turn(name: str, session: str | None, text: str | None = "ab", index: int = 0, **more: Any) -> GenerationRequest:
@@ -224,8 +222,7 @@ def test_after_an_edit_the_log_is_what_was_said_last() -> None:
 def test_a_word_is_not_cut_where_an_old_prompt_ended_in_it() -> None:
     """A tokenizer of whole words: where a prompt ended in the middle of one, its own tokens have no seam."""
     vocabulary = {"br": 1, "oom": 2, "broom": 3, "er": 4}
-    sessions, _ = make()
-    sessions._prompts._encode = lambda text: [vocabulary[text]]
+    sessions, _ = make(encode=lambda text: [vocabulary[text]])
     first = replace(turn("1", "s", "br"), prompt_token_ids=(1,))
     answer(sessions, first, [7], "own")
     broom = replace(turn("2", "s", "broom"), prompt_token_ids=(3,))
@@ -276,8 +273,7 @@ def test_an_answer_is_closed_once() -> None:
 
 def test_an_answer_that_the_model_ended_is_not_ended_again() -> None:
     """Some templates put a space before the end of a turn; the model ends it without."""
-    sessions, _ = make()
-    sessions._prompts._end_token_ids = frozenset({ord(";")})
+    sessions, _ = make(end_token_ids={ord(";")})
     answer(sessions, turn("1", "s", "ab"), encode("c;"), "c;")
     assert begin(sessions, appended("2", " ;\nnew", num_closing=3)) == encode("abc;\nnew")
 
@@ -299,8 +295,7 @@ def decode(ids: list[int]) -> str:
 @pytest.mark.parametrize("num_whole", [0, 1, 5])
 def test_a_client_that_appended_and_then_sends_all_of_it_is_known(num_whole: int) -> None:
     """The ids behind the last mark say what was appended, as they would have to be for the same text."""
-    sessions, _ = make()
-    sessions._prompts._decode = decode
+    sessions, _ = make(decode=decode)
     answer(sessions, turn("0", "s", None), encode("c"), "c")  # ids only: no mark
     text = conversation(sessions, num_whole) if num_whole else "abc"
     for name in ("first", "second"):
@@ -315,8 +310,7 @@ def test_a_client_that_appended_and_then_sends_all_of_it_is_known(num_whole: int
 
 @pytest.mark.parametrize("change", [("new", "old"), ("<unseen>", "<un"), ("answer 0", "answer 1")])
 def test_what_was_appended_and_is_told_otherwise_is_not_taken(change: tuple[str, str]) -> None:
-    sessions, _ = make()
-    sessions._prompts._decode = decode
+    sessions, _ = make(decode=decode)
     text = conversation(sessions, 1)
     num_marked = len(log_of(sessions))
     answer(sessions, appended("2"), [3000], "<unseen>")
@@ -367,7 +361,7 @@ def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> No
     with pytest.raises(SessionNotFound):
         begin(sessions, queued)
     assert sessions.end(queued, None) == []
-    assert (len(sessions), sessions._num_tokens) == (0, 0)
+    assert (len(sessions), sessions.num_tokens) == (0, 0)
 
 
 def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
@@ -406,7 +400,7 @@ def test_a_session_may_have_a_shorter_life_of_its_own() -> None:
     assert sessions.get(("", "s")) is None
     clock.now = 101
     assert sessions.get(("", "long")) is None
-    assert (len(sessions), sessions._num_tokens) == (0, 0)
+    assert (len(sessions), sessions.num_tokens) == (0, 0)
 
 
 def test_a_session_in_which_nothing_was_said_yet_can_be_forked_later() -> None:
