@@ -58,8 +58,8 @@ class PrefixForest(Paths):
         """Policies are LRU unless given. `window`: tokens that a row sees on every layer; None if a layer sees all."""
         self.num_pages = num_pages
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
-        self._roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
-        self._kept_roots: set[Root] = set()  # of truncated sessions
+        self.roots: dict[str, Root] = {}  # by tenant salt; one engine has one model
+        self.kept_roots: set[Root] = set()  # of truncated sessions
         self._last_truncated: tuple[Owner | None, Root] = (None, Root(""))
         self._num_pinned = 0
         self._pins: set[Pin] = set()
@@ -91,21 +91,21 @@ class PrefixForest(Paths):
     @property
     def num_reclaimable(self) -> int:
         """Cached pages whose KV the host has too."""
-        return self._tiers.num_reclaimable
+        return self.tiers.num_reclaimable
 
     @property
     def num_moved(self) -> dict[str, int]:
         """Pages saved to the host, loaded from it, and dropped from the last tier that had them."""
-        return dict(self._tiers.num_moved)
+        return dict(self.tiers.num_moved)
 
     @property
     def wants_copies(self) -> bool:
         """Whether a step without rows would still have pages to copy to the host."""
-        return self._tiers.wants_copies
+        return self.tiers.wants_copies
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:
         """Count what the tiers have of a sequence; leaves their order of eviction as it is."""
-        root = self._roots.get(salt)
+        root = self.roots.get(salt)
         return Resident(0, 0) if root is None else resident(root, ids)
 
     def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
@@ -120,9 +120,9 @@ class PrefixForest(Paths):
 
     def open_path(self, salt: str) -> Path:
         """Open an empty path under the tenant's root; paths under different salts never meet."""
-        root = self._roots.get(salt)
+        root = self.roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Root(salt)
+            root = self.roots[salt] = Root(salt)
         root.refs += 1
         return Path(root)
 
@@ -134,10 +134,10 @@ class PrefixForest(Paths):
         if root.is_lost or (ids is not None and not root.begins(ids)):
             return None
         root.refs += 1
-        self._kept_roots.add(root)
+        self.kept_roots.add(root)
         path = Path(root)
         for kept in root.kept:
-            self._tiers.hold(kept.page)
+            self.tiers.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
         note_gaps(path, 0)
         if not is_lost(path):
@@ -170,10 +170,10 @@ class PrefixForest(Paths):
                 page.writer = None
         root.refs -= 1
         if pages and self._sharing:
-            self._tiers.release(pages)
+            self.tiers.release(pages)
             self._claim(pages, owner)
         elif pages:
-            self._tiers.free(pages)
+            self.tiers.free(pages)
         self._drop_root(root)
         path.pages, path.page_ids, path.masks, path.gaps, path.num_tokens = [], [], [], [], root.start
 
@@ -190,7 +190,7 @@ class PrefixForest(Paths):
         tail = self.owners.tail_of(owner)
         self.disown(owner)
         if tail is not None:
-            self._tiers.drop_up(tail)
+            self.tiers.drop_up(tail)
 
     def drop_kept(self, root: Root) -> None:
         """Delete a truncated session: what it computed since, what it kept, and what led there."""
@@ -200,7 +200,7 @@ class PrefixForest(Paths):
             roots += each.kept_roots
         self.abandon(root)
         for page in reversed(pages):
-            self._tiers.drop_up(page)
+            self.tiers.drop_up(page)
 
     def abandon(self, root: Root, heir: Root | None = None) -> None:
         """Drop what hangs on a root from which its session does not go on: nobody else can find it.
@@ -209,27 +209,27 @@ class PrefixForest(Paths):
         """
         spared = set() if heir is None else heir.kept_roots
         if root not in spared:
-            self._tiers.drop_below(root)
+            self.tiers.drop_below(root)
         for earlier in root.kept_roots - spared:
             self.abandon(earlier, heir)
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
-        root = self._roots.get(salt)
+        root = self.roots.get(salt)
         if root is None:
             return
         page, position = _follow(root, ids)
         if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
-            self._tiers.drop_up(page, position)
+            self.tiers.drop_up(page, position)
             return
         for child in list(page.children.values()):
             if child.start >= len(ids):
-                self._tiers.drop_below(child)
-                self._tiers.drop_everywhere(child)
+                self.tiers.drop_below(child)
+                self.tiers.drop_everywhere(child)
         parent = page.parent
         if parent is not None and not page.children:
-            self._tiers.drop_everywhere(page)
-            self._tiers.drop_up(parent, page.start)
+            self.tiers.drop_everywhere(page)
+            self.tiers.drop_up(parent, page.start)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
         """Drop all that is cached under the chosen salts, of truncated sessions too.
@@ -237,10 +237,10 @@ class PrefixForest(Paths):
         `is_counted`: in `num_moved`.
         """
         num_moved = self.num_moved
-        for root in [each for each in (*self._roots.values(), *self._kept_roots) if is_chosen(each.salt)]:
-            self._tiers.drop_below(root)
+        for root in [each for each in (*self.roots.values(), *self.kept_roots) if is_chosen(each.salt)]:
+            self.tiers.drop_below(root)
         if not is_counted:
-            self._tiers.num_moved = num_moved
+            self.tiers.num_moved = num_moved
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
         """Keep the path's pages until `unpin`, whatever becomes of the path.
@@ -248,14 +248,14 @@ class PrefixForest(Paths):
         Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
         lacks what a row behind them sees.
         """
-        lacks = visible_gaps(path, path.num_tokens + 1, self._window) if path.gaps else []
+        lacks = visible_gaps(path, path.num_tokens + 1, self.window) if path.gaps else []
         num_new = sum(not page.pins for page in path.pages)
         left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
         if left < needed or not path.pages or lacks or not self._sharing:
             raise PinRefused(num_new, max(left, 0), needed)
         pin = Pin(path.copy())
         for page in path.pages:
-            self._tiers.hold(page)
+            self.tiers.hold(page)
             page.pins += 1
         path.root.refs += 1
         self._num_pinned += num_new
@@ -274,25 +274,25 @@ class PrefixForest(Paths):
 
     def clear(self) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay."""
-        self._tiers.clear(DEVICE)
-        self._tiers.clear(HOST)
+        self.tiers.clear(DEVICE)
+        self.tiers.clear(HOST)
 
     def forget_all(self) -> None:
         """Trust no page after a failed step: pins go too. Pages that sequences hold stay theirs."""
         for pin in list(self._pins):
             self.unpin(pin)
         self.clear()
-        self._tiers.moves.forget()
+        self.tiers.moves.forget()
 
     def drain_moves(self, *, can_copy: bool = True) -> Moves:
         """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
-        return self._tiers.drain(can_copy=can_copy)
+        return self.tiers.drain(can_copy=can_copy)
 
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""
-        pages = [page for root in (*self._roots.values(), *self._kept_roots) for page in root.below_it()]
+        pages = [page for root in (*self.roots.values(), *self.kept_roots) for page in root.below_it()]
         if self._sharing:
-            self._tiers.check(pages)
+            self.tiers.check(pages)
             self.owners.check(pages)
         assert self._num_pinned == sum(page.pins > 0 for page in pages)
         for page in pages:
@@ -318,9 +318,9 @@ class PrefixForest(Paths):
         if root.refs or root.children:
             return
         if root.is_own:
-            self._kept_roots.discard(root)
+            self.kept_roots.discard(root)
         else:
-            self._roots.pop(root.salt, None)
+            self.roots.pop(root.salt, None)
 
 
 def _follow(root: Root, ids: Sequence[int]) -> tuple[Page, int]:

@@ -40,10 +40,10 @@ class Paths:
 
     def __init__(self, tiers: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
         self.page_size = page_size
-        self._tiers = tiers
+        self.tiers = tiers
         self._device = tiers.device
         self._sharing = sharing
-        self._window = window
+        self.window = window
 
     @property
     def num_available(self) -> int:
@@ -52,7 +52,7 @@ class Paths:
 
     def is_settled(self, path: Path) -> bool:
         """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
-        return not path.gaps and not any(map(self._tiers.moves.is_fresh, path.page_ids))
+        return not path.gaps and not any(map(self.tiers.moves.is_fresh, path.page_ids))
 
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
         """Follow known tokens equal to `ids[path.num_tokens:limit]`; returns how many were found.
@@ -71,7 +71,7 @@ class Paths:
             if child is None:
                 break
             self._leave(path, position)
-            self._tiers.hold(child)
+            self.tiers.hold(child)
             path.append(child)
         if position > before:
             path.num_tokens = position
@@ -84,7 +84,7 @@ class Paths:
         Where nothing of that is left, one row: the last, whose KV is there, for its logits. Takes the pages that they
         need, for what comes back from the host too. Raises `OutOfPages`, having taken nothing.
         """
-        gaps = visible_gaps(path, len(ids), self._window) if path.gaps else []
+        gaps = visible_gaps(path, len(ids), self.window) if path.gaps else []
         num_holes = sum(num_missing(path, index) for index in gaps) if gaps else 0
         start = path.num_tokens
         end = min(len(ids), start + max(budget - num_holes, 0))
@@ -104,10 +104,10 @@ class Paths:
         num_new = len(ids) - path.num_tokens
         if not path.gaps:
             return num_new
-        return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self._window))
+        return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self.window))
 
     def graft(self, path: Path, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
-        """Pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
+        """Take pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
 
         They are nobody else's and begin with what comes, so that they can be taken back (`retract`). At most `limit`
         chunks: the rest is for later steps.
@@ -128,13 +128,13 @@ class Paths:
         if not pieces:
             return None
         graft = Graft(chunks, pieces, is_last)
-        self._tiers.moves.graft(graft)
+        self.tiers.moves.graft(graft)
         return graft
 
     def retract(self, pages: Iterable[Page]) -> None:
         """Drop grafted pages whose KV did not come, with all that hangs on them; no path is on them any more."""
         if self._sharing:  # else nothing stays of a path that was given back
-            self._tiers.retract(pages)
+            self.tiers.retract(pages)
 
     def write(self, path: Path, ids: Sequence[int], end: int, *, is_apart: bool = False) -> Runs:
         """Take slots for `ids[path.num_tokens:end]`, which `extend` did not find.
@@ -162,7 +162,7 @@ class Paths:
         """Count the pages that `take_rows` would take up to `end`, for what is to come back too."""
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
-            gaps = visible_gaps(path, len(ids), self._window)
+            gaps = visible_gaps(path, len(ids), self.window)
             num_pages += sum(not self._device.has(path.pages[index]) for index in gaps)
         return num_pages
 
@@ -184,7 +184,7 @@ class Paths:
         for index in gaps:
             page = path.pages[index]
             if not self._device.has(page):
-                self._tiers.add(page)
+                self.tiers.add(page)
                 loaded += [loaded_span(path, index)] if page.filled[DEVICE] else []
             path.page_ids[index] = page.ids[DEVICE]
             path.num_changes += 1
@@ -206,7 +206,7 @@ class Paths:
         if self._sharing:
             parent.children[(position, ids[position])] = page
         page.refs = page.num_uses = 1
-        self._tiers.add(page)
+        self.tiers.add(page)
         path.append(page)
         return page
 

@@ -84,7 +84,7 @@ def full_prefill(decoder: Decoder, ids: list[int], num_new: int) -> tuple[list[i
 def places(engine: Engine, ids: list[int]) -> list[Place]:
     """The tokens of the forest that a prompt finds, in order, with KV or without."""
     found: list[Place] = []
-    page: Page | None = engine.forest._roots.get("")
+    page: Page | None = engine.forest.roots.get("")
     while page is not None:
         position = len(found)
         shared = common_prefix(page.tokens, position - page.start, ids, position, len(ids))
@@ -109,10 +109,10 @@ def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -
     pages = [page for page, offset in places(engine, ids) if start <= page.start + offset < end and not page.refs]
     for page in dict.fromkeys(pages):
         if how == "host" and forest.device.has(page):
-            assert forest._tiers._save(page)
+            assert forest.tiers._save(page)
         for tier in (forest.device, forest.host) if how == "dropped" else (forest.device,):
             if tier.has(page):
-                forest._tiers.drop(page, tier.index)
+                forest.tiers.drop(page, tier.index)
         forest.check()
 
 

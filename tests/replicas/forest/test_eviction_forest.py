@@ -207,7 +207,7 @@ def idle_leaves(forest: PrefixForest) -> list[Page]:
 
 
 def pages_of(forest: PrefixForest) -> set[Page]:
-    return {page for root in forest._roots.values() for page in root.below_it()}
+    return {page for root in forest.roots.values() for page in root.below_it()}
 
 
 class ForestMachine(RuleBasedStateMachine):

@@ -130,11 +130,11 @@ class Conversations:
         total = {key: sum(details[key] for details in found.values()) for key in ("recomputed", "dropped", "host")}
         assert total["recomputed"] == len(new)
         assert num_rows == len(new) + total["dropped"] + (NUM_OUT - 1) * len(asked)
-        if self.engine.forest._window is None:
+        if self.engine.forest.window is None:
             assert total["dropped"] == num_by_tier["dropped"]
         assert total["dropped"] <= num_by_tier["dropped"]
         # What one session loads, another may use more of; under a window what no row sees stays where it is.
-        is_exact = len(asked) == 1 and self.engine.forest._window is None
+        is_exact = len(asked) == 1 and self.engine.forest.window is None
         assert total["host"] == num_by_tier["host"] if is_exact else total["host"] <= num_by_tier["host"]
 
     def _pages(self, found: list[Place]) -> dict[Place, int | None]:

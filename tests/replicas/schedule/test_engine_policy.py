@@ -325,7 +325,7 @@ def test_nothing_grows_with_the_number_of_requests(eviction: str) -> None:
         heaps = [policy._heap] if hasattr(policy, "_heap") else list(policy._heap_by_size.values())
         assert sum(heap.num_entries for heap in heaps) <= 3 * (8 + 64)
     assert any(map(len, heaps))
-    assert len(engine.forest._roots) <= 8
+    assert len(engine.forest.roots) <= 8
     assert len(engine.forest.owners) == len(engine.sessions) <= 21  # the next turn forgets one
 
 

@@ -157,7 +157,7 @@ def test_a_truncated_session_leaves_nothing_when_it_goes() -> None:
     say(engine, "a", [1, 2, 3], 40)
     assert engine.forest.num_cached > 5
     assert answer(engine, delete_session(("", "s")))
-    assert not engine.forest._kept_roots
+    assert not engine.forest.kept_roots
     engine.forest.check()
     assert engine.forest.num_free == engine.forest.num_pages
 
@@ -194,8 +194,8 @@ def test_tokens_that_took_the_place_of_kept_ones_are_noticed() -> None:
     log = engine.sessions.get(("", "s"))
     assert log is not None
     assert log.root is not None
-    node = log.root.kept[-1].node
-    node.tokens[-1] = (node.tokens[-1] + 1) % 5  # as after a loss and another's turn
+    page = log.root.kept[-1].page
+    page.tokens[-1] = (page.tokens[-1] + 1) % 5  # as after a loss and another's turn
     events = say(engine, "b", [3], 1, append=True)
     assert tokens_of(events, "b") == played([*[1, 2, 3, *said][16:], 3], 1)
     assert usage_of(events).cached_tokens == 0
@@ -254,7 +254,7 @@ def test_any_turns_end_and_every_row_sees_its_context(
         answer(engine, delete_session(("", f"{session}'")))
     engine.forest.check()
     engine.forest.clear()
-    assert not engine.forest._kept_roots
+    assert not engine.forest.kept_roots
     assert engine.forest.num_free == engine.forest.num_pages
 
 

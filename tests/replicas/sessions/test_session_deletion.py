@@ -35,7 +35,7 @@ def test_an_idle_session_s_pages_are_free_at_once() -> None:
     assert engine.forest.num_cached > 0
     assert delete(engine, "s")
     assert (engine.forest.num_cached, engine.forest.num_free) == (0, engine.forest.num_pages)
-    assert len(engine.forest._roots) == 0
+    assert len(engine.forest.roots) == 0
 
 
 def test_what_another_session_is_on_stays() -> None:
@@ -155,7 +155,7 @@ def test_both_tiers_forget_it() -> None:
     assert forest.resident("", [4] * 24).device + forest.resident("", [4] * 24).host == 24
     forest.drop_owned(other)
     forest.check()
-    assert (forest.num_free, len(forest.host.free), len(forest._roots)) == (8, 16, 0)
+    assert (forest.num_free, len(forest.host.free), len(forest.roots)) == (8, 16, 0)
 
 
 def spoken(forest: PrefixForest, ids: list[int], owner: Owner) -> None:
