@@ -190,7 +190,7 @@ class LoadController:
         return self.lookup_wait_s(num_resident, num_tokens, num_stored) + computing_s
 
     def _best(self, choices: Sequence[_Choice], chunks: Sequence[Loadable], slack_s: float | None) -> _Choice:
-        """Choose among the heads over edges that are trusted: the soonest, or the longest that is at most so much later."""
+        """Choose among the heads over edges that are trusted: the soonest, or the longest at most so much later."""
         trusted = {edge for edge in {chunk.edge for chunk in chunks} if self._costs.is_trusted(edge)}
         num_trusted = next((i for i, chunk in enumerate(chunks) if chunk.edge not in trusted), len(chunks))
         best = choices[0]

@@ -107,7 +107,7 @@ class Paths:
         return num_new + sum(num_missing(path, i) for i in visible_gaps(path, len(ids), self.window))
 
     def graft(self, path: Path, ids: Sequence[int], chunks: Chunks, limit: int | None = None) -> Graft | None:
-        """Take pages for what these chunks have behind the path's end; their KV comes with the step. None where none fit.
+        """Take pages for what these chunks have behind the path's end; their KV comes with the step. None: none fit.
 
         They are nobody else's and begin with what comes, so that they can be taken back (`retract`). At most `limit`
         chunks: the rest is for later steps.
