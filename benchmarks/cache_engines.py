@@ -225,11 +225,12 @@ class ThrottledFiles(FileOperations):
 
     def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """See `FileOperations.read`."""
-        if self.bytes_per_s is None:
+        bytes_per_s = self.bytes_per_s  # may change meanwhile, another thread sets it
+        if bytes_per_s is None:
             return super().read(fd, buffers, offset)
         with self._lock:
             num_bytes = super().read(fd, buffers, offset)
-            self._sleep(num_bytes / self.bytes_per_s)
+            self._sleep(num_bytes / bytes_per_s)
         return num_bytes
 
 
