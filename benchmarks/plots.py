@@ -114,29 +114,31 @@ def lines(
     axes.set_ylabel(y_label)
 
 
-def bars(
-    axes: Any,
-    groups: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
-    x_label: str,
-    y_label: str,
-    *,
-    is_stacked: bool = False,
+def _grouped(
+    axes: Any, plot: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], is_stacked: bool
 ) -> None:
-    """Draw a group of vertical bars for each name; None where there is none."""
-    named, width = colors(series), 0.8 / (1 if is_stacked else len(series))
-    below = [0.0] * len(groups)
+    """`plot`: `axes.bar` or `axes.barh`, which take places, lengths, thickness and starts alike."""
+    named, thickness = colors(series), 0.8 / (1 if is_stacked else len(series))
+    starts = [0.0] * len(groups)
     for index, (label, values) in enumerate(series.items()):
-        heights = [value or 0.0 for value in values]
-        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * width
+        lengths = [value or 0.0 for value in values]
+        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * thickness
         places = [place + shift for place in range(len(groups))]
-        drawn = axes.bar(places, heights, width * 0.94, bottom=below, label=label or None,
-                         color=_bar_colors(label, named[label], groups))  # fmt: skip
+        drawn = plot(places, lengths, thickness * 0.94, starts, label=label or None,
+                     color=_bar_colors(label, named[label], groups))  # fmt: skip
         if is_stacked:
-            below = [under + height for under, height in zip(below, heights, strict=True)]
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
         elif len(groups) * len(series) <= MOST_LABELLED_BARS:
             shown = ["" if value is None else number(value) for value in values]
             axes.bar_label(drawn, shown, fontsize=7.5, padding=2)
+
+
+def bars(
+    axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str, y_label: str,
+    *, is_stacked: bool = False,
+) -> None:  # fmt: skip
+    """Draw a group of vertical bars for each name; None where there is none."""
+    _grouped(axes, axes.bar, groups, series, is_stacked)
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(visible=False, axis="x")
     plain(axes.yaxis)
@@ -145,27 +147,12 @@ def bars(
 
 
 def rows(
-    axes: Any,
-    names: Sequence[str],
-    series: Mapping[str, Mapping[str, float]],
-    x_label: str,
-    *,
-    is_stacked: bool = False,
-) -> None:
+    axes: Any, names: Sequence[str], series: Mapping[str, Mapping[str, float]], x_label: str,
+    *, is_stacked: bool = False,
+) -> None:  # fmt: skip
     """Draw horizontal bars, a row per name, for names that are long."""
-    named, height = colors(series), 0.8 / (1 if is_stacked else len(series))
-    left = dict.fromkeys(names, 0.0)
-    for index, (label, values) in enumerate(series.items()):
-        own = [name for name in names if name in values]
-        found = [values[name] for name in own]
-        shift = 0.0 if is_stacked else (index - (len(series) - 1) / 2) * height
-        places = [names.index(name) + shift for name in own]
-        drawn = axes.barh(places, found, height * 0.94, left=[left[name] for name in own], label=label or None,
-                          color=_bar_colors(label, named[label], own))  # fmt: skip
-        if is_stacked:
-            left |= {name: left[name] + values[name] for name in own}
-        elif len(names) * len(series) <= MOST_LABELLED_BARS:
-            axes.bar_label(drawn, [number(value) for value in found], fontsize=7.5, padding=2)
+    values = {label: [found.get(name) for name in names] for label, found in series.items()}
+    _grouped(axes, axes.barh, names, values, is_stacked)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
