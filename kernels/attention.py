@@ -102,7 +102,7 @@ def attend(
 
 
 def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Plan) -> _Attention:
-    """The one place that chooses. `auto`: compiled code where it can be had, else torch."""
+    """Choose, here alone, who attends. `auto`: compiled code where it can be had, else torch."""
     if backend == "reference":
         return attend_reference
     if backend == "torch":
@@ -127,7 +127,7 @@ def choose(backend: Backend, device: torch.device, dtype: torch.dtype, plan: Pla
 
 
 def share_cost_of(device: torch.device, dtype: torch.dtype) -> ShareCost:
-    """What `build_plan` should go by for `attend` on this device, with backend "auto"."""
+    """Return what `build_plan` should go by for `attend` on this device, with backend "auto"."""
     if device.type == "cuda":
         return TORCH if triton_module("backend") is None else TRITON
     if _native_obstacle(device, dtype) is not None:
@@ -136,7 +136,7 @@ def share_cost_of(device: torch.device, dtype: torch.dtype) -> ShareCost:
 
 
 def _native_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the compiled CPU kernels cannot be used, if they cannot."""
+    """Return why the compiled CPU kernels cannot be used, if they cannot."""
     if device.type != "cpu":
         return f"runs on the CPU, q is on {device}"
     if not native_backend.supports(dtype):

@@ -53,7 +53,7 @@ def write_kv(
 
 
 def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 [num_slots], all free."""
+    """Make int32 [num_slots], all free."""
     return torch.full((num_slots,), FREE_SLOT_POSITION, dtype=torch.int32, device=device)
 
 

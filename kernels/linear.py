@@ -28,7 +28,7 @@ class Linear(Protocol):
         """
 
     def weight_rows(self, index: Tensor) -> Tensor:
-        """Rows of W, [len(index), K]: a tied embedding is read where the output projection keeps it."""
+        """Return rows of W, [len(index), K]: a tied embedding is read where the output projection keeps it."""
 
 
 class PlainLinear:
@@ -69,7 +69,7 @@ class _Weight(ctypes.Structure):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the compiled kernel multiplies this weight."""
+    """Tell whether the compiled kernel multiplies this weight."""
     return weight.device.type == "cpu" and weight.dtype in _STEP_BY_DTYPE and library() is not None
 
 

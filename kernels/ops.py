@@ -31,7 +31,7 @@ class _Ops(Protocol):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
     x       [..., H]  may be a view of wider rows, as heads of a joint projection are
     weight  [H]
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`hidden + delta` and its `rms_norm`. The first may be `hidden` itself, written in place.
+    """Compute `hidden + delta` and its `rms_norm`. The first may be `hidden` itself, written in place.
 
     hidden, delta  [T, H]
     weight         [H]
@@ -53,7 +53,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """`activation(gate) * up`, [T, I]. Gelu is the exact one; "gelu_tanh" its usual approximation.
+    """Compute `activation(gate) * up`, [T, I]. Gelu is the exact one; "gelu_tanh" its usual approximation.
 
     gate_up  [T, 2 I]  gates, then ups
     """
@@ -65,7 +65,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The largest logit of each row, the first of equal ones: its index and itself. A row with a NaN gives NaN.
+    """Return the largest logit of each row, the first of equal ones: its index and itself. A row with a NaN gives NaN.
 
     logits  float32 [T, vocab]
     """
@@ -76,7 +76,7 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[float]) -> list[int]:
-    """The token of each row at which the cumulative distribution, in the order of the vocabulary, passes its number.
+    """Return where each row's cumulative distribution, in the order of the vocabulary, passes its number.
 
     logits        float32 [T, vocab]  the largest of each row is finite; a token at -inf is never drawn
     temperatures  [T]  above 0: the distribution is the softmax of logits / temperature
@@ -100,7 +100,7 @@ def draw_tokens(
     min_p: Sequence[float],
     uniform: Sequence[float],
 ) -> list[int | None] | None:
-    """A token of each row, None of rows whose best logit is not finite; None altogether without a kernel.
+    """Return a token of each row, None of rows whose best logit is not finite; None altogether without a kernel.
 
     logits   float32 [rows, vocab]
     uniform  in [0, 1): where the cumulative distribution is inverted

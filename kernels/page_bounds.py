@@ -37,7 +37,7 @@ _followed: MutableMapping[Tensor, PageBounds] = WeakTensorKeyDictionary()  # by 
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """A number that grows when a tensor is written.
+    """Return a number that grows when a tensor is written.
 
     Inference tensors count no versions; there the caller keeps the rule that a plan belongs to one step.
     """
@@ -45,7 +45,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def page_bounds(slot_position: Tensor, page_size: int) -> PageBounds:
-    """The bounds as they are now. Changes by `mark_written` and `mark_free` are followed; after any other the whole
+    """Return the bounds as they are now. `mark_written` and `mark_free` keep them; after any other change the whole
     pool is looked at once.
 
     slot_position   int32 [num_pages * page_size], on the CPU

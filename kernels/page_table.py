@@ -65,13 +65,13 @@ class PageTable:
 
     @classmethod
     def own(cls, page_ids: npt.ArrayLike) -> PageTable:
-        """Pages of the sequence itself: delta 0, every offset visible."""
+        """Make a table of the sequence's own pages: delta 0, every offset visible."""
         ids = _fitting("page_ids", page_ids, np.dtype(np.int32))
         return cls(ids, np.zeros(len(ids), np.int32), np.full(len(ids), ALL_VISIBLE, np.int64))
 
     @classmethod
     def from_refs(cls, refs: PageTable | Sequence[PageRef]) -> PageTable:
-        """A table of arrays from a list of references (a table is returned as it is).
+        """Make a table of arrays from a list of references (a table is returned as it is).
 
         Raises ValueError for numbers that are no integers or do not fit their type.
         """
@@ -89,7 +89,7 @@ class PageTable:
             ) from None
 
     def append(self, page_ids: npt.ArrayLike, deltas: npt.ArrayLike, masks: npt.ArrayLike) -> PageTable:
-        """This table with more references behind it."""
+        """Return this table with more references behind it."""
         return PageTable(
             np.append(self.page_ids, _fitting("page_ids", page_ids, self.page_ids.dtype)),
             np.append(self.deltas, _fitting("deltas", deltas, self.deltas.dtype)),
@@ -109,7 +109,7 @@ class QueryRows:
     position: npt.ArrayLike
 
     def arrays(self) -> tuple[IntArray, IntArray]:
-        """Both as int64 vectors of one length; refused otherwise."""
+        """Return both as int64 vectors of one length; ValueError if they are not."""
         sequence, position = np.asarray(self.sequence), np.asarray(self.position)
         if sequence.ndim != 1 or sequence.shape != position.shape:
             raise ValueError(
@@ -121,12 +121,12 @@ class QueryRows:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a number is Python's or numpy's integer; 2.0 is not."""
+    """Tell whether a number is Python's or numpy's integer; 2.0 is not."""
     return isinstance(value, Integral)
 
 
 def signed_integers(name: str, values: npt.ArrayLike) -> IntArray:
-    """int64 from integers of any kind; unsigned 64-bit masks keep their bits, anything else is refused."""
+    """Convert integers of any kind to int64; unsigned 64-bit masks keep their bits, anything else is refused."""
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":  # signed and unsigned 64-bit values in one list become floats
         raise ValueError(f"{name}: must be integers of one kind (got {array.dtype})")
@@ -134,7 +134,7 @@ def signed_integers(name: str, values: npt.ArrayLike) -> IntArray:
 
 
 def _fitting(name: str, values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Integers in this type; ValueError, not other numbers, where they do not fit."""
+    """Convert integers to this type; ValueError, not other numbers, where they do not fit."""
     array, limits = signed_integers(name, values), np.iinfo(dtype)
     if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
         raise ValueError(f"{name}: must fit {dtype} (got {array.min()}..{array.max()})")
@@ -158,7 +158,7 @@ class References(NamedTuple):
 
 
 def full_mask(page_size: int) -> int:
-    """The mask that shows a whole page, as a signed 64-bit integer."""
+    """Return the mask that shows a whole page, as a signed 64-bit integer."""
     return -1 if page_size == MAX_PAGE_SIZE else (1 << page_size) - 1
 
 

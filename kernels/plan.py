@@ -63,12 +63,12 @@ class Plan:
 
     @property
     def rows(self) -> QueryRows:
-        """The query rows, in the order of q."""
+        """Return the query rows, in the order of q."""
         return QueryRows(self.sequence, self.position)
 
     @property
     def page_tables(self) -> tuple[PageTable, ...]:
-        """What each sequence sees."""
+        """Return what each sequence sees."""
         tables = list(self.laid_out)
         for added in self.appended:
             for sequence, page_id, delta, mask in zip(*added, strict=True):
@@ -77,21 +77,21 @@ class Plan:
 
     @property
     def num_sequences(self) -> int:
-        """How many page tables there are."""
+        """Count the page tables."""
         return len(self.laid_out)
 
     @property
     def num_rows(self) -> int:
-        """T, the number of query rows."""
+        """Count the query rows, T."""
         return len(self.sequence)
 
     @property
     def pool_shape(self) -> tuple[int, int, int]:
-        """A layer's pool without its number of pages: KV heads, page size, head dimension."""
+        """Return a layer's pool without its number of pages: KV heads, page size, head dimension."""
         return self.num_kv_heads, self.page_size, self.head_dim
 
     def with_rows(self, rows: QueryRows) -> Plan:
-        """The same tables, other rows: the next decode step, or the next chunk of a prefill."""
+        """Keep the tables, take other rows: the next decode step, or the next chunk of a prefill."""
         sequence, position = _checked_rows(rows)
         if np.array_equal(sequence, self.sequence):
             return replace(self, sequence=sequence, position=position, prepared={})
@@ -107,7 +107,7 @@ class Plan:
         delta: npt.ArrayLike = 0,
         mask: npt.ArrayLike = ALL_VISIBLE,
     ) -> Plan:
-        """One more page for a sequence, or (as vectors of one length) for several; the rows stay as they are."""
+        """Add a page to a sequence or, as vectors of one length, to several; the rows stay as they are."""
         sequences, page_ids, deltas, masks = _vectors(sequence=sequence, page_id=page_id, delta=delta, mask=mask)
         if sequences.size and not 0 <= sequences.min() <= sequences.max() < self.num_sequences:
             raise ValueError(f"sequence: must be in [0, {self.num_sequences}) (got {sequences.tolist()})")
@@ -188,7 +188,7 @@ def build_plan(
 
 
 def _vectors(**values: npt.ArrayLike) -> tuple[IntArray, ...]:
-    """int64 vectors of one length, of numbers and of vectors; ValueError, by name, for others."""
+    """Make int64 vectors of one length of numbers and vectors; ValueError, by name, for others."""
     vectors = [np.atleast_1d(signed_integers(name, value)) for name, value in values.items()]
     length = max({len(vector) for vector in vectors} - {1}, default=1)
     for name, vector in zip(values, vectors, strict=True):

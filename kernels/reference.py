@@ -73,7 +73,7 @@ def _keys_of(table: PageTable, page_size: int, slot_position: Tensor) -> _Keys:
 
 
 def _rotated(query: Tensor, effective: Tensor, rope: RopeTable | None) -> Tensor:
-    """The query row once per visible key, rotated to its position in that key's frame: [H, L, D]."""
+    """Return the query row once per visible key, rotated to its position in that key's frame: [H, L, D]."""
     if rope is None:
         return query[:, None].expand(-1, len(effective), -1)
     if effective.max() >= rope.num_positions:

@@ -54,22 +54,22 @@ class RopeTable:
 
     @property
     def num_positions(self) -> int:
-        """Positions in [0, num_positions) can be rotated to."""
+        """Count the positions that can be rotated to, [0, num_positions)."""
         return self.table.shape[0]
 
     @property
     def cos(self) -> Tensor:
-        """float32 [2 * max_position, rotary_dim / 2]"""
+        """Return float32 [2 * max_position, rotary_dim / 2]"""
         return self.table[:, 0]
 
     @property
     def sin(self) -> Tensor:
-        """float32 [2 * max_position, rotary_dim / 2]"""
+        """Return float32 [2 * max_position, rotary_dim / 2]"""
         return self.table[:, 2]
 
     @classmethod
     def from_theta(cls, theta: float, rotary_dim: int, max_position: int) -> RopeTable:
-        """Plain RoPE: frequency i is `theta ** (-2 i / rotary_dim)`."""
+        """Make the table of plain RoPE: frequency i is `theta ** (-2 i / rotary_dim)`."""
         if theta <= 0:
             raise ValueError(f"theta: must be positive (got {theta})")
         if rotary_dim < 2 or rotary_dim % 2:
@@ -81,7 +81,7 @@ class RopeTable:
     def from_inv_freq(
         cls, inv_freq: Tensor | Sequence[float], max_position: int, attention_factor: float = 1.0
     ) -> RopeTable:
-        """Any fixed frequencies (linear, llama3, YaRN); queries and keys each carry `attention_factor` once.
+        """Make a table of fixed frequencies (linear, llama3, YaRN); queries and keys each carry the factor once.
 
         inv_freq    float [rotary_dim / 2]  radians per position
         """
@@ -96,11 +96,11 @@ class RopeTable:
         return cls(torch.stack((cos, -sin, sin), 1).float(), max_position)
 
     def to(self, device: torch.device | str) -> RopeTable:
-        """The same table on another device."""
+        """Return the same table on another device."""
         return RopeTable(self.table.to(device), self.max_position)
 
     def turns(self, positions: Tensor, scale: float = 1.0) -> Turns:
-        """What rotates to these positions (int [T]), times a scale."""
+        """Return what rotates to these positions (int [T]), times a scale."""
         rows = self.table.index_select(0, positions.to(self.table.device, torch.int64))
         if scale != 1.0:
             rows.mul_(scale)
@@ -117,7 +117,7 @@ class RopeTable:
 
 
 def rotate(x: Tensor, turns: Turns, tail_scale: float = 1.0) -> Tensor:
-    """Half-split rotation of float32 [..., T, num_heads, head_dim]; dimensions behind it are only scaled."""
+    """Rotate float32 [..., T, num_heads, head_dim], half-split; dimensions behind the rotary ones are only scaled."""
     half = turns.cos.shape[-1]
     head_dim = x.shape[-1]
     front = x if 2 * half == head_dim else x.narrow(-1, 0, 2 * half)

@@ -47,12 +47,12 @@ class _Runs(NamedTuple):
 
 
 def sharer_keys(sequence: IntArray, delta: IntArray) -> IntArray:
-    """(sequence, delta) as one sortable integer."""
+    """Put (sequence, delta) into one sortable integer."""
     return (sequence << _DELTA_BITS) + (delta + _DELTA_BIAS)
 
 
 def split_sharer_keys(keys: IntArray) -> tuple[IntArray, IntArray]:
-    """The inverse of `sharer_keys`."""
+    """Undo `sharer_keys`."""
     return keys >> _DELTA_BITS, (keys & ((1 << _DELTA_BITS) - 1)) - _DELTA_BIAS
 
 
@@ -77,7 +77,7 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
 
 
 def unite_repeats(refs: References) -> References:
-    """One reference per (sequence, page, delta): disjoint masks are united, a slot shown twice is refused."""
+    """Unite references of one (sequence, page, delta) with disjoint masks; a slot shown twice is refused."""
     keys = np.stack((refs.page_id, sharer_keys(refs.sequence, refs.delta)))
     order = np.lexsort(keys[::-1])
     ordered = keys[:, order]
@@ -123,7 +123,7 @@ def find_segments(refs: References) -> Segments:
 
 
 def _sharers(refs: References) -> tuple[IntArray, IntArray]:
-    """The sorted keys of all sharers, and every reference's index into them."""
+    """Return the sorted keys of all sharers, and every reference's index into them."""
     keys = sharer_keys(refs.sequence, refs.delta)
     starts = run_starts(keys)  # tables have long runs of one delta, so sort run heads only
     sharer_key, sharer_of_run = np.unique(keys[starts], return_inverse=True)
@@ -141,7 +141,7 @@ def _shared_runs(page_id: IntArray, sharer: IntArray, num_sharers: int) -> _Runs
 
 
 def _group_equal_runs(runs: _Runs) -> IntArray:
-    """A number per run, equal for runs with equal sharers. Found by hash, then verified exactly."""
+    """Return a number per run, equal for runs with equal sharers. Found by hash, then verified exactly."""
     signature = np.add.reduceat(_scrambled(runs.sharer), runs.start)
     _, leader, group = np.unique(signature, return_index=True, return_inverse=True)
     leader_of_run = leader[group]

@@ -36,13 +36,13 @@ class ShareCost:
     merge: float  # per query head and element of its result, that a piece adds
 
     def pass_(self, num_rows: IntArray, num_groups: int) -> FloatArray:
-        """Per element of a key, for so many rows of `num_groups` query heads per KV head."""
+        """Cost a pass per element of a key, for so many rows of `num_groups` query heads per KV head."""
         few = num_rows * (self.key_few + num_groups * self.head_few) - (num_rows - 1) * self.reread
         many = self.key_many + num_rows * num_groups * self.head_many
         return np.where(num_rows * num_groups < self.many_heads, few, many)
 
     def pays(self, rows_per_sharer: IntArray, num_tokens: int, *, num_groups: int, head_dim: int) -> bool:
-        """Whether one pass for all sharers and its overhead cost less than a pass for each; all KV heads are alike.
+        """Tell whether one pass for all sharers and its overhead cost less than a pass for each; KV heads are alike.
 
         rows_per_sharer   int [c]  query rows of each sharer in this step
         num_tokens        of the segment

@@ -56,12 +56,12 @@ class WorkList:
 
     @property
     def num_pieces(self) -> int:
-        """P"""
+        """Count the pieces, P."""
         return len(self.run_begin) - 1
 
     def append(self, added: References) -> WorkList | None:
-        """The same work with one more private page for each of these references, in time proportional to their number
-        (and the number of runs); None where a page has no run to join or no room, or another list took that room.
+        """Add a private page for each of these references, in time proportional to their number (and the number of
+        runs); None where a page has no run to join or no room, or another list took that room.
 
         The arrays of pages and masks are this list's own, filled behind what it reads.
         """
@@ -110,7 +110,7 @@ class _Runs(NamedTuple):
 
 
 def row_spans(sequence: IntArray, num_sequences: int) -> _RowSpans:
-    """First row and number of rows of each sequence; refuses rows out of order or of unknown sequences."""
+    """Find first row and number of rows of each sequence; refuse rows out of order or of unknown sequences."""
     start, count = np.zeros(num_sequences, np.int64), np.zeros(num_sequences, np.int64)
     if not len(sequence):
         return _RowSpans(start, count)

@@ -36,7 +36,7 @@ _INTEGERS = (
 
 
 class _Step(ctypes.Structure):
-    """cpp/attention.h: Step."""
+    """Mirrors cpp/attention.h: Step."""
 
     _fields_ = (
         *((name, NUMBER) for name in _INTEGERS),
@@ -65,7 +65,7 @@ class _Prepared:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether the compiled kernels take tensors of this type; any head_dim, page size and ratio of heads will do."""
+    """Tell whether the compiled kernels take tensors of this type, of any head_dim, page size and ratio of heads."""
     return dtype in DTYPE_NUMBERS
 
 
@@ -109,7 +109,7 @@ def attend_native(
 
 
 def prepare(plan: Plan, slot_position: Tensor, options: tuple[Any, ...]) -> _Prepared:
-    """What the first layer of a step derives; from the plan, unless `slot_position` has changed since.
+    """Return what the first layer of a step derived, or derive it if `slot_position` has changed since.
 
     options   (rope, softmax_scale, window, alibi_slopes, soft_cap, dtype of q)
     """
@@ -168,7 +168,7 @@ def _refuse_rows_beyond(step: _Step) -> None:
 
 
 def _loose_rows(plan: Plan) -> npt.NDArray[np.int32]:
-    """The rows that are in no private piece."""
+    """Return the rows that are in no private piece."""
     is_loose = np.ones(plan.num_rows, bool)
     is_loose[plan.work.row[plan.work.row_begin[plan.work.num_shared] :]] = False
     return np.flatnonzero(is_loose).astype(np.int32)

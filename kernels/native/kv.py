@@ -22,7 +22,7 @@ U8Array = npt.NDArray[np.uint8]
 
 
 class _Write(ctypes.Structure):
-    """cpp/kv.cpp: Write."""
+    """Mirrors cpp/kv.cpp: Write."""
 
     _fields_ = (
         ("k", POINTER),
@@ -48,7 +48,7 @@ class _Write(ctypes.Structure):
 
 
 def can_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Whether `write_kv` takes keys and values like these for a pool like this."""
+    """Tell whether `write_kv` takes keys and values like these for a pool like this."""
     if not k.is_cpu or k.dtype not in DTYPE_NUMBERS or library() is None:
         return False
     dtype = k.dtype
@@ -121,7 +121,7 @@ def _copy_pages(pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Ten
 def _copy_pages_in_numpy(
     pages: Tensor, page_ids: Tensor, packed: Tensor, packed_ids: Tensor | None, into_pool: bool
 ) -> None:
-    """Not in torch: its copies take all cores, whichever thread asks, and a tier copies beside a forward pass."""
+    """Copy without torch, whose copies take all cores: a tier copies beside a forward pass."""
     pool, rows = (x.view(torch.uint8).numpy() for x in (pages, packed))
     columns = page_ids.numpy()
     index = slice(None) if packed_ids is None else packed_ids.numpy()
@@ -200,7 +200,7 @@ def _copy_tokens(
 def _copy_tokens_in_numpy(
     chunk: U8Array, num_tokens: int, runs: IntArray, k_pages: Tensor, v_pages: Tensor, into_pool: bool
 ) -> int:
-    """The first run that is out of range, or -1. Not in torch: its copies take all cores, whichever thread asks."""
+    """Return the first run that is out of range, or -1. Torch's copies would take all cores."""
     num_kv_heads, num_pages, page_size, _ = k_pages.shape
     for index, (page_id, offset, count, first) in enumerate(runs.tolist()):
         is_in_page = 0 <= page_id < num_pages and 0 <= offset < offset + count <= page_size

@@ -71,7 +71,7 @@ class BuildError(Exception):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they are switched off or cannot be built; the reason is logged once."""
+    """Load the compiled kernels; None where they are off or cannot be built, which is logged once."""
     if os.environ.get("MNEME_NATIVE") == "0":
         return None
     try:
@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def native_function(name: str) -> Any:
-    """A function of the library, typed; only for callers that know that there is one."""
+    """Return a function of the library, typed; only for callers that know that there is one."""
     loaded = library()
     assert loaded is not None, "the caller asked"
     function = getattr(loaded, name)
@@ -124,7 +124,7 @@ os.register_at_fork(after_in_child=_mark_forked)
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """The command that compiles C++, with any arguments that $CXX carries; None if there is none.
+    """Return the command that compiles C++, with any arguments that $CXX carries; None if there is none.
 
     Raises ValueError where $CXX is no command line.
     """
@@ -140,8 +140,8 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def build(compiler: tuple[str, ...], folder: Path | None = None, flags: tuple[str, ...] = ()) -> Path:
-    """The library's path; compiles it if `folder` has no such file. By default that is the cache folder or, where that
-    cannot be used, a folder of this process.
+    """Compile the library if `folder` has no such file, and return its path. By default that is the cache folder or,
+    where that cannot be used, a folder of this process.
 
     Of processes that want it at once, one compiles and the others wait for it. Raises OSError for the `folder`,
     subprocess.SubprocessError for the compiler, and BuildError if another process's build does not end.
@@ -179,7 +179,7 @@ def _build_in(folder: Path, name: str, command: list[str]) -> Path:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Whatever happens meanwhile, `path` and its checksum are both whole or do not fit each other."""
+    """Compile to `path`; whatever happens meanwhile, it and its checksum are whole or do not fit each other."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH_PREFIX) as scratch:
         built, checksum = Path(scratch, "library"), Path(scratch, "checksum")
         subprocess.run(
@@ -210,7 +210,7 @@ def _checksum_path(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone among processes; not waited for longer than a build may take."""
+    """Lock out other processes; wait for no longer than a build may take."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as lock:
         while True:
@@ -225,7 +225,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _remove_old(folder: Path) -> None:
-    """What killed builds left, and libraries that nobody has loaded for long."""
+    """Remove what killed builds left, and libraries that nobody has loaded for long."""
     now = time.time()
     for path in folder.glob("libmneme_*"):
         with suppress(OSError):  # another process may remove them too
@@ -274,7 +274,7 @@ def _digest(sources: list[Path], command: list[str]) -> str:
 
 
 def cpu_features() -> str:
-    """What `-march=native` goes by: the CPU's feature flags, or at least its architecture."""
+    """Return what `-march=native` goes by: the CPU's feature flags, or at least its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -13,7 +13,7 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def can_compute(x: Tensor) -> bool:
-    """Whether there is compiled code for such a tensor."""
+    """Tell whether there is compiled code for such a tensor."""
     return x.is_cpu and (x.dtype is torch.bfloat16 or x.dtype is torch.float32) and library() is not None
 
 
@@ -74,7 +74,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
 
 
 def _like(tensor: Tensor, x: Tensor) -> Tensor:
-    """Contiguous and of x's dtype, which the compiled code takes for granted."""
+    """Make it contiguous and of x's dtype, which the compiled code takes for granted."""
     if tensor.dtype is x.dtype and tensor.is_contiguous():
         return tensor
     return tensor.to(x.dtype).contiguous()

@@ -110,7 +110,7 @@ class _Queries:
         self._all = self._rotated(slice(0, num_turned)) if at_once else None
 
     def rows(self, block: Block) -> Tensor:
-        """The queries of a block, [Hkv * n, R * G, D]."""
+        """Return the queries of a block, [Hkv * n, R * G, D]."""
         rows = self._rotated(block.turned) if self._all is None else _select(self._all, 1, block.turned)
         return rows.reshape(len(rows) * block.num_pieces, -1, rows.shape[-1])
 
@@ -171,7 +171,7 @@ class _Total:
 
 
 def _block_attention(queries: Tensor, pool: _Pool, block: Block) -> tuple[Tensor, Tensor]:
-    """All tiles of a block, merged."""
+    """Attend to all tiles of a block and merge them."""
     out, lse = _tile_attention(queries, pool, block, block.tiles[0])
     for tile in block.tiles[1:]:
         merge_into(out, lse, *_tile_attention(queries, pool, block, tile))
@@ -179,7 +179,7 @@ def _block_attention(queries: Tensor, pool: _Pool, block: Block) -> tuple[Tensor
 
 
 def _tile_attention(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
-    """queries [Hkv * n, R * G, D] over one tile of keys: out [.., R * G, D], lse [.., R * G], float32."""
+    """Attend [Hkv * n, R * G, D] to one tile of keys: out [.., R * G, D], lse [.., R * G], float32."""
     keys, values = _select(pool.keys, 1, tile.slots), _select(pool.values, 1, tile.slots)
     if tile.is_mixed and not (_is_finite(keys) and _is_finite(values)):
         return _row_by_row(queries, pool, block, tile)
@@ -202,7 +202,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _row_by_row(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Each row over the keys that it sees and no others.
+    """Attend each row to the keys that it sees and to no others.
 
     A mixed tile may hold broken numbers that some of its rows do not see: tokens of another sequence, or of positions
     to come. A weight of 0 would not keep those out (0 x NaN is NaN).
@@ -225,7 +225,7 @@ def _row_by_row(queries: Tensor, pool: _Pool, block: Block, tile: Tile) -> tuple
 def _row_alone(
     rows: Tensor, pool: _Pool, block: Block, tile: Tile, piece: int, row: int, slots: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One row's [Hkv, G, D] over the keys `seen` of its piece."""
+    """Attend one row, [Hkv, G, D], to the keys `seen` of its piece."""
     if not len(seen):
         return torch.zeros_like(rows), rows.new_full(rows.shape[:2], UNSEEN_SCORE)
     position = tile.key_position
@@ -253,7 +253,7 @@ def _pool(k_pages: Tensor, v_pages: Tensor, plan: Plan, alibi_slopes: Tensor | N
 
 
 def _turns_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale: float) -> Turns | None:
-    """The rotations of a layout's turned rows with the scale in them, built by the first layer that asks."""
+    """Return the rotations of a layout's turned rows with the scale in them, built by the first layer that asks."""
     if rope is None:
         return None
     key = ("turns", id(rope), softmax_scale, id(layout))
@@ -265,7 +265,7 @@ def _turns_of(plan: Plan, layout: Layout, rope: RopeTable | None, softmax_scale:
 
 
 def _positions(layout: Layout, rope: RopeTable) -> Tensor:
-    """Rows that see nothing are clamped into the table; one that sees a key but lies outside is refused."""
+    """Clamp rows that see nothing into the table; one that sees a key but lies outside is refused."""
     effective = layout.effective
     beyond = layout.seen & (effective >= rope.num_positions)
     if beyond.any():
@@ -370,7 +370,7 @@ class _Builder:
         self.seen = np.zeros(len(self.effective), bool)
 
     def blocks(self, group: Group) -> Iterator[Block]:
-        """All blocks of a group whose rows see anything."""
+        """Yield the blocks of a group whose rows see anything."""
         slots, key_position = self._keys(group)
         num_pieces, num_rows = group.turned.shape
         num_keys = min(slots.shape[1], TILE_KEYS)
@@ -401,7 +401,7 @@ class _Builder:
         return slots, positions
 
     def _visible(self, turned: IntArray, key_position: PositionArray) -> BoolArray:
-        """The visibility rule for [n, R] rows against [n, 1 or R, L] keys; notes which rows see anything."""
+        """Apply the visibility rule to [n, R] rows and [n, 1 or R, L] keys; note which rows see anything."""
         effective = self.effective[turned][:, :, None]
         visible: BoolArray = key_position <= effective
         if self.window is not None:
@@ -470,13 +470,13 @@ class _Builder:
         return self._selector(distinct), repeats
 
     def _selector(self, index: IntArray) -> slice | Tensor:
-        """A slice where the index is a range: no copy is made then."""
+        """Return a slice where the index is a range: no copy is made then."""
         if index[-1] - index[0] == len(index) - 1 and (index[1:] > index[:-1]).all():
             return slice(int(index[0]), int(index[-1]) + 1)
         return self.index(index)
 
     def index(self, index: IntArray) -> Tensor:
-        """An index on the pool's device."""
+        """Return an index on the pool's device."""
         return torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(self.device)
 
     def _float(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -502,7 +502,7 @@ def lay_out(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: b
 
 
 def layout_of(plan: Plan, slot_position: Tensor, window: int | None, with_alibi: bool) -> Layout:
-    """The layout for this state of `slot_position`, built by the first layer that asks for it."""
+    """Return the layout for this state of `slot_position`, built by the first layer that asks for it."""
     key = ("layout", slot_position.data_ptr(), window, with_alibi)
     version = version_of(slot_position)
     # The entry keeps `slot_position` alive, so that its address is not reused.
@@ -558,7 +558,7 @@ def _private_entries(work: WorkList, piece_of_run: IntArray, page_size: int) -> 
 
 
 def _buckets(num_rows: IntArray, num_pages: IntArray, page_size: int) -> IntArray:
-    """A number per run; runs of one number are batched. Runs of many rows stay alone."""
+    """Return a number per run; runs of one number are batched. Runs of many rows stay alone."""
     tokens = np.maximum(num_pages * page_size, _SMALLEST_BUCKET_TOKENS)
     size_class = np.ceil(np.log2(tokens)).astype(np.int64)
     alone = -1 - np.arange(len(num_rows))
@@ -566,7 +566,7 @@ def _buckets(num_rows: IntArray, num_pages: IntArray, page_size: int) -> IntArra
 
 
 def _members(labels: IntArray) -> list[IntArray]:
-    """The indices of each label."""
+    """Return the indices of each label."""
     if (labels == labels[0]).all() and labels[0] >= 0:
         return [np.arange(len(labels))]
     order = np.argsort(labels, kind="stable")

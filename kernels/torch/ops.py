@@ -38,7 +38,7 @@ def draw_whole(logits: Tensor, temperatures: Sequence[float], numbers: Sequence[
 
 
 def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
-    """int64 [T]: where each row's cumulative weight passes `number` times its end; never where a weight is 0.
+    """Return int64 [T]: where each row's cumulative weight passes `number` times its end; never where a weight is 0.
 
     weights  float32 [T, n]
     numbers  [T]  in [0, 1)
@@ -57,6 +57,6 @@ def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """int64 [T, 1]: the first place above the target, or where the end is reached if rounding leaves none."""
+    """Return int64 [T, 1]: the first place above the target, or where the end is reached if rounding leaves none."""
     index = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(index, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))

@@ -80,7 +80,7 @@ def attend_triton(
 def _prepared_step(
     plan: Plan, slot_position: Tensor, rope: RopeTable | None, window: int | None, grid: Grid
 ) -> DeviceStep:
-    """The buffers that hold a plan which the kernels can do."""
+    """Return the buffers that hold a plan which the kernels can do."""
     if rope is not None:
         _check_reach(plan, slot_position, rope.num_positions, window)
     step = step_of(slot_position.device)
@@ -129,12 +129,12 @@ def stage(plan: Plan, slot_position: Tensor, dtype: torch.dtype, num_rope_positi
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Python, on CPU tensors."""
+    """Tell whether kernels run in Python, on CPU tensors."""
     return not isinstance(attention_kernel, triton.runtime.JITFunction)
 
 
 def reason_against(device: torch.device, plan: Plan) -> str | None:
-    """Why this backend cannot do a plan, or None."""
+    """Return why this backend cannot do a plan, or None."""
     if device.type != "cuda" and not is_interpreted():
         return f"needs CUDA tensors, or TRITON_INTERPRET=1 in the environment (got {device})"
     if plan.head_dim > MAX_HEAD_DIM:
@@ -150,7 +150,7 @@ def reason_against(device: torch.device, plan: Plan) -> str | None:
 def launch_constants(
     config: Config, head_dim: int, rotary_dim: int, page_size: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The kernel's constants that follow from a configuration and a model."""
+    """Return the kernel's constants that follow from a configuration and a model."""
     return {
         "HEAD_DIM": head_dim,
         "ROTARY_DIM": rotary_dim,
@@ -230,7 +230,7 @@ def _merge(out: Tensor, lse: Tensor, step: DeviceStep, plan: Plan) -> None:
 
 
 def merge_constants(num_q_heads: int, head_dim: int) -> dict[str, int]:
-    """The merge kernel's constants."""
+    """Return the merge kernel's constants."""
     return {
         "NUM_Q_HEADS": num_q_heads,
         "HEAD_DIM": head_dim,
@@ -261,7 +261,7 @@ def _check_reach(plan: Plan, slot_position: Tensor, num_positions: int, window: 
 
 
 def _row_of_delta(work: WorkList) -> IntArray:
-    """The query row of each entry of `delta`."""
+    """Return the query row of each entry of `delta`."""
     key = ("triton", "row_of_delta")
     rows: IntArray | None = work.derived.get(key)
     if rows is None:

@@ -40,12 +40,12 @@ class Config(NamedTuple):
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is not below a positive number."""
+    """Return the least power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 def config_of(*, head_dim: int, element_bytes: int, num_groups: int, phase: Phase, architecture: int = 90) -> Config:
-    """The configuration of a launch; `architecture` is 10 * major + minor."""
+    """Return the configuration of a launch; `architecture` is 10 * major + minor."""
     if not 1 <= num_groups <= MAX_GROUPS:
         raise ValueError(f"num_q_heads: at most {MAX_GROUPS} per KV head (got {num_groups})")
     dim = max(32, next_power_of_2(head_dim))
@@ -85,8 +85,3 @@ def candidates(*, head_dim: int, element_bytes: int, num_groups: int, architectu
             if block_n * max(32, next_power_of_2(head_dim)) <= most
         ]
     yield from dict.fromkeys([*chosen, *others])
-
-
-def stage_bytes(head_dim: int, block_n: int) -> int:
-    """Shared memory of one stage with 16-bit elements: a block of keys and one of values."""
-    return 4 * block_n * max(32, next_power_of_2(head_dim))

@@ -92,7 +92,7 @@ def write_kv(
 
 
 def write_constants(num_heads: int, head_dim: int, half: int) -> dict[str, int]:
-    """The kernel's constants that follow from a model; `half` is rotary_dim / 2."""
+    """Return the kernel's constants that follow from a model; `half` is rotary_dim / 2."""
     dim_block = triton.next_power_of_2(head_dim)
     return {
         "HEAD_DIM": head_dim,

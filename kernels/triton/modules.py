@@ -70,7 +70,7 @@ _ADVICE = {  # pattern of what Triton, CUDA or torch say -> what it means and wh
 
 
 def _is_of_cache(error: OSError) -> bool:
-    """Whether it was raised while Triton read or wrote its cache."""
+    """Tell whether it was raised while Triton read or wrote its cache."""
     frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
     return "triton.runtime.cache" in frames
 
@@ -81,5 +81,5 @@ def does_not_run(kernels: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The kind of an error and the beginning of what it says."""
+    """Return the kind of an error and the beginning of what it says."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN_CHARS]}"

@@ -147,10 +147,10 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def rows_per_tile(block: int) -> int:
-    """Rows of one program of `rms_norm_kernel`."""
+    """Count the rows of one program of `rms_norm_kernel`."""
     return max(1, _TILE_ELEMENTS // block)
 
 
 def num_warps_of(num_elements: int) -> int:
-    """Of a program that holds so many elements: up to 16 in each thread, and 16 warps."""
+    """Choose the warps of a program that holds so many elements: up to 16 in each thread, and 16 warps."""
     return min(max(num_elements // 512, 1), 16)

@@ -150,7 +150,7 @@ def _page_masks(work: WorkList) -> Int64Array:
 
 
 def _row_masks(work: WorkList, page_size: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """First word [R] and words per mask [R] of the runs whose rows have several masks, and the words."""
+    """Return first word [R] and words per mask [R] of the runs whose rows have several masks, and the words."""
     first, stride = np.zeros((2, len(work.page_begin)), np.int32)
     words = [np.zeros(0, np.int32)]
     used = 0

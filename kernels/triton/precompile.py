@@ -96,7 +96,7 @@ def recorded() -> Iterator[list[Variant]]:
 
 
 def is_compiled(variant: Variant) -> bool:
-    """Whether Triton's disk cache has it."""
+    """Tell whether Triton's disk cache has it."""
     try:
         _compile(variant, _Cached)
     except _NotCompiled:

@@ -371,7 +371,7 @@ def pack_params(
     min_p: npt.ArrayLike,
     uniform: npt.ArrayLike,
 ) -> npt.NDArray[np.float64]:
-    """float64 [rows, 5]: what `draw` needs to know of each row.
+    """Pack what `draw` needs to know of each row into float64 [rows, 5].
 
     temperature  0 is greedy
     top_k        0 or less: no limit
@@ -388,7 +388,7 @@ def pack_params(
 
 
 def draw(logits: Tensor, params: npt.NDArray[np.float64]) -> Tensor:
-    """A token for each row: int32 [rows]; -1 where the best logit is not finite or a logit is NaN.
+    """Draw a token for each row: int32 [rows]; -1 where the best logit is not finite or a logit is NaN.
 
     logits  float32 [rows, vocab], rows contiguous
     params  of `pack_params`

@@ -64,7 +64,7 @@ class DeviceStep:
         self._plan, self._placed = plan, (slot_position, version)
 
     def _forget(self) -> None:
-        """Nobody knows what the buffers hold: the next plan is uploaded whole, from staging memory of its own."""
+        """Take the buffers for unknown: the next plan is uploaded whole, from staging memory of its own."""
         self._packed = self._last = self._plan = self._placed = self.staged = None
         self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
 
@@ -124,7 +124,7 @@ class DeviceStep:
         staging.copy(words, spans, self.words)
 
     def _reserve(self, plan: Plan, tiles: Tiles) -> None:
-        """Room for what kernels write."""
+        """Make room for what kernels write."""
         num_keys = len(plan.work.page_id) * plan.page_size
         if len(self.key_position) < num_keys:
             self.key_position = torch.zeros(num_keys * 3 // 2, dtype=torch.int32, device=self.device)
@@ -177,7 +177,7 @@ _STEPS = _Steps()
 
 
 class OwnStep:
-    """Within the block this thread's attention on a device has buffers of its own.
+    """Gives this thread's attention on a device buffers of its own within the block.
 
     For launches that are captured with one plan and replayed whatever other plans have run since. The block may be
     entered again and again; the buffers stay.
@@ -201,7 +201,7 @@ class OwnStep:
 
 
 def step_of(device: torch.device) -> DeviceStep:
-    """The present step of a device, for the calling thread."""
+    """Return the present step of a device, for the calling thread."""
     if device not in _STEPS.by_device:
         _STEPS.by_device[device] = DeviceStep(device)
     return _STEPS.by_device[device]

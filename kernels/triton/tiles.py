@@ -65,7 +65,7 @@ class _Pieces(NamedTuple):
 
 
 def cut(work: WorkList, num_rows: int, grid: Grid) -> Tiles:
-    """The tiles of a work list whose query rows are [0, num_rows)."""
+    """Cut a work list whose query rows are [0, num_rows) into tiles."""
     page_counts = (work.page_end - work.page_begin).astype(np.int64)
     page_ends = np.cumsum(page_counts)
     pieces = _pieces(work, page_counts, page_ends, grid)
@@ -109,7 +109,7 @@ def _num_ranges(num_pages: _IntArray, range_pages: int) -> _IntArray:
 
 
 def _range_pages(pieces: _Pieces, grid: Grid) -> int:
-    """The length of ranges with the least estimated time.
+    """Choose the length of ranges with the least estimated time.
 
     Programs are dealt out longest first, `num_at_once` at a time, and a round takes as long as its longest. Only
     powers of two are tried, so that tiles seldom change while contexts grow.
@@ -130,7 +130,7 @@ def _range_pages(pieces: _Pieces, grid: Grid) -> int:
 
 
 def _cost(pieces: _Pieces, num_ranges: _IntArray, range_pages: int, grid: Grid) -> float:
-    """Estimated time in keys read by one program."""
+    """Estimate the time, in keys read by one program."""
     whole = np.repeat(range_pages, int((pieces.num_blocks * (num_ranges - 1)).sum()))
     last = np.repeat(pieces.num_pages - (num_ranges - 1) * range_pages, pieces.num_blocks)
     loads = np.sort(np.concatenate((whole, last)))[::-1]
@@ -140,7 +140,7 @@ def _cost(pieces: _Pieces, num_ranges: _IntArray, range_pages: int, grid: Grid) 
 
 
 def _longest_first(lengths: _IntArray, range_pages: int) -> _IntArray:
-    """Tiles by falling length in quarters of a range; tiles of one length keep their order, for the L2 cache."""
+    """Order tiles by falling length in quarters of a range; tiles of one length keep their order, for the L2 cache."""
     quarters = -(-4 * lengths // range_pages)
     order: _IntArray = np.argsort(-quarters, kind="stable")
     return order
@@ -156,7 +156,7 @@ def _page_ranges(
     stop: _IntArray,
     is_last: npt.NDArray[np.bool_],
 ) -> _IntArray:
-    """First run, end of runs, first page and end of pages [n, 4] of ranges counted in pages of their pieces."""
+    """Return first run, end of runs, first page and end of pages [n, 4] of ranges counted in pages of their pieces."""
     first_run = np.searchsorted(page_ends, first_page + start, side="right")
     last_run = np.searchsorted(page_ends, first_page + stop - 1, side="right")
     begins = page_ends - page_counts

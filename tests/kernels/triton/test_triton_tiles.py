@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mneme.kernels.attention import PageTable, Plan, QueryRows, build_plan
 from mneme.kernels.triton import tiles as triton_tiles
-from mneme.kernels.triton.configs import HEAD_DIMS, MAX_GROUPS, candidates, config_of, stage_bytes
+from mneme.kernels.triton.configs import HEAD_DIMS, MAX_GROUPS, candidates, config_of, next_power_of_2
 from mneme.kernels.triton.pack import Header, PackedWork
 from mneme.kernels.triton.tiles import OPEN_END, Grid, Tiles, cut
 from mneme.kernels.work import WorkList
@@ -179,7 +179,8 @@ def test_configurations_hold_every_number_of_groups(head_dim: int, element_bytes
             assert config.narrow_m >= num_groups
             assert config.wide_m >= config.narrow_m >= 16
             if element_bytes == 2:
-                assert stage_bytes(head_dim, config.block_n) * config.num_stages <= 220 * 1024
+                stage_bytes = 4 * config.block_n * max(32, next_power_of_2(head_dim))  # a block of keys, one of values
+                assert stage_bytes * config.num_stages <= 220 * 1024
     with pytest.raises(ValueError, match=r"^num_q_heads: at most 128 per KV head \(got 129\)"):
         config_of(head_dim=head_dim, element_bytes=element_bytes, num_groups=MAX_GROUPS + 1, phase="decode")
 
