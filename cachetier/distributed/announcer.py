@@ -112,12 +112,10 @@ class ShardAnnouncer:
 
     def _tell_all(self) -> None:
         self._clear_pending()
-        self._wants_all = False
+        held = self._announcer.held_of(self._number)
         self._announcer.counters["told_all"] += 1
-        for part in _parts(self._announcer.held_of(self._number)):
-            if not self._tell(*part):
-                self._wants_all = True
-                return
+        if all(self._tell(*part) for part in _parts(held)):
+            self._wants_all = False
 
     def _clear_pending(self) -> None:
         """The snapshot that is taken after this has them."""
