@@ -98,8 +98,7 @@ def test_tenants_do_not_meet(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("edge", ["host", "disk", "peer_host"])
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("chunk", [0, 1, 2])
+@pytest.mark.parametrize(("chunk", "layer"), [(0, 0), (1, 1), (2, 0)])
 def test_a_layer_that_does_not_come_is_computed(decoder: Decoder, edge: str, layer: int, chunk: int) -> None:
     ids = draw(7, 200)
     store = FakeStore()
