@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import statistics
 import tempfile
@@ -28,8 +29,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from bench_tier_io import two_nodes
+from bench_tier_io import RAY_ENVIRONMENT, two_nodes
 from harness import PartResult, Run, at_most, options_of
+
+os.environ.update(RAY_ENVIRONMENT)  # before Ray is imported
 
 from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig, DiskTierConfig

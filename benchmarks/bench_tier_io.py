@@ -46,6 +46,10 @@ COLD_ROUNDS = 3  # as many times more than elsewhere: a disk is less even than m
 MAX_WRITE_ROUNDS = 5
 SHAPES = {shape.name: shape for shape in (LARGE, TINY)}
 STORE_BYTES = 1 << 30  # of each node
+RAY_ENVIRONMENT = {  # which Ray reads when it is imported
+    "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+}  # fmt: skip
 TARGETS = {  # shares, of the large shape
     ("host get", "read"): ("host_read_in_place_over_copy_and_checksum", 0.7),
     ("host get", "read+copy"): ("host_read_into_a_buffer_over_copy_and_checksum", 0.7),
@@ -122,10 +126,7 @@ def two_nodes(stack: ExitStack) -> Any:
     """Two nodes on this machine; None without Ray, which reads its environment when it is imported."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mneme-", dir="/tmp", ignore_cleanup_errors=True))
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ |= {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder,
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0",
-    }  # fmt: skip
+    os.environ.update(RAY_ENVIRONMENT, RAY_TMPDIR=folder)
     try:
         from tier_io.stores import TwoNodes
     except ImportError:
