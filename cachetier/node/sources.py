@@ -90,7 +90,7 @@ class DiskSource:
             is_known = isinstance(self._reader, Miss)
             found = self._read(layer)
             if isinstance(found, Miss):
-                self._let_go()
+                self._close_file()
                 self._reader = found
         if self._closed.is_set():
             self.close()
@@ -103,7 +103,7 @@ class DiskSource:
         self._closed.set()
         if self._lock.acquire(blocking=False):
             try:
-                self._let_go()
+                self._close_file()
             finally:
                 self._lock.release()
 
@@ -131,7 +131,7 @@ class DiskSource:
                 return miss
         return reader
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if isinstance(self._reader, ChunkReader):
             self._reader.close()
 

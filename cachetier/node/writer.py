@@ -210,7 +210,7 @@ class ChunkWriter:
         )
         if not is_queued:
             self._try_later(self._late, header.key)
-            self._let_go(Pending(header, held, 0.0, is_passing=is_passing))
+            self._release(Pending(header, held, 0.0, is_passing=is_passing))
         return is_queued
 
     def _refill(self) -> None:
@@ -227,7 +227,7 @@ class ChunkWriter:
             with self._lock:
                 self._late.pop(header.key, None)
         else:
-            self._let_go(Pending(header, held, 0.0, is_passing=False))
+            self._release(Pending(header, held, 0.0, is_passing=False))
 
     def _try_later(self, late: dict[bytes, None], key: bytes) -> None:
         with self._lock:
@@ -283,10 +283,10 @@ class ChunkWriter:
 
     def _written(self, pending: Pending) -> None:
         """A chunk has left the queue: it may be evicted, and another may be queued."""
-        self._let_go(pending)
+        self._release(pending)
         self._refill()
 
-    def _let_go(self, pending: Pending) -> None:
+    def _release(self, pending: Pending) -> None:
         """Allow the eviction of a chunk that was written, or will not be for now."""
         key = pending.header.key
         with self._lock:
