@@ -3,7 +3,7 @@
     python benchmarks/bench_router.py [--quick] [--json]
 
 Requests are placed inside the ingress: `RayEngineClient` asks its `ReplicaChooser` for a replica, sends the request
-there by a call that names it (`HandleCalls.submit_many`, over the handle's `MnemeRequestRouter`, which only follows the
+there by a call that names it (`HandleCalls.call`, over the handle's `MnemeRequestRouter`, which only follows the
 name), and notes the answer's tokens when it ends. The arm `ours` does these steps with the same classes. The others
 are the same call, by the same transport, that names no replica: Ray's power of two choices and its
 ConsistentHashRouter choose. All go to no-op deployments of two replicas, one call at a time, as latency is what routing
@@ -116,7 +116,7 @@ async def placed_by_us(handle: Any) -> Call:
     start_router(handle)
     replica_set.listen(handle.deployment_name, lambda replica_ids: loop.call_soon_threadsafe(changed, replica_ids))
     await known.wait()
-    return lambda request: calls.submit_many(place(chooser, request), "bench", [request])
+    return lambda request: calls.call(place(chooser, request), "submit_many", subscriber="bench", requests=[request])
 
 
 def placed_by_ray(handle: Any) -> Call:
