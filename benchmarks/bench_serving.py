@@ -208,15 +208,18 @@ def measure_server(server: ServerProcess, times_dir: Path, num_rounds: int, idle
     idle = idle_percent(server, idle_s)
     one_round(url, times_dir)  # warms up
     rounds = [one_round(url, times_dir) for _ in range(num_rounds)]
+    memory, stopped_s = rss_mb(server), time.perf_counter()
+    server.stop()
+    stop_s = time.perf_counter() - stopped_s
     return {
         "dtype": dtype,
         "ready_s": server.ready_seconds(),
         "idle_percent": idle,
-        "rss_mb": rss_mb(server),
+        "rss_mb": memory,
         "client_itl_ms": summary([client for client, _ in rounds]),
         "engine_itl_ms": summary([engine for _, engine in rounds]),
         "itl_p99_above_engine_ms": statistics.median(p(client, 99) - p(engine, 99) for client, engine in rounds),
-        "stop_s": server.stop(),
+        "stop_s": stop_s,
         "left_behind": server.left_behind(),
     }
 

@@ -111,7 +111,8 @@ def test_bench_sessions_without_time_says_so(tmp_path: Path) -> None:
     assert not part["is_complete"]
     assert part["bound_s_per_token"] == pytest.approx(4 * part["unloaded"]["p90_s"], rel=1e-3)
     assert found["checks"] == []
-    assert set(found["not_measured"]) == {f"{name}_two_tier_over_stateless" for name in ("lmsys", "sharegpt")}
+    promised = ("two_tier_over_stateless", "two_tier_found")
+    assert set(found["not_measured"]) == {f"{name}_{each}" for name in ("lmsys", "sharegpt") for each in promised}
     assert (tmp_path / "lmsys.png").read_bytes().startswith(b"\x89PNG")
 
 
