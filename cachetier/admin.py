@@ -1,4 +1,4 @@
-"""The cache tier as its owners manage it: what is kept of a sequence and where, pins, deletion, figures.
+"""The cache tier as tenants manage it: what is kept of a sequence and where, pins, deletion, figures.
 
 Callers make keys from a tenant's own salt (`ChainQuery`), so a tenant reaches nothing but its own. All calls block, for
 a bounded time; none changes what is evicted when, but for what is pinned.
@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 from mneme.cachetier.store import ChainQuery, TierName
 
 # `take_back_pin`: of a node alone, where another has refused the pin.
-AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_owned", "stats"]
+AdminCall = Literal["lookup", "pin", "take_back_pin", "unpin", "pins", "delete", "delete_tenant", "stats"]
 ADMIN_CALLS: tuple[AdminCall, ...] = get_args(AdminCall)
-MAX_PINS = 64  # of one owner on one node
+MAX_PINS = 64  # of one tenant on one node
 
 
 class FoundChunk(NamedTuple):
@@ -40,7 +40,7 @@ class Amount(NamedTuple):
 
 
 class PinName(NamedTuple):
-    owner: bytes
+    tenant: bytes
     pin_id: str
 
 
@@ -62,23 +62,24 @@ class CacheAdmin(Protocol):
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
         """Keep what there is of the sequence; a pin of that name is replaced. None: there is nothing.
 
-        Raises `CachePinRefused` if the owner has too many pins, or too many bytes would be pinned; then that one stays.
+        Raises `CachePinRefused` if the tenant has too many pins, or too many bytes would be pinned; then that one
+        stays.
         """
 
     def unpin(self, name: PinName) -> bool:
         """Release what the pin keeps; whether there was one."""
 
-    def pins(self, owner: bytes) -> list[PinnedPrefix]:
+    def pins(self, tenant: bytes) -> list[PinnedPrefix]:
         """List the pins of a tenant."""
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """Forget the sequence, but for what others begin with too; unless spared, also what begins with it.
 
         Raises `ReplicaUnavailable` if some may be left: so much begins alike that not all of it can be looked at in
-        time, or of the owner's files one could not be removed.
+        time, or of the tenant's files one could not be removed.
         """
 
-    def delete_owned(self, owner: bytes) -> Amount:
+    def delete_tenant(self, tenant: bytes) -> Amount:
         """Forget all that a tenant has; raises as `delete` does."""
 
     def stats(self) -> list[dict[str, Any]]:

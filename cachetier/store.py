@@ -69,9 +69,9 @@ class ChainQuery:
         return self.lineage.root
 
     @property
-    def owner(self) -> bytes:
+    def tenant(self) -> bytes:
         """The tenant."""
-        return self.lineage.owner
+        return self.lineage.tenant
 
     def parent(self, index: int) -> bytes:
         """Return the key of the chunk before the one at an index, or the root."""

@@ -32,7 +32,7 @@ CHECKSUM_BYTES = 16
 
 _DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}  # part of the format
 _DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
-# magic, version, header bytes, kind, dtype, layers, heads, dim, chunk_tokens, tokens, key, parent, owner, fingerprint,
+# magic, version, header bytes, kind, dtype, layers, heads, dim, chunk_tokens, tokens, key, parent, tenant, fingerprint,
 # first body, body stride, file bytes
 _FIXED = struct.Struct("<8sIIBBHHHHH16s16s8s32sQQQ")
 _MAX_GAP_BYTES = 4096  # between the bodies of two layers
@@ -61,7 +61,7 @@ class ChunkHeader:
 
     key: bytes  # 16
     parent: bytes  # 16; the key of the chunk before, or the lineage's root
-    owner: bytes  # 8; the tenant
+    tenant: bytes  # its id, 8 bytes
     kind: LineageKind
     fingerprint: bytes  # 32
     layout: ChunkLayout
@@ -138,7 +138,7 @@ def make_chunk(
     header = ChunkHeader(
         key=lineage.key(parent, ids),
         parent=parent,
-        owner=lineage.owner,
+        tenant=lineage.tenant,
         kind=lineage.kind,
         fingerprint=fingerprint.digest,
         layout=layout,
@@ -175,7 +175,7 @@ def encode_header(header: ChunkHeader, placement: Placement) -> bytes:
         header.num_tokens,
         header.key,
         header.parent,
-        header.owner,
+        header.tenant,
         header.fingerprint,
         *placement,
     )
@@ -222,7 +222,7 @@ def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:
     """Why this is not the chunk that was located; None if it is, perhaps saved anew with checksums of its own."""
     if header.fingerprint != located.fingerprint or header.layout != located.layout:
         return Miss.OTHER_MODEL
-    if (header.key, header.parent, header.owner) != (located.key, located.parent, located.owner):
+    if (header.key, header.parent, header.tenant) != (located.key, located.parent, located.tenant):
         return Miss.OTHER_KEY
     is_same = np.array_equal(header.token_ids, located.token_ids)
     return None if is_same and np.array_equal(header.slot_position, located.slot_position) else Miss.OTHER_TOKENS
@@ -231,7 +231,7 @@ def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:
 def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
     """Whether this one, behind the same parent, holds a beginning of the other and no more."""
     num_tokens = header.num_tokens
-    is_same_kind = (header.fingerprint, header.owner) == (other.fingerprint, other.owner)
+    is_same_kind = (header.fingerprint, header.tenant) == (other.fingerprint, other.tenant)
     return (
         is_same_kind
         and num_tokens < other.num_tokens
@@ -242,7 +242,7 @@ def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
 def _header(fields: tuple[Any, ...], head: bytes, start: int) -> ChunkHeader | None:
     """None if a field is out of its bounds. Token ids, positions and checksums lie from `start` on."""
     _, _, _, kind, dtype, num_layers, num_kv_heads, head_dim, chunk_tokens, num_tokens = fields[:10]
-    key, parent, owner, fingerprint = fields[10:14]
+    key, parent, tenant, fingerprint = fields[10:14]
     try:
         layout = ChunkLayout(
             num_layers=num_layers,
@@ -260,7 +260,7 @@ def _header(fields: tuple[Any, ...], head: bytes, start: int) -> ChunkHeader | N
     return ChunkHeader(
         key=key,
         parent=parent,
-        owner=owner,
+        tenant=tenant,
         kind=lineage_kind,
         fingerprint=fingerprint,
         layout=layout,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 
 KEY_BYTES = 16
-OWNER_BYTES = 8
+TENANT_BYTES = 8
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -52,7 +52,7 @@ class Lineage:
 
     kind: LineageKind
     root: bytes  # stands in for the parent of the first chunk
-    owner: bytes  # names the tenant, for quotas and deletion; says nothing of the salt
+    tenant: bytes  # the tenant's id, for quotas and deletion; says nothing of the salt
     _secret: bytes = field(repr=False)
 
     def key(self, parent: bytes, token_ids: TokenIds) -> bytes:
@@ -109,10 +109,10 @@ def tenant_of(salt: str) -> str:
     return salt.partition(":")[0]
 
 
-def owner_of(salt: str) -> bytes:
+def tenant_id(salt: str) -> bytes:
     """What files say of the tenant that they belong to: the same under all salts of the tenant."""
     return blake2b(
-        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=OWNER_BYTES, person=b"mneme owner"
+        tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=b"mneme owner"
     ).digest()
 
 
@@ -132,4 +132,4 @@ def _lineage(kind: LineageKind, fingerprint: ModelFingerprint, salt: str, *parts
         seed.update(len(part).to_bytes(8, "little"))  # or ("ab", "c") would be ("a", "bc")
         seed.update(part)
     digest = seed.digest()
-    return Lineage(kind, digest[32:], owner_of(salt), digest[:32])
+    return Lineage(kind, digest[32:], tenant_id(salt), digest[:32])

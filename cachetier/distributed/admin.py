@@ -72,15 +72,15 @@ class RayCacheAdmin:
     def unpin(self, name: PinName) -> bool:
         return any(answer.value is True for answer in self._ask("unpin", name))
 
-    def pins(self, owner: bytes) -> list[PinnedPrefix]:
-        return merged_pins(pin for answer in self._ask("pins", owner) for pin in answer.value or ())
+    def pins(self, tenant: bytes) -> list[PinnedPrefix]:
+        return merged_pins(pin for answer in self._ask("pins", tenant) for pin in answer.value or ())
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """Raises `ReplicaUnavailable` if a node did not answer: it may have some still."""
         return _sum_of(self._ask("delete", query, spares_longer=spares_longer))
 
-    def delete_owned(self, owner: bytes) -> Amount:
-        return _sum_of(self._ask("delete_owned", owner))
+    def delete_tenant(self, tenant: bytes) -> Amount:
+        return _sum_of(self._ask("delete_tenant", tenant))
 
     def stats(self) -> list[dict[str, Any]]:
         return [figures for answer in self._ask("stats") for figures in answer.value or ()]

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mneme.cachetier.chunk.keys import KEY_BYTES, OWNER_BYTES, Lineage, LineageKind
+from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, Lineage, LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.admin import RayCacheAdmin
@@ -155,7 +155,7 @@ def _shortest_ttl_s(config: CacheConfig) -> float:
 
 def _nothing() -> ChainQuery:
     """A chain that nobody has."""
-    lineage = Lineage(LineageKind.PREFIX, os.urandom(KEY_BYTES), bytes(OWNER_BYTES), os.urandom(32))
+    lineage = Lineage(LineageKind.PREFIX, os.urandom(KEY_BYTES), bytes(TENANT_BYTES), os.urandom(32))
     return ChainQuery.of(lineage, bytes(32), list(range(64)), 64)
 
 

@@ -28,7 +28,7 @@ from mneme.primitives import Bounded
 logger = logging.getLogger(__name__)
 
 READ_S, APPEND_S, DELETE_S = 0.15, 0.5, 3.0  # how long an engine's process waits for its node's actor
-DELETE_OWNED_S = 5.0  # each session of a tenant gets a tombstone
+DELETE_TENANT_S = 5.0  # each session of a tenant gets a tombstone
 MAX_COPIES = 1024  # sessions whose copies wait; of more the oldest have none until their next record
 
 _PEER_SHARE = 0.8  # of an engine's time, for answers of peers
@@ -53,8 +53,8 @@ LogCall = Literal[
     "read_here",
     "delete",
     "delete_here",
-    "delete_owned",
-    "delete_owned_here",
+    "delete_tenant",
+    "delete_tenant_here",
     "node_joined",
 ]
 
@@ -93,9 +93,9 @@ class RaySessionLogs:
             raise TimeoutError("not all nodes that may have a session's log have answered")
         return was_there
 
-    def delete_owned(self, owner: bytes) -> int:
-        timeout_s = DELETE_OWNED_S * _PEER_SHARE
-        num_deleted: int | None = self._ask("delete_owned", owner, timeout_s, timeout_s=DELETE_OWNED_S)
+    def delete_tenant(self, tenant: bytes) -> int:
+        timeout_s = DELETE_TENANT_S * _PEER_SHARE
+        num_deleted: int | None = self._ask("delete_tenant", tenant, timeout_s, timeout_s=DELETE_TENANT_S)
         if num_deleted is None:
             raise TimeoutError("not all nodes that may have a tenant's logs have answered")
         return num_deleted
@@ -176,15 +176,15 @@ class NodeSessionLogs:
         answers = await asyncio.gather(self.delete_here(key, at_least), *asked)
         return None if None in answers else was_there
 
-    async def delete_owned_here(self, owner: bytes) -> int | None:
+    async def delete_tenant_here(self, tenant: bytes) -> int | None:
         """None: what is here is not known yet, or cannot be written."""
-        return await self._delete("delete_owned", owner, nothing=0)
+        return await self._delete("delete_tenant", tenant, nothing=0)
 
-    async def delete_owned(self, owner: bytes, timeout_s: float) -> int | None:
+    async def delete_tenant(self, tenant: bytes, timeout_s: float) -> int | None:
         """On all nodes; how many logs there were. None: some node has not answered."""
-        self._copies.forget_owned(owner)
-        asked = await self._ask_peers(b"", "delete_owned_here", owner, timeout_s=timeout_s)
-        answers = await asyncio.gather(self.delete_owned_here(owner), *asked)
+        self._copies.forget_tenant(tenant)
+        asked = await self._ask_peers(b"", "delete_tenant_here", tenant, timeout_s=timeout_s)
+        answers = await asyncio.gather(self.delete_tenant_here(tenant), *asked)
         return None if None in answers else sum(answers)
 
     async def node_joined(self) -> None:
@@ -235,7 +235,7 @@ class NodeSessionLogs:
         peers = await self._peers.in_order(name)
         return [self._peers.ask(peer, "logs", call, *args, timeout_s=timeout_s) for peer in peers]
 
-    async def _delete(self, call: Literal["delete", "delete_owned"], *args: Any, nothing: _T) -> _T | None:
+    async def _delete(self, call: Literal["delete", "delete_tenant"], *args: Any, nothing: _T) -> _T | None:
         """What `SessionLogs` answers, `nothing` where there is none; None: it is not known, or cannot be written."""
         if self._logs is None:
             return None if self._is_unknown else nothing
@@ -289,8 +289,8 @@ class LogCopies:
             self._waiting.pop(key, None)
             self._alone.pop(key, None)
 
-    def forget_owned(self, owner: bytes) -> None:
-        self.forget([key for key in (*self._waiting, *self._alone) if key.owner == owner])
+    def forget_tenant(self, tenant: bytes) -> None:
+        self.forget([key for key in (*self._waiting, *self._alone) if key.tenant == tenant])
 
     async def run(self) -> None:
         """Until it is cancelled."""

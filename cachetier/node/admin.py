@@ -20,7 +20,7 @@ from mneme.errors import CachePinRefused, ReplicaUnavailable
 
 _SEARCH_S = 5.0  # for one sequence
 _SCAN_S = 3.0  # of a deletion, for headers of what begins alike: some 50 us each from a disk
-_MAX_ALL_PINS = 4096  # of all owners
+_MAX_ALL_PINS = 4096  # of all tenants
 
 
 class NodeAdmin:
@@ -61,9 +61,9 @@ class NodeAdmin:
         """See `CacheAdmin.unpin`."""
         return self._pins.drop(name, self._keys_of)
 
-    def pins(self, owner: bytes) -> list[PinnedPrefix]:
+    def pins(self, tenant: bytes) -> list[PinnedPrefix]:
         """See `CacheAdmin.pins`."""
-        return [self._described(name, pin) for name, pin in self._pins.owned(owner)]
+        return [self._described(name, pin) for name, pin in self._pins.of_tenant(tenant)]
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """See `CacheAdmin.delete`."""
@@ -73,12 +73,12 @@ class NodeAdmin:
             removed = removed.plus(self._remove({key for key in parts if not self._node.children(key)}))
             if self._node.children(query.parent(place)):
                 break  # others go on from here
-        return self._sure(removed, query.owner)
+        return self._sure(removed, query.tenant)
 
-    def delete_owned(self, owner: bytes) -> Amount:
-        """See `CacheAdmin.delete_owned`; the owner's pins go too."""
-        self._pins.drop_owned(owner)
-        return self._sure(self._remove(set(self._node.owned(owner))), owner)
+    def delete_tenant(self, tenant: bytes) -> Amount:
+        """See `CacheAdmin.delete_tenant`; the tenant's pins go too."""
+        self._pins.drop_tenant(tenant)
+        return self._sure(self._remove(set(self._node.keys_of(tenant))), tenant)
 
     def stats(self) -> list[dict[str, Any]]:
         """See `CacheAdmin.stats`."""
@@ -137,9 +137,9 @@ class NodeAdmin:
         self._node.delete(keys)
         return Amount(len(sizes), sum(sizes))
 
-    def _sure(self, removed: Amount, owner: bytes) -> Amount:
-        """Raises `ReplicaUnavailable` while deleted files of the owner are still there: a start would find them."""
-        if num_left := self._node.num_left(owner):
+    def _sure(self, removed: Amount, tenant: bytes) -> Amount:
+        """Raises `ReplicaUnavailable` while deleted files of the tenant are still there: a start would find them."""
+        if num_left := self._node.num_left(tenant):
             raise ReplicaUnavailable(f"{num_left} files of the cache tier could not be removed yet")
         return removed
 
@@ -215,15 +215,15 @@ class NamedPins:
             self._renew(keys)
         return True
 
-    def drop_owned(self, owner: bytes) -> None:
+    def drop_tenant(self, tenant: bytes) -> None:
         with self._lock:
-            names = [name for name in self._pins if name.owner == owner]
+            names = [name for name in self._pins if name.tenant == tenant]
             self._renew(frozenset(key for name in names for key in self._pins.pop(name).keys))
 
-    def owned(self, owner: bytes) -> list[tuple[PinName, NamedPin]]:
+    def of_tenant(self, tenant: bytes) -> list[tuple[PinName, NamedPin]]:
         with self._lock:
             self._forget_expired()
-            return [(name, pin) for name, pin in self._pins.items() if name.owner == owner]
+            return [(name, pin) for name, pin in self._pins.items() if name.tenant == tenant]
 
     def left_s(self, pin: NamedPin) -> float | None:
         """Seconds until it ends; None for a pin without an end."""
@@ -233,7 +233,7 @@ class NamedPins:
         """Raises `CachePinRefused`; one that replaces another needs none. Under the lock."""
         if name in self._pins:
             return
-        num_own = sum(other.owner == name.owner for other in self._pins)
+        num_own = sum(other.tenant == name.tenant for other in self._pins)
         if num_own >= MAX_PINS:
             raise CachePinRefused("pin", num_own, f"an API key may have {MAX_PINS} pins at once in the cache tier")
         if len(self._pins) >= _MAX_ALL_PINS:

@@ -192,39 +192,39 @@ class NodeCache:
         header = self._disk.header(key)
         return None if isinstance(header, Miss) else header
 
-    def num_left(self, owner: bytes) -> int:
+    def num_left(self, tenant: bytes) -> int:
         """Files of a tenant's chunks that were deleted and could not be removed yet."""
-        return 0 if self._disk is None else self._disk.num_left(owner)
+        return 0 if self._disk is None else self._disk.num_left(tenant)
 
-    def owned(self, owner: bytes) -> list[bytes]:
+    def keys_of(self, tenant: bytes) -> list[bytes]:
         """Keys of all chunks of a tenant, each once; looks at every chunk."""
         with self._lock:
-            keys = self._host.keys_of(owner)
+            keys = self._host.keys_of(tenant)
             if self._disk is not None:
-                keys += [entry.key for entry in self._disk if entry.tenant == owner]
+                keys += [entry.key for entry in self._disk if entry.tenant == tenant]
         return list(dict.fromkeys(keys))
 
     def stats(self) -> dict[str, Any]:
         """Sizes of this moment, and counters since the start.
 
         `host` and `disk` (None without one): chunks, bytes, capacity_bytes and counters; `writer`: the queue of writes;
-        `owners`: bytes of each tenant by its name in hex; `waiting`: requests; `pins`: keys, bytes. Write amplification
+        `owners`: bytes of each tenant by its id in hex; `waiting`: requests; `pins`: keys, bytes. Write amplification
         is disk.written_bytes / disk.(written_bytes - superseded_bytes); of the bytes given to `put`, host.put_bytes,
         those of tails that were replaced in time are writer.cancelled_bytes.
         """
-        index, owners = self._tiers.index, dict[bytes, dict[str, int]]()
+        index, tenants = self._tiers.index, dict[bytes, dict[str, int]]()
         with self._lock:
             tiers = {tier.name: tier.stats() for tier in index.tiers}
             pins = {"keys": len(index.pinned_until_s)}
             for tier in index.tiers:
                 pins[f"{tier.name}_bytes"] = tier.pinned_blocks * BLOCK_BYTES
-                for owner, num_blocks in tier.blocks_by_tenant.items():
-                    owners.setdefault(owner, {"host": 0, "disk": 0})[tier.name] = num_blocks * BLOCK_BYTES
+                for tenant, num_blocks in tier.blocks_by_tenant.items():
+                    tenants.setdefault(tenant, {"host": 0, "disk": 0})[tier.name] = num_blocks * BLOCK_BYTES
         return {
             "host": tiers["host"],
             "disk": tiers.get("disk"),
             "writer": None if self.writer is None else self.writer.stats(),
-            "owners": {owner.hex(): sizes for owner, sizes in owners.items()},
+            "owners": {tenant.hex(): sizes for tenant, sizes in tenants.items()},
             "waiting": len(self._tiers.waiting),
             "pins": pins,
         }

@@ -131,7 +131,7 @@ class Litter:
     def num_stuck(self, tenant: bytes) -> int:
         """Chunks' files of a tenant that could not be removed."""
         names = (parse_name(os.path.basename(path)) for path in self._stuck)
-        return sum(name is not None and name.owner == tenant for name in names)
+        return sum(name is not None and name.tenant == tenant for name in names)
 
 
 class DiskTier(Tier):
@@ -152,7 +152,7 @@ class DiskTier(Tier):
         wall_clock: Clock = time.time,
         tenant_bytes: int | None = None,
     ) -> None:
-        """`policy` ranks blocks of 4 KB; `clock` must not jump, `wall_clock` may; `tenant_bytes` is each owner's."""
+        """`policy` ranks blocks of 4 KB; `clock` must not jump, `wall_clock` may; `tenant_bytes` is each tenant's."""
         super().__init__(
             NodeIndex(clock),
             policy,
@@ -327,7 +327,7 @@ class DiskTier(Tier):
             if self._folder.path(name) in self._litter or self._litter.is_stuck:
                 return Put.BLOCKED
             self.index.hold(name.parent)  # without it nobody finds the chunk: it must not go for it
-            is_reserved = self.reserve(name.key, name.owner, blocks_of(name.num_bytes))
+            is_reserved = self.reserve(name.key, name.tenant, blocks_of(name.num_bytes))
         try:
             return self._write(chunk, name) if is_reserved else Put.NO_ROOM
         finally:
@@ -412,7 +412,7 @@ class DiskTier(Tier):
                 self._litter.add(self._folder.path(name), blocks_of(name.num_bytes))
                 continue
             parent = known.key if (known := found.get(name.parent)) is not None else name.parent  # one object for both
-            entry = Entry(name.key, parent, name.owner, name.model, name.kind, name.num_tokens, time_s)
+            entry = Entry(name.key, parent, name.tenant, name.model, name.kind, name.num_tokens, time_s)
             entry.file_bytes = name.num_bytes
             found[name.key] = entry
         entries = sorted(found.values(), key=lambda entry: (entry.last_used_s, entry.key))

@@ -40,20 +40,20 @@ class ChunkName(NamedTuple):
 
     key: bytes
     parent: bytes
-    owner: bytes
+    tenant: bytes
     model: bytes  # the fingerprint's first bytes: for listings; the header has all of them
     kind: LineageKind
     num_tokens: int
     num_bytes: int  # of the file
 
     def __str__(self) -> str:
-        names = "-".join((self.key.hex(), self.parent.hex(), self.owner.hex(), self.model.hex()))
+        names = "-".join((self.key.hex(), self.parent.hex(), self.tenant.hex(), self.model.hex()))
         return f"{names}-{_LETTER_BY_KIND[self.kind]}{self.num_tokens}-{self.num_bytes}.kv"
 
 
 def name_of(header: ChunkHeader, num_bytes: int) -> ChunkName:
     model = header.fingerprint[:MODEL_BYTES]
-    return ChunkName(header.key, header.parent, header.owner, model, header.kind, header.num_tokens, num_bytes)
+    return ChunkName(header.key, header.parent, header.tenant, model, header.kind, header.num_tokens, num_bytes)
 
 
 def temporary_name(key: bytes, number: int) -> str:
@@ -65,11 +65,11 @@ def parse_name(text: str) -> ChunkName | None:
     match = _NAME.fullmatch(text)
     if match is None:
         return None
-    key, parent, owner, model, kind, num_tokens, num_bytes = match.groups()
+    key, parent, tenant, model, kind, num_tokens, num_bytes = match.groups()
     return ChunkName(
         bytes.fromhex(key),
         bytes.fromhex(parent),
-        _shared(owner),
+        _shared(tenant),
         _shared(model),
         _KIND_BY_LETTER[kind],
         int(num_tokens),

@@ -58,7 +58,7 @@ class Entry:
 
 def entry_of(header: ChunkHeader, used_s: float) -> Entry:
     model = header.fingerprint[:MODEL_BYTES]
-    return Entry(header.key, header.parent, header.owner, model, header.kind, header.num_tokens, used_s)
+    return Entry(header.key, header.parent, header.tenant, model, header.kind, header.num_tokens, used_s)
 
 
 class Change(NamedTuple):

@@ -111,7 +111,7 @@ class HostTier(Tier):
         most = self.max_blocks if spared is None else self._full_blocks
         num_blocks = blocks_of(chunk_bytes(header))
         return not self.holds(header.key) and self.reserve(
-            header.key, header.owner, num_blocks, most=most, spared=spared or ()
+            header.key, header.tenant, num_blocks, most=most, spared=spared or ()
         )
 
     def reserve_passage(self, header: ChunkHeader) -> bool:
@@ -125,7 +125,7 @@ class HostTier(Tier):
                 return False
         elif self.taken_blocks + num_blocks > self.max_blocks:
             return False
-        self._passing[header.key] = header.owner, num_blocks
+        self._passing[header.key] = header.tenant, num_blocks
         return True
 
     def arrive(self, header: ChunkHeader, held: Held) -> None:

@@ -106,7 +106,7 @@ class ChunkFilter:
     """Which chunks; what is None, all."""
 
     key: str | None = None  # how the key begins, in hex
-    owner: bytes | None = None
+    tenant: bytes | None = None
     model: bytes | None = None
     kind: LineageKind | None = None
     min_age_s: float | None = None
@@ -117,7 +117,7 @@ class ChunkFilter:
         return (
             name is not None
             and (self.key is None or name.key.hex().startswith(self.key))
-            and self.owner in (None, name.owner)
+            and self.tenant in (None, name.tenant)
             and self.model in (None, name.model)
             and self.kind in (None, name.kind)
             and (self.min_age_s is None or age_s >= self.min_age_s)
@@ -174,7 +174,7 @@ class Totals:
         self._total.add(name)
         self._num_blocks += blocks_of(name.num_bytes)
         self._sum("lineages", name.kind.name.lower()).add(name)
-        self._sum("tenants", name.owner.hex()).add(name)
+        self._sum("tenants", name.tenant.hex()).add(name)
         self._sum("models", name.model.hex()).add(name)
         age_s = _age_of(seen, now_s)
         self._ages[next((text for text, bound in AGES_S.items() if age_s < bound), "older")] += 1

@@ -1,6 +1,6 @@
 """Finding a sequence in a node's tiers: whole chunks by their keys, then the chunk behind them that shares most.
 
-Whatever is found is compared with what is wanted: fingerprint, owner, layout, parent, token ids; what differs is a
+Whatever is found is compared with what is wanted: fingerprint, tenant, layout, parent, token ids; what differs is a
 miss.
 """
 
@@ -146,7 +146,7 @@ def usable(header: ChunkHeader, query: ChainQuery, place: int) -> int | Miss:
         return Miss.OTHER_MODEL
     if query.layout not in (None, header.layout):
         return Miss.OTHER_MODEL
-    if header.parent != query.parent(place) or header.owner != query.owner:
+    if header.parent != query.parent(place) or header.tenant != query.tenant:
         return Miss.OTHER_KEY
     return num_common(header.token_ids, query.tokens_of(place))
 

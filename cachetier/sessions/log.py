@@ -193,11 +193,11 @@ class SessionLogs:
         self._counters["deleted"] += was_there
         return was_there
 
-    def delete_owned(self, owner: bytes) -> int:
+    def delete_tenant(self, tenant: bytes) -> int:
         """Looks at every session."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
-            found = self._reads.execute("SELECT name FROM sessions WHERE owner = ? AND NOT is_deleted", (owner,))
-            keys = [LogKey(name, owner) for (name,) in found]
+            found = self._reads.execute("SELECT name FROM sessions WHERE owner = ? AND NOT is_deleted", (tenant,))
+            keys = [LogKey(name, tenant) for (name,) in found]
         return sum(self.delete(key) for key in keys)
 
     def written_since(self, age_s: float, max_keys: int) -> list[LogKey]:

@@ -7,7 +7,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from mneme.cachetier.chunk.keys import owner_of
+from mneme.cachetier.chunk.keys import tenant_id
 
 _NAME_BYTES = 16
 
@@ -16,7 +16,7 @@ class LogKey(NamedTuple):
     """Which session's log; says neither whose nor which to whoever does not know the tenant's salt."""
 
     name: bytes  # 16
-    owner: bytes  # 8; the tenant, as `keys.owner_of` says it
+    tenant: bytes  # its id, 8 bytes, as `keys.tenant_id` says it
 
 
 class Appended(Enum):
@@ -46,7 +46,7 @@ class SessionLogStore(Protocol):
         Raises OSError if that is not sure.
         """
 
-    def delete_owned(self, owner: bytes) -> int:
+    def delete_tenant(self, tenant: bytes) -> int:
         """Delete all logs of a tenant; how many there were, copies too. Raises OSError if that is not sure."""
 
     def close(self) -> None: ...
@@ -59,4 +59,4 @@ def log_key(model: bytes, salt: str, session_id: str) -> LogKey:
     for part in (model, session_id.encode("utf-8", "surrogatepass")):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
-    return LogKey(hasher.digest(), owner_of(salt))
+    return LogKey(hasher.digest(), tenant_id(salt))

@@ -18,7 +18,7 @@ from typing import Any
 from rich import filesize
 
 from mneme.cachetier.chunk.header import Miss
-from mneme.cachetier.chunk.keys import KEY_BYTES, OWNER_BYTES, LineageKind
+from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, LineageKind
 from mneme.cachetier.node.folder import Kind
 from mneme.cachetier.node.index import MODEL_BYTES
 from mneme.cachetier.node.offline import ChunkFilter, FolderView, SeenFile, Totals, Verifier, chunks
@@ -51,7 +51,7 @@ def _command(whats: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument("--folder", required=True, help="the configuration's cache.disk.folder")
     parser.add_argument("--json", action="store_true", help="the last line is JSON")
     parser.add_argument("--key", metavar="HEX", help="chunks whose key begins so")
-    parser.add_argument("--tenant", metavar="HEX", help=f"of one tenant: {2 * OWNER_BYTES} digits, as listed")
+    parser.add_argument("--tenant", metavar="HEX", help=f"of one tenant: {2 * TENANT_BYTES} digits, as listed")
     parser.add_argument("--model", metavar="HEX", help=f"of one model: {2 * MODEL_BYTES} digits, as listed")
     parser.add_argument("--lineage", choices=[kind.name.lower() for kind in LineageKind])
     parser.add_argument("--older-than", type=float, metavar="S", help="not used for so many seconds")
@@ -68,7 +68,7 @@ def _filter(args: argparse.Namespace) -> ChunkFilter:
         raise ConfigError(f"key: must be 1 to {2 * KEY_BYTES} hexadecimal digits (got {shown(args.key)})")
     return ChunkFilter(
         key=args.key,
-        owner=_hex("tenant", args.tenant, OWNER_BYTES),
+        tenant=_hex("tenant", args.tenant, TENANT_BYTES),
         model=_hex("model", args.model, MODEL_BYTES),
         kind=None if args.lineage is None else LineageKind[args.lineage.upper()],
         min_age_s=args.older_than,

@@ -30,7 +30,7 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import Lineage, document_lineage, owner_of, prefix_lineage, tenant_of
+from mneme.cachetier.chunk.keys import Lineage, document_lineage, prefix_lineage, tenant_id, tenant_of
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
 from mneme.replicas.engine.pins import PinKey
@@ -218,7 +218,7 @@ def pin_kv(asked: AskedEngine, salt: str, pin_id: str, token_ids: tuple[int, ...
     """Keep what the tier has of a sequence; raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`."""
     if asked.kv_tier is None:
         raise NoCacheTier
-    pin = asked.kv_tier.admin.pin(PinName(owner_of(salt), pin_id), asked.kv_tier.chain(salt, token_ids), ttl_s)
+    pin = asked.kv_tier.admin.pin(PinName(tenant_id(salt), pin_id), asked.kv_tier.chain(salt, token_ids), ttl_s)
     if pin is None:
         raise KvNotFound("prompt", len(token_ids), "the cache tier has nothing of it; compute it first")
     return _shown_pin(pin)
@@ -227,13 +227,13 @@ def pin_kv(asked: AskedEngine, salt: str, pin_id: str, token_ids: tuple[int, ...
 @KvCommand
 def unpin_kv(asked: AskedEngine, salt: str, pin_id: str) -> Any:
     """Unpin in the tier; whether there was such a pin."""
-    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(PinName(owner_of(salt), pin_id))
+    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(PinName(tenant_id(salt), pin_id))
 
 
 @KvCommand
 def list_kv_pins(asked: AskedEngine, salt: str) -> Any:
     """List a tenant's pins in the tier."""
-    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(owner_of(salt))]
+    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(tenant_id(salt))]
 
 
 @KvCommand
@@ -304,10 +304,10 @@ def delete_tenant_kv(asked: AskedEngine, salt: str) -> Any:
     if asked.kv_tier is None:
         return None
     try:
-        num_logs = 0 if asked.durable is None else asked.durable.delete_owned(owner_of(salt))
+        num_logs = 0 if asked.durable is None else asked.durable.delete_tenant(tenant_id(salt))
     except OSError as error:
         raise ReplicaUnavailable("the tenant's session logs could not be deleted in time") from error
-    return {**_shown_amount(asked.kv_tier.admin.delete_owned(owner_of(salt))), "session_logs": num_logs}
+    return {**_shown_amount(asked.kv_tier.admin.delete_tenant(tenant_id(salt))), "session_logs": num_logs}
 
 
 @KvCommand
@@ -315,13 +315,13 @@ def kv_stats(asked: AskedEngine, salt: str | None) -> Any:
     """Sum up all tenants, and the caller's own share; without a salt, totals alone."""
     if asked.kv_tier is None:
         return None
-    owner = None if salt is None else owner_of(salt)
+    tenant = None if salt is None else tenant_id(salt)
     nodes, own = [], Counter[str]()
     for node in asked.kv_tier.admin.stats():
-        owners = node.pop("owners", {})
-        own.update({} if owner is None else owners.get(owner.hex(), {}))
+        tenants = node.pop("owners", {})
+        own.update({} if tenant is None else tenants.get(tenant.hex(), {}))
         nodes.append(node)
-    return {"nodes": nodes, "tenant": None if owner is None else _tenant(asked.kv_tier, owner, own)}
+    return {"nodes": nodes, "tenant": None if tenant is None else _tenant(asked.kv_tier, tenant, own)}
 
 
 def _describe(engine: Engine, key: SessionKey) -> dict[str, Any] | None:
@@ -369,13 +369,13 @@ def _deleted_pages(engine: Engine, delete: Callable[[Engine], None]) -> dict[str
     return {"device_pages": len(device.free) - before[0], "host_pages": len(host.free) - before[1]}
 
 
-def _tenant(tier: KvTier, owner: bytes, own: Mapping[str, int]) -> dict[str, Any]:
+def _tenant(tier: KvTier, tenant: bytes, own: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "owner": owner.hex(),
+        "owner": tenant.hex(),
         "host_bytes": own["host"],
         "disk_bytes": own["disk"],
         "quota_bytes": tier.tenant_bytes,  # in each tier of each node
-        "pins": [_shown_pin(pin) for pin in tier.admin.pins(owner)],
+        "pins": [_shown_pin(pin) for pin in tier.admin.pins(tenant)],
     }
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from mneme.cachetier.chunk.keys import owner_of
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.sessions.record import (
     RecordKind,
@@ -119,11 +119,11 @@ class DurableSessions:
             raise TimeoutError("session logs are not written in time")
         return self._store.delete(log_key(self._model, *key))
 
-    def delete_owned(self, owner: bytes) -> int:
-        """Delete all that a tenant has, see `SessionLogStore.delete_owned`. Raises OSError if that is not sure."""
-        if not self.writer.settle(lambda each: owner_of(each[0]) == owner, DELETE_S):
+    def delete_tenant(self, tenant: bytes) -> int:
+        """Delete all that a tenant has, see `SessionLogStore.delete_tenant`. Raises OSError if that is not sure."""
+        if not self.writer.settle(lambda each: tenant_id(each[0]) == tenant, DELETE_S):
             raise TimeoutError("session logs are not written in time")
-        return self._store.delete_owned(owner)
+        return self._store.delete_tenant(tenant)
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

@@ -92,7 +92,7 @@ def test_what_was_written_comes_back(
     assert path.stat().st_size == file_bytes(chunk.header)
     reader = open_chunk(FILES, str(path), wanted(chunk, fingerprint))
     assert isinstance(reader, ChunkReader)
-    for name in ("key", "parent", "owner", "kind", "fingerprint", "layout", "checksums"):
+    for name in ("key", "parent", "tenant", "kind", "fingerprint", "layout", "checksums"):
         assert getattr(reader.header, name) == getattr(chunk.header, name)
     assert reader.header.kind is kind
     assert reader.header.token_ids.tolist() == token_ids

@@ -16,8 +16,8 @@ from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.keys import (
     document_lineage,
     encoded,
-    owner_of,
     prefix_lineage,
+    tenant_id,
 )
 from mneme.errors import ConfigError
 from tests.cachetier.chunks import FINGERPRINT, LINEAGE
@@ -101,9 +101,9 @@ def test_byte_order_and_width_do_not_matter(dtype: str) -> None:
     assert LINEAGE.key(LINEAGE.root, np.array([1, 700, 3], dtype)) == LINEAGE.key(LINEAGE.root, [1, 700, 3])
 
 
-def test_a_lineage_shows_its_owner_and_neither_salt_nor_secret() -> None:
+def test_a_lineage_shows_its_tenant_and_neither_salt_nor_secret() -> None:
     lineage = prefix_lineage(FINGERPRINT, "tenant-7")
-    assert lineage.owner == owner_of("tenant-7") != owner_of("tenant-8")
+    assert lineage.tenant == tenant_id("tenant-7") != tenant_id("tenant-8")
     assert "secret" not in repr(lineage)
     assert "tenant-7" not in repr(lineage)
     assert lineage == prefix_lineage(FINGERPRINT, "tenant-7")

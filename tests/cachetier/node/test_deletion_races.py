@@ -111,6 +111,6 @@ def test_what_is_brought_up_in_the_midst_of_its_deletion(
 
 
 def test_what_is_deleted_while_it_is_put(node: NodeCache, interruption: Interruption, tmp_path: Path) -> None:
-    interruption.call = lambda: node.delete(node.owned(LINEAGE.owner))
+    interruption.call = lambda: node.delete(node.keys_of(LINEAGE.tenant))
     put(node, CHUNK)
     check_gone(node, tmp_path)

@@ -82,7 +82,7 @@ def test_a_deletion_is_sure_once_the_files_are_gone(
 
     def delete() -> None:
         if is_tenant:
-            admin.delete_owned(LINEAGE.owner)
+            admin.delete_tenant(LINEAGE.tenant)
         else:
             admin.delete(query([1] * 8), spares_longer=False)
 
@@ -91,7 +91,7 @@ def test_a_deletion_is_sure_once_the_files_are_gone(
     for _ in range(2):
         with pytest.raises(ReplicaUnavailable, match="could not be removed yet"):
             delete()
-    assert admin.delete_owned(bytes(8)).num_chunks == 0  # another tenant's deletion is sure
+    assert admin.delete_tenant(bytes(8)).num_chunks == 0  # another tenant's deletion is sure
     set_read_only(files, False)
     wait(node, clock)
     delete()

@@ -321,7 +321,7 @@ def test_a_smaller_quota_is_kept_to_from_the_start(tmp_path: Path) -> None:
         assert tier.put(chunk) is Put.WRITTEN
     tier.close()
     tier = make(LruPolicy(), tenant_bytes=3 * BLOCK)
-    assert tier.blocks_by_tenant == {LINEAGE.owner: 3, theirs.owner: 1}
+    assert tier.blocks_by_tenant == {LINEAGE.tenant: 3, theirs.tenant: 1}
     assert [chunk.header.key in tier for chunk in chain] == [True] * 3 + [False] * 7
     assert folder_bytes(tmp_path) == 4 * BLOCK
     tier.close()

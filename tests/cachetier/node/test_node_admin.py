@@ -1,4 +1,4 @@
-"""A node's cache as its owners manage it: lookups, pins and deletion over real tiers."""
+"""A node's cache as its tenants manage it: lookups, pins and deletion over real tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mneme.cachetier.admin import (
     merged_pins,
     num_leading_tokens,
 )
-from mneme.cachetier.chunk.keys import Lineage, owner_of, prefix_lineage
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, tenant_id
 from mneme.cachetier.node import admin
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.errors import CachePinRefused, ReplicaUnavailable
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("few_folders")
 
 OTHER = prefix_lineage(FINGERPRINT, "other")
 SALTED = prefix_lineage(FINGERPRINT, "tenant:salted")
-OWNER = owner_of("tenant")
+OWNER = tenant_id("tenant")
 PIN = PinName(OWNER, "p")
 
 
@@ -140,8 +140,8 @@ def test_a_pinned_sequence_outlives_everything_else() -> None:
         node.put([number] * 8)
     assert node.found([1] * 8) == 8
     assert [pin.pin_id for pin in node.admin.pins(OWNER)] == ["p"]
-    assert node.admin.pins(owner_of("other")) == []
-    assert not node.admin.unpin(PinName(owner_of("other"), "p"))
+    assert node.admin.pins(tenant_id("other")) == []
+    assert not node.admin.unpin(PinName(tenant_id("other"), "p"))
     assert node.admin.unpin(PIN)
     assert not node.admin.unpin(PIN)
     for number in range(50, 80):
@@ -221,15 +221,15 @@ def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
     assert node.cache.stats()["pins"]["keys"] == 0
 
 
-def test_pins_of_all_owners_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_of_all_tenants_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "_MAX_ALL_PINS", 2)
     node.put([1] * 8)
-    for owner in ("a", "b"):
-        node.admin.pin(PinName(owner_of(owner), "p"), query([1] * 8), 60)
+    for tenant in ("a", "b"):
+        node.admin.pin(PinName(tenant_id(tenant), "p"), query([1] * 8), 60)
     with pytest.raises(CachePinRefused, match="2 pins of all API keys"):
         node.admin.pin(PIN, query([1] * 8), 60)
-    node.admin.pin(PinName(owner_of("a"), "p"), query([1] * 8), 90)
-    assert [pin.expires_in_s for pin in node.admin.pins(owner_of("a"))] == [90]
+    node.admin.pin(PinName(tenant_id("a"), "p"), query([1] * 8), 90)
+    assert [pin.expires_in_s for pin in node.admin.pins(tenant_id("a"))] == [90]
 
 
 def test_pins_are_so_many(node: Node) -> None:
@@ -239,7 +239,7 @@ def test_pins_are_so_many(node: Node) -> None:
     with pytest.raises(CachePinRefused, match="64 pins at once"):
         node.admin.pin(PIN, query([1] * 8), 60)
     node.admin.pin(PinName(OWNER, "0"), query([1] * 8), 60)
-    node.admin.pin(PinName(owner_of("other"), "0"), query([1] * 8), 60)
+    node.admin.pin(PinName(tenant_id("other"), "0"), query([1] * 8), 60)
     assert node.admin.pin(PIN, query([9] * 8), 60) is None
 
 
@@ -309,7 +309,7 @@ def test_a_tenant_goes_with_all_salts_and_pins_and_no_other(disk_node: Node) -> 
         disk_node.put([*range(20)], lineage)
     disk_node.write()
     disk_node.admin.pin(PIN, query([*range(20)]), None)
-    assert disk_node.admin.delete_owned(OWNER).num_chunks == 12
+    assert disk_node.admin.delete_tenant(OWNER).num_chunks == 12
     assert [disk_node.found([*range(20)], each) for each in (LINEAGE, SALTED, OTHER)] == [0, 0, 20]
     assert disk_node.cache.stats()["pins"]["keys"] == 0
     assert disk_node.admin.pins(OWNER) == []

@@ -230,9 +230,9 @@ def test_a_tenants_chunks_go_in_all_tiers(tmp_path: Path) -> None:
     theirs = chain_of(IDS, OTHER_TENANT)
     node = on_disk(tmp_path, [*chain_of(IDS), *theirs[:2]])
     put(node, theirs[2])
-    assert set(node.stats()["owners"]) == {LINEAGE.owner.hex(), OTHER_TENANT.owner.hex()}
-    assert node.delete(node.owned(OTHER_TENANT.owner)) == 3
-    assert set(node.stats()["owners"]) == {LINEAGE.owner.hex()}
+    assert set(node.stats()["owners"]) == {LINEAGE.tenant.hex(), OTHER_TENANT.tenant.hex()}
+    assert node.delete(node.keys_of(OTHER_TENANT.tenant)) == 3
+    assert set(node.stats()["owners"]) == {LINEAGE.tenant.hex()}
     assert len(found(node, IDS)) == 3
     node.close(flush=False)
 
@@ -252,7 +252,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_oldest(tmp_path: Path) -> None:
     assert [chunk.header.key in node for chunk in mine] == [False] * 2 + [True] * 3
     assert all(chunk.header.key in node for chunk in theirs)
     assert node.stats()["owners"] == {
-        owner.hex(): {"host": 3 * BLOCK, "disk": 3 * BLOCK} for owner in (LINEAGE.owner, OTHER_TENANT.owner)
+        tenant.hex(): {"host": 3 * BLOCK, "disk": 3 * BLOCK} for tenant in (LINEAGE.tenant, OTHER_TENANT.tenant)
     }
     node.close(flush=False)
 

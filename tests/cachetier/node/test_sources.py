@@ -84,7 +84,7 @@ def is_right(read_layers: list[U8Array] | Miss, chunk: Chunk) -> bool:
 
 def check_empty(store: ProcessChunkStore, folder: Path | None) -> None:
     """Bytes are back to nothing once all is deleted."""
-    store.node.delete(store.node.owned(LINEAGE.owner))
+    store.node.delete(store.node.keys_of(LINEAGE.tenant))
     assert store.node.flush(TIMEOUT_S)
     stats = store.node.stats()
     assert stats["host"]["bytes"] == 0

@@ -375,8 +375,8 @@ def test_a_tenant_s_sessions_can_be_deleted_together(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
     for number in range(3):
         write(logs, some_state(1), key_number(number))
-    assert logs.delete_owned(b"x" * 8) == 0
-    assert logs.delete_owned(KEY.owner) == 3
+    assert logs.delete_tenant(b"x" * 8) == 0
+    assert logs.delete_tenant(KEY.tenant) == 3
     assert logs.stats()["sessions"] == 0
     logs.close()
 

@@ -110,5 +110,5 @@ def test_versions_grow_whatever_the_clock_does_and_more_where_the_session_is_tak
 def test_names_tell_sessions_tenants_and_models_apart() -> None:
     keys = [log_key(m, s, i) for m in (b"m", b"n") for s in ("", "x") for i in ("public:a", "public:b", "public:ab")]
     assert len({key.name for key in keys}) == len(keys)
-    assert len({key.owner for key in keys}) == 2
+    assert len({key.tenant for key in keys}) == 2
     assert ids_of(1, 2) == array("i", [1000, 1001])

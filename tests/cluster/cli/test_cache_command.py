@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.chunk.keys import document_lineage, owner_of, prefix_lineage
+from mneme.cachetier.chunk.keys import document_lineage, prefix_lineage, tenant_id
 from mneme.cachetier.config import DiskTierConfig
 from mneme.cachetier.node import folder, offline
 from mneme.cachetier.node.disk import DiskTier, Put
@@ -94,11 +94,11 @@ def test_chunks_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for age_s, chunk in enumerate(chunks):
         os.utime(path_of(tmp_path, chunk), (now_s, now_s - 100 * age_s))
     for arguments, num_chosen in (
-        (["--tenant", owner_of("other").hex()], 1),
+        (["--tenant", tenant_id("other").hex()], 1),
         (["--lineage", "document"], 1),
         (["--key", chunks[2].header.key.hex()[:9]], 1),
         (["--older-than", "150", "--newer-than", "350"], 2),
-        (["--tenant", owner_of("tenant").hex(), "--older-than", "350"], 1),
+        (["--tenant", tenant_id("tenant").hex(), "--older-than", "350"], 1),
         (["--model", FINGERPRINT.digest[:8].hex()], 5),
         (["--model", "0" * 16], 0),
     ):
@@ -119,8 +119,8 @@ def test_sums_by_lineage_tenant_model_and_age(tmp_path: Path, capsys: pytest.Cap
     assert found["disk_bytes"] == sum(-(-size // 4096) * 4096 for size in sizes)
     assert {name: sums["chunks"] for name, sums in found["lineages"].items()} == {"prefix": 5, "document": 1}
     assert {name: sums["chunks"] for name, sums in found["tenants"].items()} == {
-        owner_of("tenant").hex(): 5,
-        owner_of("other").hex(): 1,
+        tenant_id("tenant").hex(): 5,
+        tenant_id("other").hex(): 1,
     }
     models = {name: (sums["chunks"], sums["chunk_tokens"]) for name, sums in found["models"].items()}
     assert models == {FINGERPRINT.digest[:8].hex(): (5, 8), other_model.digest[:8].hex(): (1, 2)}
@@ -177,7 +177,7 @@ def test_every_kind_of_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     short, headless, renamed, linked, sound = (path_of(tmp_path, chunk) for chunk in chunks)
     os.truncate(short, 100)
     headless.write_bytes(bytes(headless.stat().st_size))
-    swapped = renamed.with_name(renamed.name.replace(owner_of("tenant").hex(), owner_of("other").hex()))
+    swapped = renamed.with_name(renamed.name.replace(tenant_id("tenant").hex(), tenant_id("other").hex()))
     renamed.rename(swapped)
     target = tmp_path / "target"
     linked.rename(target)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mneme.cachetier.chunk.keys import document_lineage, owner_of
+from mneme.cachetier.chunk.keys import document_lineage, tenant_id
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
@@ -200,7 +200,7 @@ class OwnedLogs:
     def recall(self, keys: object, version_of: object) -> list[Any]:
         return []
 
-    def delete_owned(self, owner: bytes) -> int:
+    def delete_tenant(self, owner: bytes) -> int:
         if self.is_slow:
             raise TimeoutError
         self.owners.append(owner)
@@ -221,7 +221,7 @@ def test_a_tenant_s_sessions_go_with_its_kv() -> None:
         logs.is_slow = False
         gone = drop(client, headers=ONE, tenant=True)
         assert (gone["tier"]["chunks"], gone["tier"]["session_logs"]) == (4, 3)
-        assert logs.owners == [owner_of(salts(0)[0])]  # one replica is asked for all nodes
+        assert logs.owners == [tenant_id(salts(0)[0])]  # one replica is asked for all nodes
         for loop in engines.loops.values():
             left = loop.query(get_session((salts(1)[0], "other")))
             assert left is not None
@@ -235,7 +235,7 @@ def test_figures_are_the_caller_s_own_and_sums() -> None:
         engines.save(IDS[:8], salts(1)[0])
         call(client, "/pin", headers=ONE, token_ids=IDS[:8], pin_id="mine")
         figures = call(client, "/stats", headers=ONE, method="GET")
-        own, owners = figures["tenant"], [owner_of(salts(key)[0]).hex() for key in (0, 1)]
+        own, owners = figures["tenant"], [tenant_id(salts(key)[0]).hex() for key in (0, 1)]
         assert (own["owner"], own["quota_bytes"], own["disk_bytes"]) == (owners[0], 1 << 19, 0)
         assert own["host_bytes"] == 8 * 4096
         assert [pin["id"] for pin in own["pins"]] == ["mine"]

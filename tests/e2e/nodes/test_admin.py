@@ -11,7 +11,7 @@ import pytest
 
 from mneme.cachetier.admin import PinName, leading, num_leading_tokens
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import owner_of, prefix_lineage
+from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.admin import RayCacheAdmin
 from mneme.cachetier.distributed.nodes import node_actor_name
@@ -26,7 +26,7 @@ from tests.e2e.nodes.cache_cluster import CHUNK_TOKENS, LARGE, MARKS, SMALL, Cac
 
 pytestmark = MARKS
 
-OWNER = owner_of("tenant")
+OWNER = tenant_id("tenant")
 PIN = PinName(OWNER, "p")
 
 
@@ -104,7 +104,7 @@ def test_what_one_node_refuses_is_pinned_on_none(engines: dict[str, Any], admin:
     assert kept._replace(expires_in_s=60) == pinned._replace(expires_in_s=60)
     assert kept.expires_in_s is not None
     assert kept.expires_in_s < 60
-    assert admin.delete_owned(OWNER).num_chunks == 5
+    assert admin.delete_tenant(OWNER).num_chunks == 5
 
 
 def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class HeldStore:
         self.deleted.append(key)
         return True
 
-    def delete_owned(self, owner: bytes) -> int:
+    def delete_tenant(self, owner: bytes) -> int:
         return 0
 
     def close(self) -> None: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.chunk.keys import owner_of
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
@@ -394,7 +394,7 @@ def test_a_tenant_s_sessions_go_with_its_kv_on_all_engines_and_from_the_disk(clu
         flush(engine)
     assert (len(one.sessions), len(two.sessions)) == (0, 1)
     assert two.durable is not None
-    assert two.durable.delete_owned(owner_of(KEY[0])) == 0  # the engines' own deletions are written
+    assert two.durable.delete_tenant(tenant_id(KEY[0])) == 0  # the engines' own deletions are written
     third = cluster.restart()
     recall(third, KEY[1], "public:here")
     assert third.sessions.get(KEY) is None
@@ -409,7 +409,7 @@ def test_a_tenant_s_sessions_that_no_engine_knows_go_from_the_disk(cluster: Clus
     say(cluster.engine(), "a", [1, 2, 3])
     second = cluster.restart()
     assert second.durable is not None
-    assert second.durable.delete_owned(owner_of("neighbour")) == 0
-    assert second.durable.delete_owned(owner_of(KEY[0])) == 1
+    assert second.durable.delete_tenant(tenant_id("neighbour")) == 0
+    assert second.durable.delete_tenant(tenant_id(KEY[0])) == 1
     with pytest.raises(SessionNotFound):
         say(second, "b", [1], append=True)

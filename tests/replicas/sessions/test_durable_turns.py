@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mneme.cachetier.chunk.keys import owner_of
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.sessions.store import Appended
 from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.commands import leave_session
@@ -167,7 +167,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
             delete(one)
     monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     delete(one, "public:dropped")
-    one.durable.delete_owned(owner_of("tenant"))
+    one.durable.delete_tenant(tenant_id("tenant"))
     until(lambda: one.durable.writer.stats()["later"] == 0)
     assert cluster.logs.stats()["sessions"] == 0
     assert cluster.logs.stats()["tombstones"] == 1

@@ -30,7 +30,7 @@ class LetterTokenizer:
     def encode_continuation(self, text: str) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(LETTERS[i] for i in ids)
 
 
