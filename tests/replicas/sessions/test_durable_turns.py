@@ -152,6 +152,7 @@ def test_what_could_not_be_written_is_written_later(cluster: Cluster, monkeypatc
 
 def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the engine still knows the session or not, and also if it could not be deleted at first."""
+    monkeypatch.setattr(session_journal, "RETRY_S", 0.2)
     one = cluster.engine()
     assert one.durable is not None
     with monkeypatch.context() as patched:
@@ -165,7 +166,6 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
         patched.setattr(cluster.logs, "delete", fail)
         with pytest.raises(ReplicaUnavailable):
             delete(one)
-    monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     delete(one, "public:dropped")
     one.durable.delete_tenant(tenant_id("tenant"))
     until(lambda: one.durable.writer.stats()["later"] == 0)
