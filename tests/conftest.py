@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, one runs all that starts a Ray cluster, first; other files go to whichever is idle."""
-    if config.getoption("dist", "no") != "loadgroup":
+    if not config.getoption("loadgroup", False):  # what --dist loadgroup is called in a worker
         return
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     for item in items:

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import jsonschema
-import pytest
 from starlette.testclient import TestClient
 
 from tests.cluster.api_fixtures import CHAT, COMPLETION, api, get
@@ -54,12 +53,16 @@ class Described:
         return answers[-1]
 
 
-@pytest.fixture(scope="module")
-def described() -> Described:
-    return Described()
+def test_every_answer_has_the_fields_that_are_described_and_no_other(client: TestClient, engines: TwoEngines) -> None:
+    described = Described()
+    ask_the_service(described, client)
+    ask_for_completions(described, client)
+    ask_of_sessions(described, client)
+    ask_of_kv(described, engines)
+    assert described.unseen == set()
 
 
-def test_service_answers_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+def ask_the_service(described: Described, client: TestClient) -> None:
     for path in ("/v1/models", "/health", "/ready", "/metrics", "/version", "/", "/docs", "/openapi.json"):
         described.ask(client, "GET", path)
     described.ask(client, "GET", "/", headers=BROWSER)
@@ -68,7 +71,7 @@ def test_service_answers_have_the_fields_that_are_described(described: Described
     described.ask(client, "POST", "/detokenize", {"tokens": found["tokens"]})
 
 
-def test_completions_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+def ask_for_completions(described: Described, client: TestClient) -> None:
     chat = {**CHAT, "session_id": "s", "logprobs": True, "top_logprobs": 2}
     for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**COMPLETION, "logprobs": 2})):
         whole = described.ask(client, "POST", path, body)
@@ -80,7 +83,7 @@ def test_completions_have_the_fields_that_are_described(described: Described, cl
         assert explained["choices"]
 
 
-def test_sessions_have_the_fields_that_are_described(described: Described, client: TestClient) -> None:
+def ask_of_sessions(described: Described, client: TestClient) -> None:
     client.post("/v1/chat/completions", json={**CHAT, "session_id": "s"})
     path = "/v1/sessions/{session_id}"
     assert described.ask(client, "GET", path, session_id="s")["hit_history"]
@@ -88,8 +91,7 @@ def test_sessions_have_the_fields_that_are_described(described: Described, clien
     described.ask(client, "DELETE", path, session_id="s")
 
 
-def test_kv_has_the_fields_that_are_described_and_nothing_else_is(described: Described, engines: TwoEngines) -> None:
-    """The last of four: together they have asked for every answer that is described."""
+def ask_of_kv(described: Described, engines: TwoEngines) -> None:
     client = api(engines)
     engines.save(IDS)
     given = {"token_ids": IDS}
@@ -105,7 +107,6 @@ def test_kv_has_the_fields_that_are_described_and_nothing_else_is(described: Des
     described.ask(client, "POST", "/v1/kv/unpin", {"pin_id": in_tier["id"]})
     dropped = described.ask(client, "DELETE", "/v1/kv", given)
     assert dropped["tier"]["chunks"]
-    assert described.unseen == set()
 
 
 def test_a_hint_or_salt_outside_the_body_is_described() -> None:
