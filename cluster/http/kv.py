@@ -14,12 +14,14 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import FieldNames
@@ -44,7 +46,16 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
 _WARM_TIMEOUT_S = 600.0
 _PROMPTS = ("prompt", "prompt_token_ids", "token_ids", "messages")
 
-PinId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
+_PIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+def _check_pin_id(pin_id: str) -> str:
+    if not _PIN_ID.fullmatch(pin_id):
+        raise PydanticCustomError("pin_id", "must have from 1 to 64 letters, digits or any of . _ : -")
+    return pin_id
+
+
+PinId = Annotated[str, AfterValidator(_check_pin_id), Field(json_schema_extra={"pattern": f"^{_PIN_ID.pattern}$"})]
 
 
 class PromptSelector(Body):
