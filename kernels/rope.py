@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A query's rotation reaches twice the context once a session was truncated (DESIGN.md section 2).
+# A query's rotation reaches twice the context once a session was truncated.
 _POSITIONS_PER_CONTEXT = 2
 
 

@@ -1,5 +1,5 @@
 // What one call of `attend` reads, and the tiles of keys that its kernels share. See kernels/work_list.py for the
-// arrays and DESIGN.md section 2 for the rule that decides what a row sees.
+// arrays and `kernels/reference.py` for the rule that decides what a row sees.
 #pragma once
 
 #include "lanes.h"

@@ -1,4 +1,4 @@
-// Which keys a block of rows reads: the rule of visibility (DESIGN.md section 2), page by page.
+// Which keys a block of rows reads: the rule of visibility (`kernels/reference.py`), page by page.
 #include "attention.h"
 
 namespace mneme::attention {
