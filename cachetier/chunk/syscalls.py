@@ -137,7 +137,7 @@ class HeldLock:
 class PatientFiles(FileOperations):
     """For whoever comes in the place of a process that was ended: it may hold its locks for another moment."""
 
-    lock_wait_s = 3.0
+    lock_wait_s = 10.0
 
 
 def is_ours(status: os.stat_result) -> bool:
