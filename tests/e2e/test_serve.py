@@ -141,11 +141,11 @@ def test_a_client_that_leaves_frees_its_request(server: str) -> None:
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_before_its_answer_frees_its_request(server: str, is_stream: bool, stays_s: float) -> None:
     finished = 'mneme_finished_requests_total{reason="length"}'
+    time.sleep(METRICS_AGE_S)  # an older page would not count what ended just now
     before = await_idle(server)[finished]
-    connections = [send_in_two_pieces(server, is_stream) for _ in range(4)]
-    time.sleep(stays_s)
-    for connection in connections:
-        connection.close()
+    for _ in range(4):  # one after the other: while a second connects, which can take seconds, a first could end
+        with send_in_two_pieces(server, is_stream):
+            time.sleep(stays_s)
     deadline = time.monotonic() + FREED_LIMIT_S
     time.sleep(METRICS_AGE_S)  # an older page would show what was before
     metrics = read_metrics(server)
