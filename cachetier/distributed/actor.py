@@ -24,7 +24,7 @@ from mneme.cachetier.chunk.syscalls import PatientFiles
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.announcer import Announcer
 from mneme.cachetier.distributed.directory import DirectoryShards, Span, spans_of
-from mneme.cachetier.distributed.nodes import NodeIdentity, PeerActors, Ready
+from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
 from mneme.cachetier.node.admin import NodeAdmin
@@ -79,7 +79,7 @@ class NodeActor:
         self._num_reads = 0
         self._no_reads = asyncio.Event()
         self._no_reads.set()
-        self._peers = PeerActors(identity.node_id, identity.namespace)
+        self._peers = Nodes(identity.node_id, identity.namespace)
         self._logs: NodeSessionLogs | None = None  # likewise
         self._opening = asyncio.ensure_future(self._open_all())
         self._closing: asyncio.Future[None] | None = None
@@ -98,7 +98,7 @@ class NodeActor:
         missing = query.keys[query.first + _num_whole(here, query) :]
         places = await self._directory.lookup(missing, timeout_s * _DIRECTORY_SHARE)
         spans = spans_of(places, len(query.keys) - len(missing), self._identity.node_id)
-        peers = await self._peers.of({span.node for span in spans}, timeout_s * _PEERS_SHARE)
+        peers = await self._peers.find({span.node for span in spans}, timeout_s * _PEERS_SHARE)
         return Found(here, spans, peers, self._epoch)
 
     async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:

@@ -17,8 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, Lineage, LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
-from mneme.cachetier.distributed.admin import RayCacheAdmin
-from mneme.cachetier.distributed.nodes import NodeIdentity, Ready, find_actor, named_actors, node_actor_name
+from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready, find_actor, named_actors, node_actor_name
 from mneme.cachetier.distributed.session_logs import RaySessionLogs
 from mneme.cachetier.distributed.store import RayChunkStore
 from mneme.cachetier.store import ChainQuery
@@ -47,13 +46,8 @@ def start_cache_tier(
     """
     identity = own_identity(config, application, session_ttl_s)
     _await_node(config, identity, timeout_s)
-    store = RayChunkStore(
-        identity.node_id,
-        lambda: node_actor(config, identity),
-        put_bytes=min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes)),
-        admin=RayCacheAdmin(node_actor_name(identity.node_id), identity.namespace),
-        ttl_s=_shortest_ttl_s(config),
-    )
+    put_bytes = min(config.write_buffer_bytes, int(_PUT_SHARE / _TOTAL_SHARE * identity.object_bytes))
+    store = RayChunkStore(_nodes(config, identity), put_bytes=put_bytes, ttl_s=_shortest_ttl_s(config))
     store.locate(_nothing(), _FIRST_LOOKUP_S)  # connections and imports are not the first request's to wait for
     return store
 
@@ -63,7 +57,7 @@ def start_session_logs(config: CacheConfig, application: str, session_ttl_s: flo
     if config.disk is None:
         return None
     identity = own_identity(config, application, session_ttl_s)
-    return RaySessionLogs(identity.node_id, lambda: node_actor(config, identity))
+    return RaySessionLogs(_nodes(config, identity))
 
 
 def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
@@ -115,6 +109,10 @@ def node_actor(config: CacheConfig, identity: NodeIdentity, *, is_first: bool = 
     }
     actor = ray.remote(NodeActor).options(num_cpus=0, max_restarts=-1, **options)
     return actor.remote(config, identity, is_first=is_first)
+
+
+def _nodes(config: CacheConfig, identity: NodeIdentity) -> Nodes:
+    return Nodes(identity.node_id, identity.namespace, lambda: node_actor(config, identity))
 
 
 def _await_node(config: CacheConfig, identity: NodeIdentity, timeout_s: float) -> None:

@@ -1,9 +1,4 @@
-"""Asks nodes' actors in bounded time: what they are, how they are found, and who asks them.
-
-Ray's own look-ups of names have no timeout, so each is made beside whoever waits for it. An engine's process asks
-through `NodeCalls`, a node's actor asks others through `PeerActors`; `admin` asks all nodes. A node that does not
-answer is left alone for a while (`Breaker`).
-"""
+"""Asks nodes' actors in bounded time (`Nodes`): what they are, how they are found, and when they are left alone."""
 
 from __future__ import annotations
 
@@ -11,11 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import ray
@@ -23,6 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from mneme.cachetier.config import CacheConfig
+from mneme.errors import ReplicaUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +28,6 @@ NODE_PREFIX = "node-"  # of the names of nodes' actors
 _MAX_FAILURES = 3  # in a row
 _PAUSE_S = 0.5  # then, doubled while it goes on
 _MAX_PAUSE_S = 16.0
-_MAX_LATE = 64
 _LATE_S = 1.0  # an answer that takes longer speaks against its node; one that only came after its deadline does not
 _FIRST_LOOK_S = 0.15  # how long who asks first waits for the list of nodes
 _MEMBERS_S = 2.0  # how old the list may be
@@ -124,33 +120,39 @@ class Call(NamedTuple):
     since_s: float
 
 
-class NodeCalls:
-    """Calls from an engine's process, which are not made where they would be in vain.
+class Nodes:
+    """Asks the actors of an application's nodes; nobody waits for one longer than they say. Thread-safe.
 
-    `own` is the actor of the process's own node. `connect` gives it, made if there is none; when it is dead for good it
-    is made again, on a thread, and `on_new` hears of that.
+    An engine's threads `call` and then wait for `answers`: a node that failed several times in a row is not called for
+    a while. A node's actor asks the others from its event loop (`ask`), each time: one that is missing leaves a session
+    in doubt. Ray's own look-ups of names have no timeout, so a thread makes them, and keeps a list.
     """
 
-    def __init__(self, node_id: str, connect: Callable[[], Any], on_new: Callable[[], object] = lambda: None) -> None:
-        self._node_id, self._connect, self._on_new = node_id, connect, on_new
+    def __init__(self, own_node: str, namespace: str, connect: Callable[[], Any] = lambda: None) -> None:
+        """`connect`, in an engine's process, gives the actor of its own node, made if there is none or a dead one."""
+        self.own_node, self._namespace, self._connect = own_node, namespace, connect
         self.own = connect()
-        self._connecting = threading.Lock()
-        self._breakers: dict[str, Breaker] = {}
-        self._lock = threading.Lock()
-        self._late: deque[Call] = deque(maxlen=_MAX_LATE)  # oldest first
-        self._timer: threading.Timer | None = None  # while there are such
         self.counters: Counter[str] = Counter()
+        self._breakers: dict[str, Breaker] = {}
+        self._names = ThreadPoolExecutor(1, "nodes")
+        self._connecting: Future[None] | None = None
+        self._lock = threading.Lock()  # of what looks
+        self._looking: Future[bool] | None = None
+        self._next_look_s = float("-inf")
+        self._actors: dict[str, Any] = {}  # of other nodes
+        self._listed_s: dict[str, float] = {}  # when each of them was
+        self._dead: set[str] = set()  # nodes of these actors that are so for good
 
-    def call(self, node: str, name: str, method: Any, *args: Any) -> Call | None:
+    def is_up(self) -> bool:
+        """Whether the own node answers, as far as the last calls tell."""
+        return not self._breaker(self.own_node).is_open
+
+    def call(self, node: str, name: str, method: Any, *args: Any, **options: Any) -> Call | None:
         """Begin a call; None if that node does not answer these days."""
         if not self._breaker(node).allows():
             self.counters["not_asked"] += 1
             return None
-        return Call(node, name, method.remote(*args), time.monotonic())
-
-    def is_up(self) -> bool:
-        """Whether the own node answers, as far as the last calls tell."""
-        return not self._breaker(self._node_id).is_open
+        return Call(node, name, method.remote(*args, **options), time.monotonic())
 
     def answers(self, calls: Sequence[Call | None], deadline_s: float) -> list[Any]:
         """One for each call, None where there is none by the deadline, of `time.monotonic`."""
@@ -158,109 +160,30 @@ class NodeCalls:
 
     def ask_own(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         """The answer of the own node; None where there is none in time."""
-        call = self.call(self._node_id, name, getattr(self.own, method), *args)
+        call = self.call(self.own_node, name, getattr(self.own, method), *args)
         return self.answers([call], time.monotonic() + timeout_s)[0]
+
+    def all(self, timeout_s: float) -> dict[str, Any]:
+        """Actors of all nodes, listed anew; raises `ReplicaUnavailable` if they cannot be listed in time."""
+        try:
+            is_listed = self._look().result(timeout_s)
+        except TimeoutError:
+            is_listed = False
+        if not is_listed:
+            raise ReplicaUnavailable("the nodes of the cache tier could not be listed")
+        return {self.own_node: self.own, **self._actors}
 
     def lost(self, node: str) -> None:
         """An actor is dead for good, its node perhaps too."""
         self.counters["actors_lost"] += 1
-        if node != self._node_id:
+        if node != self.own_node:
+            self.drop(node)
             self.own.not_reached.remote(node)
-        elif self._connecting.acquire(blocking=False):
-            threading.Thread(target=self._connect_again, name="mneme-reconnect", daemon=True).start()
-
-    def _connect_again(self) -> None:
-        try:
-            self.own = self._connect()
-            self._on_new()
-        except Exception:  # the thread's edge; the next call that fails begins another
-            logger.exception("the actor of this node could not be made again")
-        finally:
-            self._connecting.release()
-
-    def _answer(self, call: Call, deadline_s: float) -> Any:
-        breaker = self._breaker(call.node)
-        try:
-            answer = ray.get(call.answer, timeout=max(0.0, deadline_s - time.monotonic()))
-        except GetTimeoutError:
-            self.counters[f"{call.name}_timeout"] += 1
-            with self._lock:
-                self._late.append(call)
-                self._judge_later()
-            return None
-        except RayError as error:
-            breaker.failed()
-            self.counters[f"{call.name}_failed"] += 1
-            if isinstance(error, ActorDiedError):
-                self.lost(call.node)
-            return None
-        breaker.succeeded()
-        return answer
-
-    def _judge_later(self) -> None:
-        """Under the lock. Whether or not anybody calls again: answers keep the objects that they name."""
-        if self._timer is None:
-            self._timer = threading.Timer(_LATE_S, self._judge_late)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _judge_late(self) -> None:
-        """Learn whether calls that missed their deadlines were answered after all."""
-        oldest_s = time.monotonic() - _LATE_S
-        with self._lock:
-            due = list(takewhile(lambda call: call.since_s <= oldest_s, self._late))
-            for _ in due:
-                self._late.popleft()
-            self._timer = None
-            if self._late:
-                self._judge_later()
-        for call in due if ray.is_initialized() else ():
-            breaker = self._breaker(call.node)
-            if ray.wait([call.answer], timeout=0)[0]:
-                breaker.succeeded()
-            else:
-                breaker.failed()
-
-    def _breaker(self, node: str) -> Breaker:
-        return self._breakers.setdefault(node, Breaker())
-
-
-class PeerActors:
-    """Actors of the other nodes of an application, for one event loop; nobody waits longer for them than it says."""
-
-    def __init__(self, node_id: str, namespace: str) -> None:
-        self._own, self._namespace = node_id, namespace
-        self._actors: dict[str, Any] = {}
-        self._dead: set[str] = set()  # nodes of these actors that are so for good
-        self._listed_s: dict[str, float] = {}  # when each of them was
-        self.counters: Counter[str] = Counter()
-        self._next_look_s = float("-inf")
-        self._looking: asyncio.Task[None] | None = None
-
-    async def of(self, nodes: Collection[str], timeout_s: float) -> dict[str, Any]:
-        """By node; None where there is none, or not yet: it is there for who asks later."""
-        if any(self._actor(node) is None for node in nodes):
-            await asyncio.wait({self._look()}, timeout=timeout_s)
-        return {node: self._actor(node) for node in nodes}
-
-    async def in_order(self, name: bytes) -> list[Any]:
-        """All in a session's order; it changes with a node for that node's share of sessions only."""
-        is_first = self._next_look_s == float("-inf")
-        looking = self._look() if time.monotonic() >= self._next_look_s else self._looking
-        if looking is not None and is_first:
-            await asyncio.wait({looking}, timeout=_FIRST_LOOK_S)
-        return [self._actors[node] for node in rendezvous(name, self._actors)]
-
-    def drop(self, node: str) -> None:
-        """Forget a dead actor: the next who asks finds another."""
-        self._dead.add(node)
-
-    def look_again(self, *, is_new: bool = False) -> None:
-        """Refresh the list of nodes; with `is_new`, the next caller waits for the result."""
-        self._next_look_s = float("-inf") if is_new else min(self._next_look_s, time.monotonic())
+        elif self._connecting is None or self._connecting.done():
+            self._connecting = self._names.submit(self._connect_again)
 
     async def ask(self, peer: Any, method: str, *args: Any, timeout_s: float) -> Any:
-        """None if it does not answer."""
+        """The answer of another node's actor, None if there is none in time."""
         try:
             async with asyncio.timeout(timeout_s):  # unlike `wait_for`, lets whoever asks be cancelled at any time
                 return await getattr(peer, method).remote(*args)
@@ -272,30 +195,90 @@ class PeerActors:
             logger.debug("a peer did not answer %s: %s", method, type(error).__name__)
             return None
 
+    async def find(self, nodes: Collection[str], timeout_s: float) -> dict[str, Any]:
+        """Actors by node; None where there is none, or not yet: it is there for who asks later."""
+        if any(self._actor(node) is None for node in nodes):
+            await asyncio.wait({asyncio.wrap_future(self._look())}, timeout=timeout_s)
+        return {node: self._actor(node) for node in nodes}
+
+    async def in_order(self, name: bytes) -> list[Any]:
+        """Actors of the others in a session's order; it changes with a node for that node's share of sessions only."""
+        next_look_s = self._next_look_s
+        if time.monotonic() >= next_look_s:
+            looking = asyncio.wrap_future(self._look())
+            if next_look_s == float("-inf"):
+                await asyncio.wait({looking}, timeout=_FIRST_LOOK_S)
+        return [self._actors[node] for node in rendezvous(name, self._actors)]
+
+    def drop(self, node: str) -> None:
+        """Forget a dead actor: the next who asks finds another."""
+        self._dead.add(node)
+
+    def look_again(self, *, is_new: bool = False) -> None:
+        """Refresh the list of nodes; with `is_new`, the next caller waits for the result."""
+        self._next_look_s = float("-inf") if is_new else min(self._next_look_s, time.monotonic())
+
+    def _answer(self, call: Call, deadline_s: float) -> Any:
+        breaker = self._breaker(call.node)
+        try:
+            answer = ray.get(call.answer, timeout=max(0.0, deadline_s - time.monotonic()))
+        except GetTimeoutError:
+            self.counters[f"{call.name}_timeout"] += 1
+            breaker.failed()
+            call.answer.future().add_done_callback(partial(self._came_late, call))
+            return None
+        except RayError as error:
+            self.counters[f"{call.name}_failed"] += 1
+            breaker.failed()
+            if isinstance(error, ActorDiedError):
+                self.lost(call.node)
+            return None
+        breaker.succeeded()
+        return answer
+
+    def _came_late(self, call: Call, answer: Future[Any]) -> None:
+        """Forgive a node whose answer came, if soon enough: not every caller waits as long as a sound node may take."""
+        if answer.exception() is None and time.monotonic() - call.since_s < _LATE_S:
+            self._breaker(call.node).succeeded()
+
+    def _breaker(self, node: str) -> Breaker:
+        return self._breakers.setdefault(node, Breaker())
+
+    def _connect_again(self) -> None:
+        try:
+            self.own = self._connect()
+        except Exception:  # the thread's edge; the next call that fails begins another
+            logger.exception("the actor of this node could not be made again")
+
     def _actor(self, node: str) -> Any:
         return None if node in self._dead else self._actors.get(node)
 
-    def _look(self) -> asyncio.Task[None]:
-        self._looking = self._looking or asyncio.ensure_future(self._list())
-        return self._looking
+    def _look(self) -> Future[bool]:
+        """List the nodes, unless that is under way; whether they could be."""
+        with self._lock:
+            if self._looking is None or self._looking.done():
+                self._looking = self._names.submit(self._list)
+            return self._looking
 
-    async def _list(self) -> None:
+    def _list(self) -> bool:
         try:
-            actors = await asyncio.to_thread(self._live)
-            self._dead = {node for node in self._dead if actors.get(node) is self._actors.get(node)}
-            self._actors = actors
+            actors = self._live()
         except Exception:  # whatever Ray raises for this: the nodes of before stay
             logger.exception("the list of nodes is not to be had")
+            return False
+        else:
+            self._dead -= {node for node in tuple(self._dead) if actors.get(node) is not self._actors.get(node)}
+            self._actors = actors
+            return True
         finally:
-            self._next_look_s, self._looking = time.monotonic() + _MEMBERS_S, None
+            self._next_look_s = time.monotonic() + _MEMBERS_S
 
     def _live(self) -> dict[str, Any]:
-        """Blocks: Ray's calls for this have no timeout."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         now_s, actors = time.monotonic(), {}
         for name in named_actors(self._namespace):
             node = name.removeprefix(NODE_PREFIX)
-            if node in alive and node != self._own:
+            if node in alive and node != self.own_node:
                 actor = self._actor(node) or find_actor(name, self._namespace)
                 if actor is not None:
                     actors[node], self._listed_s[node] = actor, now_s

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mneme.cachetier.distributed.nodes import NodeCalls, PeerActors
+from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.sessions.log import SessionLogs
 from mneme.cachetier.sessions.record import RecordFields, fields_of, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
@@ -72,10 +72,10 @@ class LogRead(NamedTuple):
 
 
 class RaySessionLogs:
-    """A `SessionLogStore` in an engine's process. `connect` gives the actor of its node, made if there is none."""
+    """A `SessionLogStore` in an engine's process: the actor of its node is asked."""
 
-    def __init__(self, node_id: str, connect: Callable[[], Any]) -> None:
-        self._nodes = NodeCalls(node_id, connect)
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
 
     def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
         outcome = self._ask("append", key, list(records), timeout_s=APPEND_S)
@@ -113,7 +113,7 @@ class RaySessionLogs:
 class NodeSessionLogs:
     """In a node's actor; lives on its event loop. `open_logs`: None where its folder cannot be used."""
 
-    def __init__(self, open_logs: Callable[[], SessionLogs | None], peers: PeerActors) -> None:
+    def __init__(self, open_logs: Callable[[], SessionLogs | None], peers: Nodes) -> None:
         self._open_logs = open_logs
         self._logs: SessionLogs | None = None
         self._unknown_until_s = time.monotonic() + _UNKNOWN_S
@@ -255,7 +255,7 @@ class LogCopies:
     `read_own` gives all of a log; None: there is none, or it cannot be read.
     """
 
-    def __init__(self, peers: PeerActors, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
+    def __init__(self, peers: Nodes, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
         self._peers, self._read_own = peers, read_own
         self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
         self._alone = Bounded[LogKey, None](MAX_COPIES)  # sessions that wait for a peer to be there

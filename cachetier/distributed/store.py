@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from ray.exceptions import RayError
 
-from mneme.cachetier.admin import CacheAdmin
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.distributed.actor import Found, PutAnswer
+from mneme.cachetier.distributed.admin import RayCacheAdmin
 from mneme.cachetier.distributed.directory import Span, query_of
-from mneme.cachetier.distributed.nodes import NodeCalls
+from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import (
     HeldObjects,
     LoadNotices,
@@ -47,22 +47,13 @@ _MAX_KEYS = 1 << 16  # that are known: 20 MB
 
 
 class RayChunkStore:
-    """See `ChunkStore`. `connect` gives the actor of this node, made if there is none."""
+    """See `ChunkStore`."""
 
-    def __init__(
-        self,
-        node_id: str,
-        connect: Callable[[], Any],
-        *,
-        put_bytes: int,
-        admin: CacheAdmin,
-        ttl_s: float = math.inf,
-    ) -> None:
-        """`put_bytes` may be under way to the actor; `admin` is of all nodes; `ttl_s`: of a chunk without a use."""
-        self.admin = admin
-        self._node_id = node_id
+    def __init__(self, nodes: Nodes, *, put_bytes: int, ttl_s: float = math.inf) -> None:
+        """`put_bytes` may be under way to the actor; `ttl_s`: of a chunk without a use."""
+        self.admin = RayCacheAdmin(nodes)
+        self._nodes = nodes
         self._known = KnownKeys(max_age_s=ttl_s / 2)
-        self._nodes = NodeCalls(node_id, connect, self._known.clear)
         self._epoch = 0  # of the node's actor, as it last said
         self._puts = PutsUnderWay(put_bytes, _PUT_WAIT_S, self._put_done)
         self._load_notices = LoadNotices(lambda: self._nodes.own.loads.remote())
@@ -125,7 +116,7 @@ class RayChunkStore:
         self._puts.settle(_CLOSE_TIMEOUT_S)
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:
-        call = self._nodes.call(self._node_id, "locate", self._nodes.own.locate, query, timeout_s)
+        call = self._nodes.call(self._nodes.own_node, "locate", self._nodes.own.locate, query, timeout_s)
         if call is not None:
             self._remember(query.request_id, self._nodes.own)  # an answer that comes too late has it wait there as well
         found: Found | None = self._nodes.answers([call], deadline_s)[0]

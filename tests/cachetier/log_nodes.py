@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from mneme.cachetier.distributed import nodes as ray_nodes
-from mneme.cachetier.distributed.nodes import PeerActors
+from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
 from mneme.cachetier.sessions.log import SessionLogs
 
@@ -48,7 +48,7 @@ class LogNode:
 
     async def start(self) -> None:
         """Its actor, or another in its place."""
-        self.logs = NodeSessionLogs(lambda: self.open_logs(), PeerActors(self.name, "test"))
+        self.logs = NodeSessionLogs(lambda: self.open_logs(), Nodes(self.name, "test"))
         await self.logs.open()
         self.cluster.handles[self.name] = Handle(self)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from mneme.cachetier.distributed import nodes as ray_nodes
-from mneme.cachetier.distributed.nodes import Breaker, NodeCalls, PeerActors, node_actor_name
+from mneme.cachetier.distributed.nodes import Breaker, Nodes, node_actor_name
 
 
 class Clock:
@@ -77,31 +78,49 @@ def test_a_try_whose_end_is_never_told_does_not_close_it_for_ever() -> None:
 WAIT_S = 30.0
 
 
-def test_late_answers_are_let_go_of_though_nobody_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They name objects of chunks, which stay in memory as long as that."""
-    looked_at: list[object] = []
-    all_were = threading.Event()
+class LateAnswers:
+    """Answers in the place of Ray: none is there by its deadline."""
 
-    def get(answer: object, timeout: float) -> object:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.futures: list[Future[object]] = []
+        monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=self.get))
+
+    def get(self, answer: object, timeout: float) -> object:
         raise GetTimeoutError
 
-    def wait(answers: list[object], timeout: float) -> Any:
-        looked_at.extend(answers)
-        if len(looked_at) == 3:
-            all_were.set()
-        return answers, []
-
-    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=get, wait=wait, is_initialized=lambda: True))
-    monkeypatch.setattr(ray_nodes, "_LATE_S", 0.01)
-    calls_to = NodeCalls("n", lambda: None)
-    calls = [calls_to.call("n", "locate", SimpleNamespace(remote=lambda each=each: each)) for each in range(3)]
-    assert calls_to.answers(calls, 0.0) == [None] * 3
-    assert all_were.wait(WAIT_S)
-    assert looked_at == [0, 1, 2]
-    assert calls_to.is_up()
+    def remote(self) -> Any:
+        self.futures.append(Future())
+        return SimpleNamespace(future=lambda future=self.futures[-1]: future)
 
 
-WAIT_S = 30.0
+def three_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> tuple[Nodes, LateAnswers]:
+    late, nodes = LateAnswers(monkeypatch), Nodes("n", "test")
+    calls = [nodes.call("n", "locate", late) for _ in range(3)]
+    assert nodes.answers(calls, 0.0) == [None] * 3
+    assert nodes.counters["locate_timeout"] == 3
+    return nodes, late
+
+
+def test_a_node_that_does_not_answer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, late = three_without_an_answer(monkeypatch)
+    assert not nodes.is_up()
+    assert nodes.call("n", "locate", late) is None
+    assert nodes.call("another", "locate", late) is not None
+    late.futures[0].set_exception(ActorUnavailableError("", None))
+    assert not nodes.is_up()
+
+
+def test_an_answer_soon_after_its_deadline_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, late = three_without_an_answer(monkeypatch)
+    late.futures[0].set_result("soon")
+    assert nodes.is_up()
+
+
+def test_an_answer_that_takes_too_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_nodes, "_LATE_S", 0.0)
+    nodes, late = three_without_an_answer(monkeypatch)
+    late.futures[0].set_result("late")
+    assert not nodes.is_up()
 
 
 class Names:
@@ -130,28 +149,28 @@ class Names:
 
 def test_actors_are_looked_up_once_and_again_where_one_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, "a", "b", "nobody")
-    peers = PeerActors("own", "test")
+    peers = Nodes("own", "test")
 
     async def run() -> None:
         names.is_open.set()
-        assert await peers.of(("a", "b", "nobody"), WAIT_S) == {"a": "a1", "b": "b2", "nobody": None}
-        assert await peers.of(("b", "a"), WAIT_S) == {"a": "a1", "b": "b2"}
+        assert await peers.find(("a", "b", "nobody"), WAIT_S) == {"a": "a1", "b": "b2", "nobody": None}
+        assert await peers.find(("b", "a"), WAIT_S) == {"a": "a1", "b": "b2"}
         assert names.asked == ["a", "b", "nobody"]
         peers.drop("a")
-        assert await peers.of(("a",), WAIT_S) == {"a": "a4"}
+        assert await peers.find(("a",), WAIT_S) == {"a": "a4"}
 
     asyncio.run(run())
 
 
 def test_what_comes_too_late_is_there_for_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, "a")
-    peers = PeerActors("own", "test")
+    peers = Nodes("own", "test")
 
     async def run() -> None:
         for _ in range(3):
-            assert await peers.of(("a",), 0.0) == {"a": None}
+            assert await peers.find(("a",), 0.0) == {"a": None}
         names.is_open.set()
-        assert await peers.of(("a",), WAIT_S) == {"a": "a1"}
+        assert await peers.find(("a",), WAIT_S) == {"a": "a1"}
         assert names.asked == ["a"]
 
     asyncio.run(run())

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
@@ -20,6 +19,7 @@ from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import store as ray_store
 from mneme.cachetier.distributed.actor import Found, PutAnswer
 from mneme.cachetier.distributed.directory import Span
+from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import LoadNotices
 from mneme.cachetier.distributed.store import KnownKeys, PutsUnderWay, RayChunkStore
 from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
@@ -100,8 +100,7 @@ def store(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> RayChunkStore:
 
 def make_store(node: FakeNode, monkeypatch: pytest.MonkeyPatch, puts: type) -> RayChunkStore:
     monkeypatch.setattr(ray_store, "PutsUnderWay", puts)
-    admin: Any = None  # not asked here
-    return RayChunkStore("n", lambda: node, put_bytes=1, admin=admin)
+    return RayChunkStore(Nodes("n", "test", lambda: node), put_bytes=1)
 
 
 def save_turn(store: RayChunkStore, num_chunks: int) -> int:
@@ -178,7 +177,8 @@ def test_a_node_that_answers_too_late_is_told_that_the_request_waits_no_longer(
     def late(answer: object, timeout: float) -> object:
         raise GetTimeoutError
 
-    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=late, is_initialized=lambda: False))
+    monkeypatch.setattr(ray_nodes, "ray", SimpleNamespace(get=late))
+    monkeypatch.setattr(node, "locate", SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future)))
     query = ChainQuery.of(LINEAGE, FINGERPRINT.digest, IDS, CHUNK_TOKENS, request_id="r")
     assert store.locate(query, 1.0) == []
     store.forget(["r", "another"])

@@ -14,7 +14,7 @@ from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.admin import RayCacheAdmin
-from mneme.cachetier.distributed.nodes import node_actor_name
+from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.sessions.record import SessionState, whole
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import ChainQuery
@@ -41,7 +41,12 @@ def admin(cluster: CacheCluster, engines: dict[str, Any]) -> RayCacheAdmin:
     """As a replica on node a would have it."""
     for engine in engines.values():
         call(engine.stats)  # it is up, and so is its node's actor
-    return RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-managed")
+    return admin_at_a(cluster, "managed")
+
+
+def admin_at_a(cluster: CacheCluster, application: str) -> RayCacheAdmin:
+    own, namespace = cluster.node_id("a"), f"mneme-cache-{application}"
+    return RayCacheAdmin(Nodes(own, namespace, lambda: cluster.node_actor("a", application)))
 
 
 def tokens(first: int, num_chunks: int) -> list[int]:
@@ -113,7 +118,7 @@ def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster
     assert all(call(engine.put, tokens(1, 1)))  # the directory hears of it
     record = whole(SessionState(version=1, ids=ids_of(1, 1)))
     assert call(cluster.node_actor("a", "counted").logs, "append", key_number(1), [record]) is Appended.WRITTEN
-    admin = RayCacheAdmin(node_actor_name(cluster.node_id("a")), "mneme-cache-counted")
+    admin = admin_at_a(cluster, "counted")
     eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
     found = samples(cache_metrics(admin.stats(), []))
     assert found['mneme_session_logs{node="a"}'] == 1
