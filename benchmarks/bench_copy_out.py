@@ -33,7 +33,7 @@ from workloads import MODEL_SHAPE, VOCAB_SIZE
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import Pin
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.model.decoder import Decoder
 
 BATCH = 8
@@ -98,7 +98,7 @@ class Arm:
             raise MnemeError(f"arm {self.name}: {took.num_copied} pages were copied, not {expected}, or not in time")
         return took
 
-    def _idle_session(self, index: int) -> Pin:
+    def _idle_session(self, index: int) -> Path:
         ids = self._draw(IDLE_TOKENS + 1)
         self._submit(f"idle{index}", ids, 1)
         while self._engine.scheduler.has_work:

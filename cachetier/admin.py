@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
+from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery, TierName
 
 # `take_back_pin`: of a node alone, where another has refused the pin.
@@ -37,11 +38,6 @@ class Amount(NamedTuple):
 
     def plus(self, other: Amount) -> Amount:
         return Amount(self.num_chunks + other.num_chunks, self.num_bytes + other.num_bytes)
-
-
-class PinName(NamedTuple):
-    tenant: bytes
-    pin_id: str
 
 
 class PinnedPrefix(NamedTuple):

@@ -10,16 +10,17 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.errors import InvalidRequest, Unauthorized
-from mneme.replicas.engine.pins import PUBLIC, Tenant
 
+PUBLIC = "public"  # the only tenant where there are no API keys
 MAX_SESSION_ID_CHARS = 256
 
 
 def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
     """The tenant of an Authorization header, in the same time for every wrong key; raises `Unauthorized`."""
     if not api_keys:
-        return PUBLIC.name
+        return PUBLIC
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
@@ -30,20 +31,24 @@ def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
     return _digest("tenant", given)
 
 
-def tenants(api_keys: Sequence[str]) -> list[Tenant]:
-    """Everyone who can be authenticated, with the salt of requests that name none."""
-    names = [_digest("tenant", key) for key in api_keys] or [PUBLIC.name]
-    return [Tenant(name, kv_salt(name, None)) for name in dict.fromkeys(names)]
+def tenants(api_keys: Sequence[str]) -> list[str]:
+    """Everyone who can be authenticated."""
+    return list(dict.fromkeys(_digest("tenant", key) for key in api_keys)) or [PUBLIC]
 
 
 def kv_salt(tenant: str, cache_salt: str | None) -> str:
     """The root of the prefix forest that a request may share with; `keys.tenant_of` it is the tenant's own salt."""
-    own = PUBLIC.salt if tenant == PUBLIC.name else tenant
+    own = "" if tenant == PUBLIC else tenant
     if cache_salt is None:
         return own
     if not cache_salt:
         raise InvalidRequest("cache_salt", None, "must not be empty")
     return f"{own}:{_digest('salt', tenant, cache_salt)}"
+
+
+def kv_tenant(tenant: str) -> bytes:
+    """What engines and the cache tier call a tenant, whatever salts its requests name."""
+    return tenant_id(kv_salt(tenant, None))
 
 
 def session_key(tenant: str, session_id: str, field: str = "session_id") -> str:

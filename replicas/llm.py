@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
-from mneme.replicas.engine.pins import PUBLIC, PinKey
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
@@ -29,6 +30,7 @@ from mneme.replicas.truncation import Truncation, resolved
 
 # What OpenAI's completions API and vLLM give a prompt that asks for nothing else.
 DEFAULT_COMPLETION = SamplingParams(max_tokens=16)
+_TENANT = tenant_id("")  # the only one
 _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
 
@@ -247,20 +249,20 @@ class LLM:
         Raises `PinRefused` or another `MnemeError`.
         """
         self._check_open()
-        key = PinKey(PUBLIC.name, f"llm-{next(self._ids)}")
-        self.engine.pins.warm(key, PUBLIC.salt, tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
+        name = PinName(_TENANT, f"llm-{next(self._ids)}")
+        self.engine.pins.warm(name, "", tuple(self._prefix_ids(prompt)), ttl_s=ttl_s)
         while self.engine.has_work:
             self._step()
-        described = self.engine.pins.describe(key)
+        described = self.engine.pins.describe(name)
         error = MnemeError("the prompt was let go before it was computed") if described is None else described["error"]
         if error is not None:
-            self.engine.pins.unpin(key)
+            self.engine.pins.unpin(name)
             raise error
-        return key.pin_id
+        return name.pin_id
 
     def unpin(self, name: str) -> bool:
         """Unpin what `warm` keeps; returns whether it was kept."""
-        return self.engine.pins.unpin(PinKey(PUBLIC.name, name))
+        return self.engine.pins.unpin(PinName(_TENANT, name))
 
     def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
         if not isinstance(prompt, str):

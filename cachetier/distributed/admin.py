@@ -10,13 +10,13 @@ from mneme.cachetier.admin import (
     AdminCall,
     Amount,
     FoundChunk,
-    PinName,
     PinnedPrefix,
     leading,
     merged_pins,
     num_leading_tokens,
 )
 from mneme.cachetier.distributed.nodes import Nodes
+from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import MnemeError, ReplicaUnavailable
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mneme.cachetier.admin import MAX_PINS, Amount, FoundChunk, PinName, PinnedPrefix
+from mneme.cachetier.admin import MAX_PINS, Amount, FoundChunk, PinnedPrefix
 from mneme.cachetier.chunk.keys import U32Array
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.search import Located
+from mneme.cachetier.pins import PinBook, PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 
@@ -23,13 +23,26 @@ _SCAN_S = 3.0  # of a deletion, for headers of what begins alike: some 50 us eac
 _MAX_ALL_PINS = 4096  # of all tenants
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pin:
+    query: ChainQuery
+    keys: frozenset[bytes]  # a tail that has grown since has another
+    num_tokens: int
+    expires_at_s: float
+    replaced: _Pin | None  # what had its name before
+
+
 class NodeAdmin:
-    """Thread-safe; may or may not see what happens to the cache meanwhile."""
+    """Thread-safe; may or may not see what happens to the cache meanwhile.
+
+    Two pins may share chunks, which the cache pins by key. Pins are kept in memory: they are gone with the cache.
+    """
 
     def __init__(self, node: NodeCache, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`name` is the node's; `clock` is the cache's."""
         self._node, self._name, self._clock = node, name, clock
-        self._pins = NamedPins(node, clock)
+        self._lock = threading.Lock()  # of the pins
+        self._pins = PinBook[_Pin](clock)
 
     def lookup(self, query: ChainQuery) -> list[FoundChunk]:
         """See `CacheAdmin.lookup`."""
@@ -44,26 +57,48 @@ class NodeAdmin:
         found = [each for _, each in self._found(query)]
         if not found:
             return None
-        pin = NamedPin(
-            query=query,
-            keys=frozenset(each.header.key for each in found),
-            num_tokens=sum(each.num_usable for each in found),
-            expires_at_s=math.inf if ttl_s is None else self._clock() + ttl_s,
-        )
-        self._pins.set(name, pin)
-        return self._described(name, pin)
+        keys, num_tokens = frozenset(each.header.key for each in found), sum(each.num_usable for each in found)
+        with self._lock:
+            self._forget_expired()
+            self._check_room(name)
+            before, end_s = self._pins.get(name), self._pins.end_s(ttl_s)
+            is_whole = self._node.pin(keys, end_s - self._clock()) == len(keys)
+            if is_whole:
+                replaced = before and replace(before, replaced=None)
+                self._pins[name] = _Pin(
+                    query=query, keys=keys, num_tokens=num_tokens, expires_at_s=end_s, replaced=replaced
+                )
+            self._renew(keys | _keys(before))
+            if not is_whole:
+                raise CachePinRefused("pin", len(keys), "so many chunks cannot be pinned in the cache tier")
+            return self._described(name, self._pins[name])
 
     def take_back_pin(self, name: PinName) -> bool:
         """Undo the last `pin` of that name: the pin that it replaced is back. False if there is none."""
-        return self._pins.take_back(name)
+        with self._lock:
+            pin = self._pins.pop(name, None)
+            if pin is not None and pin.replaced is not None:
+                self._pins[name] = pin.replaced
+            self._renew(_keys(pin))
+            return pin is not None
 
     def unpin(self, name: PinName) -> bool:
         """See `CacheAdmin.unpin`."""
-        return self._pins.drop(name, self._keys_of)
+        with self._lock:
+            self._forget_expired()
+            pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        grown = {each.header.key for _, each in self._found(pin.query)}
+        with self._lock:
+            self._renew(pin.keys | grown)
+        return True
 
     def pins(self, tenant: bytes) -> list[PinnedPrefix]:
         """See `CacheAdmin.pins`."""
-        return [self._described(name, pin) for name, pin in self._pins.of_tenant(tenant)]
+        with self._lock:
+            self._forget_expired()
+            return [self._described(*named) for named in self._pins.of_tenant(tenant).items()]
 
     def delete(self, query: ChainQuery, *, spares_longer: bool) -> Amount:
         """See `CacheAdmin.delete`."""
@@ -77,7 +112,8 @@ class NodeAdmin:
 
     def delete_tenant(self, tenant: bytes) -> Amount:
         """See `CacheAdmin.delete_tenant`; the tenant's pins go too."""
-        self._pins.drop_tenant(tenant)
+        with self._lock:
+            self._renew(frozenset[bytes]().union(*(self._pins.pop(each).keys for each in self._pins.of_tenant(tenant))))
         return self._sure(self._remove(set(self._node.keys_of(tenant))), tenant)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -93,9 +129,6 @@ class NodeAdmin:
             place += max(1, len(found))
             while place < len(query.keys) and not self._node.places(query.keys[place]):
                 place += 1
-
-    def _keys_of(self, query: ChainQuery) -> set[bytes]:
-        return {each.header.key for _, each in self._found(query)}
 
     def _parts(self, query: ChainQuery, place: int) -> frozenset[bytes]:
         """Chunks at a place that hold the sequence's tokens and no others: by key, however many begin there."""
@@ -146,94 +179,15 @@ class NodeAdmin:
     def _sizes(self, keys: Collection[bytes]) -> list[int]:
         return [size for key in keys for size in self._node.places(key).values()]
 
-    def _described(self, name: PinName, pin: NamedPin) -> PinnedPrefix:
+    def _described(self, name: PinName, pin: _Pin) -> PinnedPrefix:
         sizes = self._sizes(pin.keys)
         return PinnedPrefix(name.pin_id, pin.num_tokens, Amount(len(sizes), sum(sizes)), self._pins.left_s(pin))
 
-
-def _starts(ids: U32Array, beginning: U32Array) -> bool:
-    return len(beginning) <= len(ids) and bool(np.array_equal(ids[: len(beginning)], beginning))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NamedPin:
-    """What one name keeps; `expires_at_s` is on the cache's clock."""
-
-    query: ChainQuery
-    keys: frozenset[bytes]  # a tail that has grown since has another
-    num_tokens: int
-    expires_at_s: float  # infinite: never
-    replaced: NamedPin | None = None  # what had its name before
-
-
-class NamedPins:
-    """Keeps pins of sequences by name, over a cache that pins chunks by key: two pins may share chunks. Thread-safe.
-
-    They are kept in memory: a node's pins are gone with its cache.
-    """
-
-    def __init__(self, cache: NodeCache, clock: Callable[[], float]) -> None:
-        self._cache, self._clock = cache, clock
-        self._lock = threading.Lock()
-        self._pins: dict[PinName, NamedPin] = {}
-
-    def set(self, name: PinName, pin: NamedPin) -> None:
-        """Pin under this name, replacing its pin; raises `CachePinRefused`, and then the old one stays."""
-        with self._lock:
-            self._forget_expired()
-            self._check_room(name)
-            before = self._pins.pop(name, None)
-            num_pinned = self._cache.pin(pin.keys, pin.expires_at_s - self._clock())
-            is_whole = num_pinned == len(pin.keys)
-            kept = _in_place_of(before, pin) if is_whole else before
-            if kept is not None:
-                self._pins[name] = kept
-            self._renew(pin.keys | _keys(before))
-            if not is_whole:
-                raise CachePinRefused("pin", len(pin.keys), "so many chunks cannot be pinned in the cache tier")
-
-    def take_back(self, name: PinName) -> bool:
-        """Put back the pin that the last one of that name replaced; False if there is no pin."""
-        with self._lock:
-            pin = self._pins.pop(name, None)
-            if pin is None:
-                return False
-            if pin.replaced is not None:
-                self._pins[name] = pin.replaced
-            self._renew(pin.keys | _keys(pin.replaced))
-            return True
-
-    def drop(self, name: PinName, more_keys: Callable[[ChainQuery], Collection[bytes]]) -> bool:
-        """Release a pin; False if there is none. `more_keys` finds what the cache has of its sequence by now."""
-        with self._lock:
-            self._forget_expired()
-            pin = self._pins.pop(name, None)
-        if pin is None:
-            return False
-        keys = pin.keys | set(more_keys(pin.query))
-        with self._lock:
-            self._renew(keys)
-        return True
-
-    def drop_tenant(self, tenant: bytes) -> None:
-        with self._lock:
-            names = [name for name in self._pins if name.tenant == tenant]
-            self._renew(frozenset(key for name in names for key in self._pins.pop(name).keys))
-
-    def of_tenant(self, tenant: bytes) -> list[tuple[PinName, NamedPin]]:
-        with self._lock:
-            self._forget_expired()
-            return [(name, pin) for name, pin in self._pins.items() if name.tenant == tenant]
-
-    def left_s(self, pin: NamedPin) -> float | None:
-        """Seconds until it ends; None for a pin without an end."""
-        return None if math.isinf(pin.expires_at_s) else max(0.0, pin.expires_at_s - self._clock())
-
     def _check_room(self, name: PinName) -> None:
-        """Raises `CachePinRefused`; one that replaces another needs none. Under the lock."""
+        """Raises `CachePinRefused`; one that replaces another needs none."""
         if name in self._pins:
             return
-        num_own = sum(other.tenant == name.tenant for other in self._pins)
+        num_own = len(self._pins.of_tenant(name.tenant))
         if num_own >= MAX_PINS:
             raise CachePinRefused("pin", num_own, f"an API key may have {MAX_PINS} pins at once in the cache tier")
         if len(self._pins) >= _MAX_ALL_PINS:
@@ -241,28 +195,23 @@ class NamedPins:
             raise CachePinRefused("pin", len(self._pins), rule)
 
     def _renew(self, keys: frozenset[bytes]) -> None:
-        """Each is pinned as long as the last of the pins that have it, or not at all; under the lock."""
-        until_s: dict[bytes, float] = {}
+        """Each is pinned as long as the last of the pins that have it, or not at all."""
+        now_s = self._clock()
+        self._node.unpin(keys)  # a pin of keys never becomes shorter
         for pin in self._pins.values():
-            for key in pin.keys & keys:
-                until_s[key] = max(pin.expires_at_s, until_s.get(key, 0.0))
-        self._cache.unpin(keys)  # a pin of keys never becomes shorter
-        groups: dict[float, list[bytes]] = {}
-        for key, expires_at_s in until_s.items():
-            groups.setdefault(expires_at_s, []).append(key)
-        for expires_at_s, group in groups.items():
-            self._cache.pin(group, expires_at_s - self._clock())
+            if shared := pin.keys & keys:
+                self._node.pin(shared, pin.expires_at_s - now_s)
 
     def _forget_expired(self) -> None:
-        """Drop pins whose time is over; the cache has released their chunks by itself."""
-        now_s = self._clock()
-        for name in [name for name, pin in self._pins.items() if pin.expires_at_s <= now_s]:
+        """The cache has released their chunks by itself."""
+        for name in self._pins.over():
             del self._pins[name]
 
 
-def _in_place_of(before: NamedPin | None, pin: NamedPin) -> NamedPin:
-    return pin if before is None else replace(pin, replaced=replace(before, replaced=None))
+def _starts(ids: U32Array, beginning: U32Array) -> bool:
+    return len(beginning) <= len(ids) and bool(np.array_equal(ids[: len(beginning)], beginning))
 
 
-def _keys(pin: NamedPin | None) -> frozenset[bytes]:
-    return frozenset() if pin is None else pin.keys
+def _keys(pin: _Pin | None) -> frozenset[bytes]:
+    """Of what it replaced too."""
+    return frozenset() if pin is None else pin.keys | _keys(pin.replaced)

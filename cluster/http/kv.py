@@ -24,11 +24,12 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
 from mneme.cluster.http.protocol import Body, Messages, Text, TokenIds, Ttl, template_variables
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
-from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -38,7 +39,6 @@ from mneme.errors import (
     SessionNotFound,
 )
 from mneme.replicas.engine import commands
-from mneme.replicas.engine.pins import PinKey
 from mneme.replicas.sessions.sessions import SessionKey
 
 _MAX_LISTED_CHUNKS = 10_000
@@ -119,8 +119,8 @@ async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[s
 async def pin(api: ApiState, request: Request, body: PinRequest) -> dict[str, Any]:
     """Keep what the cache tier has of a prompt, wherever it is, for a time."""
     chosen = await _select(api, request, body, visible=True)
-    pin_id = body.pin_id or _pin_id(chosen)
-    return _tier_pin(await ask_tier(api.client, commands.pin_kv(chosen.salt, pin_id, chosen.token_ids, body.ttl_s)))
+    name = PinName(kv_tenant(request.state.tenant), body.pin_id or _pin_id(chosen))
+    return _tier_pin(await ask_tier(api.client, commands.pin_kv(name, chosen.salt, chosen.token_ids, body.ttl_s)))
 
 
 async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str, Any]:
@@ -139,8 +139,9 @@ async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
 
 async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
     """Release the pin of that name wherever there is one; raises `PinNotFound`."""
-    answers = await api.client.query(commands.delete_pin(PinKey(tenant, pin_id)))
-    was_in_tier = await ask_tier(api.client, commands.unpin_kv(kv_salt(tenant, None), pin_id))
+    name = PinName(kv_tenant(tenant), pin_id)
+    answers = await api.client.query(commands.delete_pin(name))
+    was_in_tier = await ask_tier(api.client, commands.unpin_kv(name))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
     return {"id": pin_id, "object": "kv.pin.deleted", "deleted": True}
@@ -148,7 +149,7 @@ async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
 
 async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
     """What the API key has pinned, and where."""
-    tenant: str = request.state.tenant
+    tenant = kv_tenant(request.state.tenant)
     described_by_id: dict[str, dict[str, Any]] = {}
     replicas_by_id: dict[str, list[str]] = {}
     for replica_id, pins in (await api.client.query(commands.list_pins(tenant))).items():
@@ -157,7 +158,7 @@ async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
             known["pinned"] = known["pinned"] and each["pinned"]
             replicas_by_id.setdefault(each["id"], []).append(replica_id)
     on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
-    in_tier = await ask_tier(api.client, commands.list_kv_pins(kv_salt(tenant, None))) or ()
+    in_tier = await ask_tier(api.client, commands.list_kv_pins(tenant)) or ()
     return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
 
 
@@ -208,14 +209,14 @@ def _by_replica(answers: dict[str, Any]) -> list[dict[str, Any]]:
 async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, Any]:
     """Compute a prompt on replicas, and keep it there."""
     field, salt, ids, _ = await _select_prompt(api, request, body, _one_given(body))
-    key = PinKey(request.state.tenant, secrets.token_hex(16))
+    name = PinName(kv_tenant(request.state.tenant), secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
-    prompt = commands.warm_prompt(key, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
+    prompt = commands.warm_prompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
     try:
         async with asyncio.timeout(_WARM_TIMEOUT_S):
-            described = await _computed(api, key, prompt, chosen)
+            described = await _computed(api, name, prompt, chosen)
     except BaseException as error:  # what one refuses is released on the others
-        await _delete_pin(api, key, chosen)
+        await _delete_pin(api, name, chosen)
         if isinstance(error, TimeoutError):
             raise ReplicaUnavailable(f"the prompt was not computed within {_WARM_TIMEOUT_S:g} s") from None
         if isinstance(error, ContextLengthExceeded):
@@ -224,7 +225,7 @@ async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, 
     for replica_id in chosen:
         api.client.note_prefix(ids, replica_id, salt=salt)
     if not body.pin:
-        await _delete_pin(api, key, chosen)  # only its outcome was kept
+        await _delete_pin(api, name, chosen)  # only its outcome was kept
     return _device_pin(described, chosen)
 
 
@@ -241,14 +242,14 @@ async def _replicas(api: ApiState, wanted: str | int) -> list[str]:
     return sorted(known, key=lambda replica_id: (in_use.get(replica_id, math.inf), replica_id))[:wanted]
 
 
-async def _computed(api: ApiState, key: PinKey, prompt: commands.Query, chosen: Sequence[str]) -> dict[str, Any]:
+async def _computed(api: ApiState, name: PinName, prompt: commands.Query, chosen: Sequence[str]) -> dict[str, Any]:
     """Wait until the prompt is computed on all of them; one of their answers."""
     described = await _ask(api, prompt, chosen)
     pause_s = _FIRST_PAUSE_S
     while any(one["warming"] for one in described):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        described = await _ask(api, commands.get_pin(key), chosen)
+        described = await _ask(api, commands.get_pin(name), chosen)
     return described[0]
 
 
@@ -268,10 +269,10 @@ async def _ask(api: ApiState, query: commands.Query, chosen: Sequence[str]) -> l
     return described
 
 
-async def _delete_pin(api: ApiState, key: PinKey, chosen: Collection[str]) -> None:
+async def _delete_pin(api: ApiState, name: PinName, chosen: Collection[str]) -> None:
     async def drop(replica_id: str) -> None:
         with contextlib.suppress(MnemeError):
-            await api.client.query(commands.delete_pin(key), replica_id=replica_id)
+            await api.client.query(commands.delete_pin(name), replica_id=replica_id)
 
     await asyncio.gather(*map(drop, chosen))
 

@@ -22,7 +22,7 @@ from mneme.cluster.logs import log_to_serve
 from mneme.cluster.serve.calls import StreamItem, StreamOpened, WrongReplica
 from mneme.cluster.serve.gpus import EnginePlacement, count_machine_gpus
 from mneme.cluster.serve.ray_private import keep_to_loopback, own_application, own_replica_id, report_progress
-from mneme.cluster.tenancy import tenants
+from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.config import parse
 from mneme.errors import MnemeError, Overloaded
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
@@ -146,7 +146,7 @@ class EngineReplica(ReplicaServer):
             cluster.model,
             replace(cluster.engine, device=placement.device),
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
-            tenants=tenants(cluster.http.api_keys),
+            salts=[kv_salt(tenant, None) for tenant in tenants(cluster.http.api_keys)],
             device_share=placement.gpus_per_replica or 1.0,
             machine_share=placement.gpus_per_replica / max(1, count_machine_gpus()) or 1.0,
             cache=lifecycle.of_this_node(cluster.cache),

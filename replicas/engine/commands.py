@@ -24,16 +24,15 @@ from mneme.cachetier.admin import (
     Amount,
     CacheAdmin,
     FoundChunk,
-    PinName,
     PinnedPrefix,
     leading,
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import Lineage, document_lineage, prefix_lineage, tenant_id, tenant_of
+from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
-from mneme.replicas.engine.pins import PinKey
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sessions.session_pages import delete_pages, resident_of
 from mneme.replicas.sessions.sessions import SessionKey, session_key
@@ -169,33 +168,33 @@ def explain_prompt(asked: AskedEngine, salt: str, http_id: str) -> Any:
 
 @Command
 def warm_prompt(
-    asked: AskedEngine, key: PinKey, salt: str, token_ids: tuple[int, ...], *, ttl_s: float | None, pin: bool
+    asked: AskedEngine, name: PinName, salt: str, token_ids: tuple[int, ...], *, ttl_s: float | None, pin: bool
 ) -> Any:
     """Begin to compute a prompt, to be pinned then (`pin`); answers as `get_pin` does."""
 
     def warm(engine: Engine) -> Any:
-        engine.pins.warm(key, salt, token_ids, ttl_s=ttl_s, keeps=pin)
-        return engine.pins.describe(key)
+        engine.pins.warm(name, salt, token_ids, ttl_s=ttl_s, keeps=pin)
+        return engine.pins.describe(name)
 
     return asked.between_steps(warm)
 
 
 @Command
-def get_pin(asked: AskedEngine, key: PinKey) -> Any:
+def get_pin(asked: AskedEngine, name: PinName) -> Any:
     """Say how far a prompt is that is warmed or pinned, or None."""
-    return asked.between_steps(lambda engine: engine.pins.describe(key))
+    return asked.between_steps(lambda engine: engine.pins.describe(name))
 
 
 @Command
-def list_pins(asked: AskedEngine, tenant: str) -> Any:
+def list_pins(asked: AskedEngine, tenant: bytes) -> Any:
     """List what a tenant has pinned, or is about to have."""
     return asked.between_steps(lambda engine: engine.pins.of_tenant(tenant))
 
 
 @Command
-def delete_pin(asked: AskedEngine, key: PinKey) -> Any:
+def delete_pin(asked: AskedEngine, name: PinName) -> Any:
     """Unpin; whether there was such a pin."""
-    return asked.between_steps(lambda engine: engine.pins.unpin(key))
+    return asked.between_steps(lambda engine: engine.pins.unpin(name))
 
 
 @KvCommand
@@ -214,26 +213,26 @@ def look_up_kv(asked: AskedEngine, salt: str, token_ids: tuple[int, ...]) -> Any
 
 
 @KvCommand
-def pin_kv(asked: AskedEngine, salt: str, pin_id: str, token_ids: tuple[int, ...], ttl_s: float | None) -> Any:
+def pin_kv(asked: AskedEngine, name: PinName, salt: str, token_ids: tuple[int, ...], ttl_s: float | None) -> Any:
     """Keep what the tier has of a sequence; raises `KvNotFound`, `CachePinRefused` or `NoCacheTier`."""
     if asked.kv_tier is None:
         raise NoCacheTier
-    pin = asked.kv_tier.admin.pin(PinName(tenant_id(salt), pin_id), asked.kv_tier.chain(salt, token_ids), ttl_s)
+    pin = asked.kv_tier.admin.pin(name, asked.kv_tier.chain(salt, token_ids), ttl_s)
     if pin is None:
         raise KvNotFound("prompt", len(token_ids), "the cache tier has nothing of it; compute it first")
     return _shown_pin(pin)
 
 
 @KvCommand
-def unpin_kv(asked: AskedEngine, salt: str, pin_id: str) -> Any:
+def unpin_kv(asked: AskedEngine, name: PinName) -> Any:
     """Unpin in the tier; whether there was such a pin."""
-    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(PinName(tenant_id(salt), pin_id))
+    return None if asked.kv_tier is None else asked.kv_tier.admin.unpin(name)
 
 
 @KvCommand
-def list_kv_pins(asked: AskedEngine, salt: str) -> Any:
+def list_kv_pins(asked: AskedEngine, tenant: bytes) -> Any:
     """List a tenant's pins in the tier."""
-    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(tenant_id(salt))]
+    return None if asked.kv_tier is None else [_shown_pin(pin) for pin in asked.kv_tier.admin.pins(tenant)]
 
 
 @KvCommand

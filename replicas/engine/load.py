@@ -30,7 +30,7 @@ from mneme.replicas.connector.connector import KvConnector, connect
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
-from mneme.replicas.engine.pins import PUBLIC, Tenant, warm_before_traffic
+from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.warm_up import warm_up
 from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
@@ -67,7 +67,7 @@ def load_engine(
     *,
     on_progress: Progress | None = None,
     tokenizer: Tokenizer | None = None,
-    tenants: Sequence[Tenant] = (PUBLIC,),
+    salts: Sequence[str] = ("",),
     device_share: float = 1.0,
     machine_share: float = 1.0,
     cache: CacheConfig | None = None,
@@ -125,7 +125,7 @@ def load_engine(
     engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, connector=connector, durable=durable)
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
-        warm_before_traffic(engine, tokenizer, config.warm_prompts, tenants)
+        warm_before_traffic(engine, tokenizer, config.warm_prompts, salts)
         report("prompts", 1.0)
     return engine
 

@@ -20,11 +20,13 @@ import logging
 from collections import abc
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.pages import Pin
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
@@ -42,34 +44,21 @@ _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
 _OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
 
 
-class PinKey(NamedTuple):
-    tenant: str
-    pin_id: str  # drawn by the caller, so that it is the same on every replica
-
-
-class Tenant(NamedTuple):
-    name: str
-    salt: str
-
-
-PUBLIC = Tenant("public", "")  # the only one where there are no API keys
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry:
-    key: PinKey
+    name: PinName
     salt: str
     ids: tuple[int, ...]
     keeps: bool  # False: computed only, not pinned
     is_configured: bool
-    expires_at_s: float | None = None
-    pin: Pin | None = None
+    expires_at_s: float
+    path: Path | None = None  # once it is pinned
     is_warming: bool = True
     error: MnemeError | None = None
 
     @property
     def request_id(self) -> str:
-        return f"warm-{self.key.tenant}-{self.key.pin_id}"
+        return f"warm-{self.name.tenant.hex()}-{self.name.pin_id}"
 
     @property
     def is_listed(self) -> bool:
@@ -83,12 +72,12 @@ class Pins:
         self._engine = engine
         self._max_pins = config.max_pins
         self._num_kept_tokens = int(engine.forest.num_pages * (1 - config.max_pinned_share)) * engine.forest.page_size
-        self._entries: dict[PinKey, _Entry] = {}
+        self._entries = PinBook[_Entry](engine.clock)
         self._entry_by_request: dict[str, _Entry] = {}  # those that are being computed
 
     def warm(
         self,
-        key: PinKey,
+        name: PinName,
         salt: str,
         ids: tuple[int, ...],
         *,
@@ -101,16 +90,16 @@ class Pins:
         Raises `InvalidRequest` (`PinRefused` and `ContextLengthExceeded` among them) or `Overloaded`.
         """
         self.expire()
-        if key in self._entries:
-            raise InvalidRequest("pin_id", key.pin_id, "a pin of this name exists")
+        if name in self._entries:
+            raise InvalidRequest("pin_id", name.pin_id, "a pin of this name exists")
         if keeps and not is_configured:
-            self._check_quota(key.tenant)
+            self._check_quota(name.tenant)
         if keeps:
             self._check_room(salt, list(ids))
-        expires_at_s = None if ttl_s is None else self._engine.clock() + ttl_s
-        entry = _Entry(key=key, salt=salt, ids=ids, keeps=keeps, is_configured=is_configured, expires_at_s=expires_at_s)
+        end_s = self._entries.end_s(ttl_s)
+        entry = _Entry(name=name, salt=salt, ids=ids, keeps=keeps, is_configured=is_configured, expires_at_s=end_s)
         self._compute(entry)
-        self._entries[key] = entry
+        self._entries[name] = entry
 
     def finished(self, request_id: str, reason: str, error: str | MnemeError | None) -> None:
         """Pin a prompt as soon as its request ends, before a page of it can go; told of every request."""
@@ -123,63 +112,60 @@ class Pins:
             self._fail(entry, refusal or MnemeError("the engine failed; the prompt was not computed"))
         elif entry.keeps:
             try:
-                entry.pin = pin_prefix(self._engine, entry.salt, list(entry.ids), self._num_kept_tokens)
+                entry.path = pin_prefix(self._engine, entry.salt, list(entry.ids), self._num_kept_tokens)
             except PinRefused as refusal:
                 self._fail(entry, refusal)
         else:
-            entry.expires_at_s = self._engine.clock() + _OUTCOME_S
+            entry.expires_at_s = self._entries.end_s(_OUTCOME_S)
 
     def expire(self) -> None:
         """Remove pins that are over their time."""
-        now_s = self._engine.clock()
-        for entry in list(self._entries.values()):
-            if entry.expires_at_s is not None and entry.expires_at_s <= now_s:
-                self._remove(entry)
+        for name in self._entries.over():
+            self._remove(self._entries[name])
 
     def renew(self) -> None:
         """Compute again what a failed step took."""
         for entry in list(self._entries.values()):
-            if entry.pin is not None and not entry.pin.is_held:
-                entry.pin, entry.is_warming = None, True
+            if entry.path is not None and not entry.path.pages:
+                entry.path, entry.is_warming = None, True
                 try:
                     self._compute(entry)
                 except MnemeError as error:
                     self._fail(entry, error)
 
-    def unpin(self, key: PinKey) -> bool:
+    def unpin(self, name: PinName) -> bool:
         """Unpin a prompt, or cancel one that is being warmed; returns whether there was one."""
-        entry = self._entries.get(key)
+        entry = self._entries.get(name)
         if entry is None:
             return False
         if entry.is_configured:
-            raise InvalidRequest("pin_id", key.pin_id, "is part of the configuration, and stays")
+            raise InvalidRequest("pin_id", name.pin_id, "is part of the configuration, and stays")
         self._remove(entry)
         return True
 
-    def describe(self, key: PinKey) -> dict[str, Any] | None:
+    def describe(self, name: PinName) -> dict[str, Any] | None:
         """Describe an entry, also one that failed: `error` is then a `MnemeError`."""
         self.expire()
-        entry = self._entries.get(key)
+        entry = self._entries.get(name)
         return None if entry is None else {**self._described(entry), "error": entry.error}
 
-    def of_tenant(self, tenant: str) -> list[dict[str, Any]]:
+    def of_tenant(self, tenant: bytes) -> list[dict[str, Any]]:
         """List what the tenant has pinned, or is about to have."""
         self.expire()
-        return [self._described(e) for e in self._entries.values() if e.key.tenant == tenant and e.is_listed]
+        return [self._described(each) for each in self._entries.of_tenant(tenant).values() if each.is_listed]
 
     def _described(self, entry: _Entry) -> dict[str, Any]:
-        left_s = None if entry.expires_at_s is None else entry.expires_at_s - self._engine.clock()
         return {
-            "id": entry.key.pin_id,
+            "id": entry.name.pin_id,
             "num_tokens": len(entry.ids),
             "warming": entry.is_warming,
-            "pinned": entry.pin is not None,
+            "pinned": entry.path is not None,
             "configured": entry.is_configured,
-            "expires_in_s": left_s if entry.keeps else None,
+            "expires_in_s": self._entries.left_s(entry) if entry.keeps else None,
         }
 
-    def _check_quota(self, tenant: str) -> None:
-        own = [e for e in self._entries.values() if e.key.tenant == tenant and e.is_listed and not e.is_configured]
+    def _check_quota(self, tenant: bytes) -> None:
+        own = [each for each in self._entries.of_tenant(tenant).values() if each.is_listed and not each.is_configured]
         if len(own) >= self._max_pins:
             raise InvalidRequest("pin", len(own), f"an API key may have {self._max_pins} pins at once")
 
@@ -203,19 +189,19 @@ class Pins:
         self._entry_by_request[entry.request_id] = entry
 
     def _fail(self, entry: _Entry, error: MnemeError) -> None:
-        logger.warning("pin_id=%s not pinned: %s", entry.key.pin_id, error)
+        logger.warning("pin_id=%s not pinned: %s", entry.name.pin_id, error)
         entry.error, entry.is_warming = error, False
-        entry.expires_at_s = self._engine.clock() + _OUTCOME_S
+        entry.expires_at_s = self._entries.end_s(_OUTCOME_S)
 
     def _remove(self, entry: _Entry) -> None:
-        del self._entries[entry.key]
-        if entry.pin is not None:
-            self._engine.scheduler.unpin(entry.pin)
+        del self._entries[entry.name]
+        if entry.path is not None:
+            self._engine.scheduler.unpin(entry.path)
         elif self._entry_by_request.pop(entry.request_id, None) is not None:
             self._engine.abort(entry.request_id)
 
 
-def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Pin:
+def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Path:
     """Keep what is resident of a prefix, leaving room for so many tokens at least.
 
     Raises `PinRefused` if that is too much, or if a request that was taken might then never fit.
@@ -269,28 +255,28 @@ def _num_prompt(request: GenerationRequest, num_history: int) -> int:
 
 
 def warm_before_traffic(
-    engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt], tenants: abc.Sequence[Tenant]
+    engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt], salts: abc.Sequence[str]
 ) -> None:
-    """Compute and pin the configured prompts for each tenant; raises `ConfigError` if one cannot be."""
-    keys: list[tuple[int, PinKey]] = []
+    """Compute and pin the configured prompts for each tenant's salt; raises `ConfigError` if one cannot be."""
+    names: list[tuple[int, PinName]] = []
     for index, prompt in enumerate(prompts):
         ids = _token_ids(tokenizer, prompt, index)
-        for tenant in tenants:
-            keys.append((index, PinKey(tenant.name, f"configured-{index}")))
-            _begin(engine, keys[-1], tenant.salt, tuple(ids), prompt.ttl_s)
+        for salt in salts:
+            names.append((index, PinName(tenant_id(salt), f"configured-{index}")))
+            _begin(engine, names[-1], salt, tuple(ids), prompt.ttl_s)
     while engine.has_work:
         engine.step()
-    for index, key in keys:
-        described = engine.pins.describe(key)
+    for index, name in names:
+        described = engine.pins.describe(name)
         if described is not None and described["error"] is not None:
             raise ConfigError(f"engine.warm_prompts[{index}]: {described['error']}")
 
 
-def _begin(engine: Engine, named: tuple[int, PinKey], salt: str, ids: tuple[int, ...], ttl_s: float | None) -> None:
-    index, key = named
+def _begin(engine: Engine, named: tuple[int, PinName], salt: str, ids: tuple[int, ...], ttl_s: float | None) -> None:
+    index, name = named
     while True:
         try:
-            return engine.pins.warm(key, salt, ids, ttl_s=ttl_s, is_configured=True)
+            return engine.pins.warm(name, salt, ids, ttl_s=ttl_s, is_configured=True)
         except (InvalidRequest, Overloaded) as error:
             if isinstance(error, InvalidRequest) or not engine.has_work:
                 raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

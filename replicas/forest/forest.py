@@ -30,7 +30,7 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.owners import Owners
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Pin, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import Paths, Spans, is_lost, kept_by, note_gaps, visible_gaps
 from mneme.replicas.forest.tier import Tier
 from mneme.replicas.forest.tiers import TieredPages
@@ -62,7 +62,7 @@ class PrefixForest(Paths):
         self.kept_roots: set[Root] = set()  # of truncated sessions
         self._last_truncated: tuple[Owner | None, Root] = (None, Root(""))
         self._num_pinned = 0
-        self._pins: set[Pin] = set()
+        self._pinned: set[Path] = set()
         self._clock = clock
         self._releases = itertools.count(1)
         self.owners = Owners()
@@ -242,8 +242,8 @@ class PrefixForest(Paths):
         if not is_counted:
             self.tiers.num_moved = num_moved
 
-    def pin(self, path: Path, *, num_kept: int = 0) -> Pin:
-        """Keep the path's pages until `unpin`, whatever becomes of the path.
+    def pin(self, path: Path, *, num_kept: int = 0) -> Path:
+        """Keep the path's pages until `unpin` of what this returns, whatever becomes of the path.
 
         Raises `PinRefused` if fewer than the reserve, or than `num_kept`, would then be left unpinned, or if the device
         lacks what a row behind them sees.
@@ -253,24 +253,24 @@ class PrefixForest(Paths):
         left, needed = self.num_unpinned - num_new, max(self.num_reserved, num_kept)
         if left < needed or not path.pages or lacks or not self._sharing:
             raise PinRefused(num_new, max(left, 0), needed)
-        pin = Pin(path.copy())
+        pinned = path.copy()
         for page in path.pages:
             self.tiers.hold(page)
             page.pins += 1
         path.root.refs += 1
         self._num_pinned += num_new
-        self._pins.add(pin)
-        return pin
+        self._pinned.add(pinned)
+        return pinned
 
-    def unpin(self, pin: Pin) -> None:
-        """Let pinned pages be as any others again; a pin that is gone already is ignored."""
-        if pin not in self._pins:
+    def unpin(self, pinned: Path) -> None:
+        """Let pinned pages be as any others again, and empty the path; nothing if that is so already."""
+        if pinned not in self._pinned:
             return
-        self._pins.remove(pin)
-        for page in pin.path.pages:
+        self._pinned.remove(pinned)
+        for page in pinned.pages:
             page.pins -= 1
             self._num_pinned -= not page.pins
-        self.release(pin.path)
+        self.release(pinned)
 
     def clear(self) -> None:
         """Forget every cached page of both tiers; pages in use or pinned stay."""
@@ -279,8 +279,8 @@ class PrefixForest(Paths):
 
     def forget_all(self) -> None:
         """Trust no page after a failed step: pins go too. Pages that sequences hold stay theirs."""
-        for pin in list(self._pins):
-            self.unpin(pin)
+        for pinned in list(self._pinned):
+            self.unpin(pinned)
         self.clear()
         self.tiers.moves.forget()
 

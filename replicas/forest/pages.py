@@ -1,4 +1,4 @@
-"""Defines what the prefix forest is made of: pages with their tokens, roots, paths, claims of sessions, pins."""
+"""Defines what the prefix forest is made of: pages with their tokens, roots, paths, claims of sessions."""
 
 from __future__ import annotations
 
@@ -186,21 +186,6 @@ class Path:
         other.pages, other.page_ids, other.masks = list(self.pages), list(self.page_ids), list(self.masks)
         other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
         return other
-
-
-class Pin:
-    """Pages that stay until `PrefixForest.unpin`; holds them as a path does."""
-
-    __slots__ = ("num_tokens", "path")
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_tokens = path.num_tokens
-
-    @property
-    def is_held(self) -> bool:
-        """False once it was let go, also by a failed step."""
-        return bool(self.path.pages)
 
 
 def resident(root: Root, ids: Sequence[int]) -> Resident:

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Page, Pin
+from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
@@ -80,7 +80,7 @@ class Scheduler:
             self._give_back(sequence)
             self.waiting.end(sequence)
 
-    def pin(self, salt: str, ids: list[int], *, num_kept_tokens: int) -> Pin:
+    def pin(self, salt: str, ids: list[int], *, num_kept_tokens: int) -> Path:
         """Keep what is resident of a prefix until `unpin`.
 
         `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
@@ -89,16 +89,16 @@ class Scheduler:
         path = self._forest.open_path(salt)
         self._forest.extend(path, ids, len(ids))
         try:
-            pin = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
+            pinned = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
         finally:
             self._forest.release(path)
         _limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
-        return pin
+        return pinned
 
-    def unpin(self, pin: Pin) -> None:
-        """Let pinned pages be as any others again; a pin that is gone already is ignored."""
+    def unpin(self, pinned: Path) -> None:
+        """See `PrefixForest.unpin`."""
         self._refused = None
-        self._forest.unpin(pin)
+        self._forest.unpin(pinned)
 
     @property
     def is_blocked(self) -> bool:

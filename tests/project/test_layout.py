@@ -35,7 +35,7 @@ LEVELS = {
         "attention",
     ),
     "cachetier": (
-        "chunk pages",
+        "chunk pages pins",
         "store",
         "admin policy",
         "config simulate",

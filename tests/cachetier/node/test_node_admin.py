@@ -14,7 +14,6 @@ from mneme.cachetier.admin import (
     MAX_PINS,
     Amount,
     FoundChunk,
-    PinName,
     PinnedPrefix,
     leading,
     merged_pins,
@@ -23,6 +22,7 @@ from mneme.cachetier.admin import (
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, tenant_id
 from mneme.cachetier.node import admin
 from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.pins import PinName
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
 from tests.cachetier.nodes import Clock, make_node, query, write_due

@@ -147,7 +147,7 @@ def test_a_document_is_deleted_and_no_prompt_with_its_tokens(client: TestClient,
 
 def salts(key: int) -> tuple[str, str]:
     """A key's own, and one that its client chose."""
-    name = tenants(KEYS["api_keys"])[key].name
+    name = tenants(KEYS["api_keys"])[key]
     return kv_salt(name, None), kv_salt(name, "mine")
 
 

@@ -21,7 +21,7 @@ from mneme.cluster.http.protocol import (
     template_variables,
     validate,
 )
-from mneme.cluster.tenancy import PUBLIC, Tenant, authenticate, kv_salt, session_key, tenants
+from mneme.cluster.tenancy import PUBLIC, authenticate, kv_salt, session_key, tenants
 from mneme.errors import InvalidRequest, MnemeError, Unauthorized
 
 JSON = st.recursive(
@@ -139,21 +139,20 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
 
 
 def test_tenants_sessions_and_salts() -> None:
-    assert authenticate(None, ()) == PUBLIC.name
+    assert authenticate(None, ()) == PUBLIC
     tenant = authenticate("Bearer k1", ("k0", "k1"))
     assert tenant == authenticate("bearer  k1 ", ("k1",))
     assert tenant != authenticate("Bearer k0", ("k0", "k1"))
-    assert kv_salt(PUBLIC.name, None) == ""
-    assert len({kv_salt(t, s) for t in (PUBLIC.name, tenant) for s in (None, "a", "b")}) == 6
-    assert kv_salt(PUBLIC.name, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
+    assert kv_salt(PUBLIC, None) == ""
+    assert len({kv_salt(t, s) for t in (PUBLIC, tenant) for s in (None, "a", "b")}) == 6
+    assert kv_salt(PUBLIC, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
     assert session_key(tenant, "s") == f"{tenant}:s"
 
 
 def test_those_whom_configured_prompts_are_warmed_for_are_those_who_call() -> None:
-    assert tenants(()) == [Tenant("public", "")]
+    assert tenants(()) == ["public"]
     keys = ("k0", "k1", "k0")
-    known = [authenticate(f"Bearer {key}", keys) for key in ("k0", "k1")]
-    assert tenants(keys) == [Tenant(name, kv_salt(name, None)) for name in known]
+    assert tenants(keys) == [authenticate(f"Bearer {key}", keys) for key in ("k0", "k1")]
 
 
 @pytest.mark.parametrize("authorization", ["Bearer é", "Bearer", "", "Bearer \udcff"])

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from mneme.cachetier.distributed import lifecycle as ray_tier
+from mneme.cachetier.pins import PinName
 from mneme.cluster.serve import replica
 from mneme.cluster.serve.gpus import EnginePlacement
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.errors import Overloaded
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query, get_pin, kv_stats
-from mneme.replicas.engine.pins import PinKey
 from tests.fakes.fake_engine import FakeEngineLoop
 
 
@@ -85,7 +85,7 @@ def test_a_slow_tier_holds_up_nobody_else() -> None:
         await asyncio.sleep(0)  # they have begun
         assert isinstance(await server.query(replica_id="r", query=kv_stats("")), Overloaded)
         async with asyncio.timeout(10):
-            assert await server.query(replica_id="r", query=get_pin(PinKey("t", "p"))) == "pin"
+            assert await server.query(replica_id="r", query=get_pin(PinName(b"t", "p"))) == "pin"
             engine.may_answer.set()
             assert set(await asyncio.gather(*waiting)) == {"figures"}
             assert await server.query(replica_id="r", query=kv_stats("")) == "figures"

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from mneme.cachetier.admin import PinName, leading, num_leading_tokens
+from mneme.cachetier.admin import leading, num_leading_tokens
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.admin import RayCacheAdmin
 from mneme.cachetier.distributed.nodes import Nodes
+from mneme.cachetier.pins import PinName
 from mneme.cachetier.sessions.record import SessionState, whole
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import ChainQuery

@@ -16,7 +16,7 @@ from mneme.cachetier.chunk.header import ChunkHeader, Miss
 from mneme.errors import PinRefused
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Pin
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
@@ -137,7 +137,7 @@ class Play:
         self.events: list[TokenEvent] = []
         self.expected: dict[str, Arrival] = {}
         self.num_failed_steps = 0
-        self.pins: list[tuple[Engine, Pin]] = []
+        self.pins: list[tuple[Engine, Path]] = []
 
     def run(self) -> None:
         for step in itertools.count():

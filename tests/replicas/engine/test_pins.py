@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import (
     ConfigError,
@@ -24,7 +26,7 @@ from mneme.errors import (
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.config import WarmPrompt as Configured
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import PUBLIC, PinKey, Tenant, pin_prefix, warm_before_traffic
+from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
 from mneme.replicas.request import SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
@@ -35,10 +37,10 @@ from tests.replicas.tiny_tokenizer import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 
 
-def warm(engine: Engine, pin_id: str, ids: list[int], *, tenant: str = "t", salt: str = "", **more: Any) -> Any:
-    engine.pins.warm(PinKey(tenant, pin_id), salt, tuple(ids), **more)
+def warm(engine: Engine, pin_id: str, ids: list[int], *, tenant: bytes = b"t", salt: str = "", **more: Any) -> Any:
+    engine.pins.warm(PinName(tenant, pin_id), salt, tuple(ids), **more)
     run(engine)
-    return engine.pins.describe(PinKey(tenant, pin_id))
+    return engine.pins.describe(PinName(tenant, pin_id))
 
 
 def fill(engine: Engine) -> None:
@@ -60,8 +62,8 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     assert tokens_of(events, "r") == continuation([1, 2] * 5 + [3], 4, 5)
     engine.submit(make_request("stranger", [1, 2] * 5, salt="other"))
     assert usage_of(run(engine), "stranger")[1] == 0
-    assert engine.pins.unpin(PinKey("t", "p"))
-    assert not engine.pins.unpin(PinKey("t", "p"))
+    assert engine.pins.unpin(PinName(b"t", "p"))
+    assert not engine.pins.unpin(PinName(b"t", "p"))
     assert engine.forest.num_in_use == 0
 
 
@@ -69,9 +71,9 @@ def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
     engine = make_engine(num_pages=32, page_size=4, max_batch_tokens=64)
     runner: FakeRunner = engine.runner  # type: ignore[assignment]
     for index in range(3):
-        engine.pins.warm(PinKey("t", str(index)), "", (*[1] * 16, index, 2))
+        engine.pins.warm(PinName(b"t", str(index)), "", (*[1] * 16, index, 2))
     run(engine)
-    assert [pin["pinned"] for pin in engine.pins.of_tenant("t")] == [True] * 3
+    assert [pin["pinned"] for pin in engine.pins.of_tenant(b"t")] == [True] * 3
     assert runner.num_rows == 18 + 2 + 2
     assert engine.forest.num_pages - engine.forest.num_unpinned == 4 + 3
 
@@ -81,18 +83,18 @@ def test_a_pin_ends_at_its_time() -> None:
     engine = make_engine(num_pages=16, page_size=4, clock=clock)
     assert warm(engine, "p", [1] * 8, ttl_s=60)["expires_in_s"] == 60
     clock.now_s = 59.0
-    assert engine.pins.of_tenant("t")[0]["expires_in_s"] == 1
+    assert engine.pins.of_tenant(b"t")[0]["expires_in_s"] == 1
     clock.now_s = 60.0
-    assert engine.pins.of_tenant("t") == []
+    assert engine.pins.of_tenant(b"t") == []
     assert engine.forest.num_in_use == 0
 
 
 def test_a_pin_that_is_let_go_while_it_is_computed_leaves_nothing() -> None:
     engine = make_engine(num_pages=16, page_size=4, max_batch_tokens=16)
-    engine.pins.warm(PinKey("t", "p"), "", (1,) * 24)
+    engine.pins.warm(PinName(b"t", "p"), "", (1,) * 24)
     engine.step()
-    assert engine.pins.of_tenant("t")[0]["warming"]
-    assert engine.pins.unpin(PinKey("t", "p"))
+    assert engine.pins.of_tenant(b"t")[0]["warming"]
+    assert engine.pins.unpin(PinName(b"t", "p"))
     run(engine)
     assert engine.forest.num_in_use == 0
     assert engine.in_flight == {}
@@ -111,7 +113,7 @@ def test_what_would_take_too_much_is_refused_with_figures_and_before_it_is_compu
         warm(engine, "long", [2] * 40, keeps=False)
     with pytest.raises(InvalidRequest, match="from 0 to 4"):
         warm(engine, "no token", [7], keeps=False)
-    assert len(engine.pins.of_tenant("t")) == 2
+    assert len(engine.pins.of_tenant(b"t")) == 2
     engine = make_engine(num_pages=16, page_size=4)
     engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=36)))
     with pytest.raises(PinRefused, match="would leave 13 unpinned; at least 14"):
@@ -121,14 +123,14 @@ def test_what_would_take_too_much_is_refused_with_figures_and_before_it_is_compu
 
 def test_room_that_is_taken_while_a_prompt_is_computed_refuses_the_pin(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(num_pages=16, page_size=4)
-    engine.pins.warm(PinKey("t", "p"), "", (1,) * 12)
+    engine.pins.warm(PinName(b"t", "p"), "", (1,) * 12)
     engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=40)))
     events = run(engine)
-    described = engine.pins.describe(PinKey("t", "p"))
+    described = engine.pins.describe(PinName(b"t", "p"))
     assert described is not None
     assert isinstance(described["error"], PinRefused)
     assert "not pinned" in caplog.text
-    assert engine.pins.of_tenant("t") == []
+    assert engine.pins.of_tenant(b"t") == []
     assert len(tokens_of(events, "long")) == 40
 
 
@@ -140,11 +142,11 @@ def test_a_tenant_has_so_many_pins_and_sees_its_own_alone() -> None:
         warm(engine, "c", [1, 2, 3])
     with pytest.raises(InvalidRequest, match="of this name exists"):
         warm(engine, "a", [1], keeps=False)
-    warm(engine, "c", [1, 2, 3], tenant="u")
-    assert [pin["id"] for pin in engine.pins.of_tenant("t")] == ["a", "b"]
-    assert not engine.pins.unpin(PinKey("u", "a"))
-    assert engine.pins.describe(PinKey("u", "a")) is None
-    engine.pins.unpin(PinKey("t", "a"))
+    warm(engine, "c", [1, 2, 3], tenant=b"u")
+    assert [pin["id"] for pin in engine.pins.of_tenant(b"t")] == ["a", "b"]
+    assert not engine.pins.unpin(PinName(b"u", "a"))
+    assert engine.pins.describe(PinName(b"u", "a")) is None
+    engine.pins.unpin(PinName(b"t", "a"))
     warm(engine, "d", [1, 2, 3])
 
 
@@ -153,20 +155,20 @@ def test_what_is_only_computed_is_not_pinned() -> None:
     engine = make_engine(num_pages=16, page_size=4, clock=clock)
     described = warm(engine, "p", [1] * 8, keeps=False)
     assert (described["pinned"], described["warming"], described["error"]) == (False, False, None)
-    assert engine.pins.of_tenant("t") == []
+    assert engine.pins.of_tenant(b"t") == []
     assert engine.forest.num_in_use == 0
     engine.submit(make_request("r", [1] * 8))
     assert usage_of(run(engine), "r") == (8, 7)
     clock.now_s = 100.0
-    assert engine.pins.describe(PinKey("t", "p")) is None
+    assert engine.pins.describe(PinName(b"t", "p")) is None
 
 
 def test_a_full_queue_is_overloaded_and_leaves_nothing() -> None:
     engine = make_engine(max_waiting=1)
     engine.submit(make_request("r", [1]))
     with pytest.raises(Overloaded):
-        engine.pins.warm(PinKey("t", "p"), "", (1, 2))
-    assert engine.pins.of_tenant("t") == []
+        engine.pins.warm(PinName(b"t", "p"), "", (1, 2))
+    assert engine.pins.of_tenant(b"t") == []
 
 
 def test_without_sharing_nothing_can_be_pinned() -> None:
@@ -178,18 +180,18 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
     engine = make_engine(num_pages=16, page_size=4)
     warm(engine, "p", [1] * 10)
     engine.submit(make_request("r", [2] * 4))
-    engine.pins.warm(PinKey("t", "half"), "", (3,) * 18)  # of two steps
+    engine.pins.warm(PinName(b"t", "half"), "", (3,) * 18)  # of two steps
     engine.step()
     failed = engine.fail_all("the device is gone")
     assert ("r", "error") in [(event.request_id, event.finish_reason) for event in failed]
-    (pin,) = engine.pins.of_tenant("t")
+    (pin,) = engine.pins.of_tenant(b"t")
     assert (pin["warming"], pin["pinned"]) == (True, False)
-    half = engine.pins.describe(PinKey("t", "half"))
+    half = engine.pins.describe(PinName(b"t", "half"))
     assert half is not None
     assert isinstance(half["error"], MnemeError)
     assert "not pinned" in caplog.text
     run(engine)
-    assert engine.pins.of_tenant("t")[0]["pinned"]
+    assert engine.pins.of_tenant(b"t")[0]["pinned"]
     fill(engine)
     engine.submit(make_request("again", [1] * 10))
     assert usage_of(run(engine), "again") == (10, 9)
@@ -198,30 +200,30 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
 def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:
     engine = Engine(FakeRunner(200, 16, vocab_size=400), None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
     prompts = [Configured(system="be brief"), Configured(text="the quick brown fox", ttl_s=60.0), Configured(text="a")]
-    tenants = [Tenant("one", "salt one"), Tenant("two", "salt two")]
-    warm_before_traffic(engine, TOKENIZER, prompts, tenants)
+    salts = ["one", "two"]
+    warm_before_traffic(engine, TOKENIZER, prompts, salts)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
     prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
     assert ids[: len(prefix)] == prefix
-    for tenant in tenants:
-        pins = engine.pins.of_tenant(tenant.name)
+    for salt in salts:
+        pins = engine.pins.of_tenant(tenant_id(salt))
         assert [pin["pinned"] for pin in pins] == [True] * 3
-        engine.submit(make_request(tenant.name, ids, GREEDY, salt=tenant.salt))
-        assert usage_of(run(engine), tenant.name)[1] == len(prefix)
+        engine.submit(make_request(salt, ids, GREEDY, salt=salt))
+        assert usage_of(run(engine), salt)[1] == len(prefix)
         with pytest.raises(InvalidRequest, match="part of the configuration"):
-            engine.pins.unpin(PinKey(tenant.name, pins[0]["id"]))
-    engine.pins.warm(PinKey("one", "own"), "salt one", (5, 6))
+            engine.pins.unpin(PinName(tenant_id(salt), pins[0]["id"]))
+    engine.pins.warm(PinName(tenant_id("one"), "own"), "one", (5, 6))
 
 
 def test_configured_prompts_that_do_not_fit_are_named() -> None:
     engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
     prompts = [Configured(text="a b"), Configured(text="the quick brown fox " * 20)]
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
-        warm_before_traffic(engine, TOKENIZER, prompts, [PUBLIC])
+        warm_before_traffic(engine, TOKENIZER, prompts, [""])
     without = replace(prompts[0], text=None, system="s")
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[0\]: messages: this model has no chat template"):
-        warm_before_traffic(engine, tiny_tokenizer(None), [without], [PUBLIC])
+        warm_before_traffic(engine, tiny_tokenizer(None), [without], [""])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_prompt_that_is_on_the_host_or_in_part_lost_is_pinned_on_the_device(lo
     assert engine.forest.resident("", ids).device == len(ids)
     fill(engine)
     assert engine.forest.resident("", ids).device == len(ids)
-    engine.pins.unpin(PinKey("t", "p"))
+    engine.pins.unpin(PinName(b"t", "p"))
     assert engine.forest.num_in_use == 0
 
 
@@ -257,7 +259,7 @@ def test_under_a_window_what_comes_behind_a_pinned_prompt_finds_all_that_it_sees
     assert (runner.num_rows - num_rows, runner.num_loaded - num_loaded) == (1, 0)
     engine.submit(make_request("in the middle", [*ids[:9], 3], SamplingParams(temperature=0, max_tokens=1)))
     assert tokens_of(run(engine), "in the middle") == continuation([*ids[:9], 3], 1, 5)
-    engine.pins.unpin(PinKey("t", "p"))
+    engine.pins.unpin(PinName(b"t", "p"))
     assert engine.forest.num_in_use == 0
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mneme.errors import PinRefused
 from mneme.replicas.engine.pins import pin_prefix
-from mneme.replicas.forest.pages import Pin
+from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import SamplingParams, TokenEvent
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.losses import lose
@@ -83,7 +83,7 @@ def check_traffic(
         prefix_sharing=sharing,
         eviction=eviction,
     )
-    pins: list[tuple[int, Pin]] = []
+    pins: list[tuple[int, Path]] = []
     events: list[TokenEvent] = []
     names: dict[str, Any] = {}
     for step in itertools.count():

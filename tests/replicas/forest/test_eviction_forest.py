@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.pages import Owner, Page, Path, Pin
+from mneme.replicas.forest.pages import Owner, Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
 
 SessionName = tuple[str, str]  # (tenant salt, session)
@@ -223,7 +223,7 @@ class ForestMachine(RuleBasedStateMachine):
         self.forest.look_ahead(lambda: [None if name is None else self.forest.owner[name] for name in self.waiting])
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (position, token)
         self.running: list[tuple[Path, list[int], str]] = []
-        self.pins: list[tuple[Pin, list[int]]] = []
+        self.pins: list[tuple[Path, list[int]]] = []
         self.sessions: dict[SessionName, list[int]] = {}  # ids of the last path
         self.claimed: dict[SessionName, int] = {}  # the evictions before a session's last path was released
         self.resident: dict[tuple[str, tuple[int, ...]], int] = {}  # released paths, with the evictions before that
@@ -346,7 +346,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_kept=st.integers(0, 10))
     def pin(self, data: st.DataObject, num_kept: int) -> None:
         path, ids, _ = data.draw(st.sampled_from(self.running))
-        pinned = {page for pin, _ in self.pins for page in pin.path.page_ids} | set(path.page_ids)
+        pinned = {page for pin, _ in self.pins for page in pin.page_ids} | set(path.page_ids)
         left = self.forest.num_pages - len(pinned)
         try:
             pin = self.forest.pin(path, num_kept=num_kept)
@@ -384,8 +384,8 @@ class ForestMachine(RuleBasedStateMachine):
         for path, ids, _ in self.running:
             assert self.visible(path) == ids[: path.num_tokens]
         for pin, ids in self.pins:
-            assert self.visible(pin.path) == ids
-        pinned = {page for pin, _ in self.pins for page in pin.path.page_ids}
+            assert self.visible(pin) == ids
+        pinned = {page for pin, _ in self.pins for page in pin.page_ids}
         assert self.forest.num_unpinned == self.forest.num_pages - len(pinned)
         held = pinned | {page for path, _, _ in self.running for page in path.page_ids}
         assert self.forest.num_in_use == len(held)
