@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -20,6 +20,7 @@ from ray.util import list_named_actors
 
 from mneme.cachetier.config import CacheConfig
 from mneme.errors import ReplicaUnavailable
+from mneme.primitives import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _BACK_S = 30.0  # how long a node that lives counts though its actor is gone: en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """Which node an actor is of, and what of it is the actor's."""
+    """Says which node an actor is of, and how much of it is the actor's."""
 
     node_id: str  # Ray's; another after a restart of Ray
     name: str  # in Ray
@@ -47,7 +48,7 @@ class NodeIdentity:
 
 
 class Ready(NamedTuple):
-    """What a node's actor is, once it can be asked."""
+    """Says what a node's actor is, once it can be asked."""
 
     settings: tuple[CacheConfig, NodeIdentity]  # that it was made with
     problem: str  # why it goes without a disk, if it should have one
@@ -59,13 +60,13 @@ def node_actor_name(node_id: str) -> str:
 
 
 def named_actors(namespace: str) -> list[str]:
-    """Names of an application's actors, sorted; some may be dead. Blocks, without a timeout."""
+    """List the names of an application's actors, sorted; some may be dead. Blocks, without a timeout."""
     named = list_named_actors(all_namespaces=True)
     return sorted(each["name"] for each in named if each["namespace"] == namespace)
 
 
 def find_actor(name: str, namespace: str) -> Any:
-    """None: it died meanwhile. Blocks, without a timeout."""
+    """Find an actor by its name; None if it died meanwhile. Blocks, without a timeout."""
     try:
         return ray.get_actor(name, namespace)
     except ValueError:
@@ -83,7 +84,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Nothing gets through."""
+        """Whether too many calls in a row have failed."""
         return self._num_failures >= _MAX_FAILURES
 
     def allows(self) -> bool:
@@ -134,7 +135,7 @@ class Nodes:
         self.own = connect()
         self.counters: Counter[str] = Counter()
         self._breakers: dict[str, Breaker] = {}
-        self._names = ThreadPoolExecutor(1, "nodes")
+        self._names = Workers("nodes", 1)
         self._connecting: Future[None] | None = None
         self._lock = threading.Lock()  # of what looks
         self._looking: Future[bool] | None = None
@@ -180,7 +181,7 @@ class Nodes:
             self.drop(node)
             self.own.not_reached.remote(node)
         elif self._connecting is None or self._connecting.done():
-            self._connecting = self._names.submit(self._connect_again)
+            self._connecting = self._names.begin(self._connect_again)
 
     async def ask(self, peer: Any, method: str, *args: Any, timeout_s: float) -> Any:
         """The answer of another node's actor, None if there is none in time."""
@@ -257,7 +258,7 @@ class Nodes:
         """List the nodes, unless that is under way; whether they could be."""
         with self._lock:
             if self._looking is None or self._looking.done():
-                self._looking = self._names.submit(self._list)
+                self._looking = self._names.begin(self._list)
             return self._looking
 
     def _list(self) -> bool:
@@ -287,5 +288,5 @@ class Nodes:
 
 
 def rendezvous(name: bytes, nodes: Iterable[str]) -> list[str]:
-    """Nodes in the order of a session: highest random weight (Thaler and Ravishankar 1998)."""
+    """Put nodes in the order of a session: highest random weight (Thaler and Ravishankar 1998)."""
     return sorted(nodes, key=lambda node: blake2b(node.encode(), digest_size=8, key=name).digest())

@@ -293,7 +293,7 @@ class LogCopies:
         self.forget([key for key in (*self._waiting, *self._alone) if key.tenant == tenant])
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Make the copies that wait, one after the other, until it is cancelled."""
         while True:
             await self._is_some.wait()
             self._is_some.clear()

@@ -21,8 +21,8 @@ from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
+from mneme.primitives import Workers
 from mneme.replicas.request import Source
-from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 

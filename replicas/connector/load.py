@@ -10,10 +10,8 @@ that was computed from wrong bytes.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import numpy as np
 
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.pages.streams import Event
+from mneme.primitives import Workers
 from mneme.replicas.connector.fetch import Fetch
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.moves import Graft, GraftPiece
@@ -173,14 +172,12 @@ class ChunkLoader:
         self._load: ChunkLoad | None = None  # of the step that has begun
         readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
         self._take_all: Callable[..., object] = map if readers is None else readers.map
-        self._queue: queue.SimpleQueue[ChunkLoad | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._queue, readers), name="kv-chunk-loads", daemon=True).start()
-        self._stop: Callable[[], object] = weakref.finalize(self, self._queue.put, None)
+        self._thread = Workers("kv-chunk-loads", 1)
 
     def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
         """Begin the one load of chunks of the next step."""
         self._load = load = ChunkLoad(grafts, self._num_layers, self._pages, self._take_all)
-        self._queue.put(load)
+        self._thread.run(partial(_run, load))
         self.num_loaded += sum(len(graft.pieces) for graft in grafts)
         return load
 
@@ -199,19 +196,15 @@ class ChunkLoader:
 
     def close(self) -> None:
         self.end()
-        self._stop()
+        self._thread.close(0.0)
 
 
-def _run(loads: queue.SimpleQueue[ChunkLoad | None], readers: ThreadPoolExecutor | None) -> None:
-    while (load := loads.get()) is not None:
-        try:
-            load.run()
-        except Exception:  # the edge of a thread: what was not copied is lost
-            logger.exception("a load of chunks failed")
-            load.finish()
-        del load
-    if readers is not None:
-        readers.shutdown(wait=False)
+def _run(load: ChunkLoad) -> None:
+    try:
+        load.run()
+    except Exception:  # the edge of a thread: what was not copied is lost
+        logger.exception("a load of chunks failed")
+        load.finish()
 
 
 def _has(pieces: Sequence[_Piece], layer: int) -> bool:

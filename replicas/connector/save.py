@@ -12,14 +12,12 @@ nobody waits. Before pages get another owner, `before_reuse` waits until their c
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.pages.streams import Event
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
-from mneme.primitives import Bounded
+from mneme.primitives import Bounded, Workers
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.pages import DEVICE, Path
 from mneme.replicas.sequence import Chunk, ChunkChain
@@ -154,14 +152,6 @@ class _Copy:
     seconds: float = 0.0  # that threads were at it
 
 
-class _Task(NamedTuple):
-    """One layer of some chunks to be copied."""
-
-    copies: list[_Copy]
-    layer: int
-    after: Event | None
-
-
 @dataclass(slots=True)
 class SaveCounts:
     """Since the start."""
@@ -176,7 +166,7 @@ class SaveCounts:
 
 @dataclass(slots=True)
 class _Shared:
-    """Holds what the threads know: not the saver, so that it ends with its last user."""
+    """Holds what the threads know: not the saver, so that they end with its last user."""
 
     store: ChunkStore
     fingerprint: ModelFingerprint
@@ -186,8 +176,9 @@ class _Shared:
     counts: SaveCounts = field(default_factory=SaveCounts)
     under_way: set[_Copy] = field(default_factory=set)  # the write buffer
     reading: set[_Copy] = field(default_factory=set)  # of those: they are not done with their pages
-    to_copy: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
-    to_put: queue.SimpleQueue[_Copy | None] = field(default_factory=queue.SimpleQueue)
+    batches: Sequence[PageBatch] = ()  # of the step whose layers are being copied
+    copying: Workers = field(default_factory=lambda: Workers("kv-chunk-copies", 1))
+    putting: Workers = field(default_factory=lambda: Workers("kv-chunk-puts", 1))
 
 
 class ChunkSaver:
@@ -207,13 +198,6 @@ class ChunkSaver:
         self._shared = _Shared(store, fingerprint, pages, note_save)
         self._copies: list[_Copy] = []  # of the step that has begun
         self._num_handed_over = 0  # of its layers
-        self._threads = [
-            threading.Thread(target=work, args=(self._shared,), name=name, daemon=True)
-            for work, name in ((_copy_chunks, "kv-chunk-copies"), (_put_chunks, "kv-chunk-puts"))
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._stop: Callable[[], object] = weakref.finalize(self, self._shared.to_copy.put, None)
 
     @property
     def counts(self) -> SaveCounts:
@@ -293,9 +277,8 @@ class ChunkSaver:
     def close(self) -> None:
         """Put what was confirmed, within a bounded time, and end the threads. Called twice it does nothing."""
         self.abandon()
-        self._stop()
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
+        self._shared.copying.close(_CLOSE_S)
+        self._shared.putting.close(_CLOSE_S)
 
     def _begin_copy(self, job: SaveJob) -> None:
         """Add a copy to those of the step, if there is room in the write buffer."""
@@ -312,8 +295,9 @@ class ChunkSaver:
             shared.reading.add(copy)
 
     def _copy_layer(self, layer: int) -> None:
+        shared = self._shared
         if self._copies:
-            self._shared.to_copy.put(_Task(self._copies, layer, self._shared.pages.issued()))
+            shared.copying.run(partial(_copy_layer, shared, self._copies, layer, shared.pages.issued()))
 
     def _confirm(self) -> None:
         """Let the step's copies be put, but for those that are void."""
@@ -327,33 +311,28 @@ class ChunkSaver:
             return None
 
 
-def _copy_chunks(shared: _Shared) -> None:
-    batches: Sequence[PageBatch] = ()  # of the step whose layers are being copied
-    while (task := shared.to_copy.get()) is not None:
-        try:
-            if not task.layer:
-                batches = shared.pages.batches([copy.tokens for copy in task.copies])
-            for batch in batches:
-                _copy_layer(batch, task)
-        except Exception:  # the edge of a thread: these chunks are not saved, and their pages are free again
-            logger.exception("chunks could not be copied")
-            for copy in task.copies:
-                copy.is_void = True
-        for copy in task.copies:
-            if task.layer == len(copy.layers) - 1:
-                batches = ()
-                _release_pages(shared, copy)
-            _layer_done(shared, copy)
-            del copy
-        del task
-    shared.to_put.put(None)
+def _copy_layer(shared: _Shared, copies: Sequence[_Copy], layer: int, after: Event | None) -> None:
+    try:
+        if not layer:
+            shared.batches = shared.pages.batches([copy.tokens for copy in copies])
+        for batch in shared.batches:
+            _gather(batch, [copies[index] for index in batch.chunks], layer, after)
+    except Exception:  # the edge of a thread: these chunks are not saved, and their pages are free again
+        logger.exception("chunks could not be copied")
+        for copy in copies:
+            copy.is_void = True
+    for copy in copies:
+        if layer == len(copy.layers) - 1:
+            shared.batches = ()
+            _release_pages(shared, copy)
+        _layer_done(shared, copy)
 
 
-def _copy_layer(batch: PageBatch, task: _Task) -> None:
-    copies, started_s = [task.copies[index] for index in batch.chunks], time.monotonic()
+def _gather(batch: PageBatch, copies: Sequence[_Copy], layer: int, after: Event | None) -> None:
     if all(copy.is_void for copy in copies):
         return
-    batch.gather(task.layer, [copy.layers[task.layer] for copy in copies], task.after)
+    started_s = time.monotonic()
+    batch.gather(layer, [copy.layers[layer] for copy in copies], after)
     for copy in copies:
         copy.seconds += (time.monotonic() - started_s) / len(copies)
 
@@ -369,23 +348,20 @@ def _layer_done(shared: _Shared, copy: _Copy) -> None:
         copy.num_left -= 1
         is_whole = not copy.num_left
     if is_whole:
-        shared.to_put.put(copy)
+        shared.putting.run(partial(_put_chunk, shared, copy))
 
 
-def _put_chunks(shared: _Shared) -> None:
-    while (copy := shared.to_put.get()) is not None:
-        num_bytes = copy.layers.nbytes
-        try:
-            outcome = _put(shared, copy)
-        except Exception:  # the edge of a thread: a chunk that is not saved is computed again
-            logger.exception("a chunk could not be put into the cache tier")
-            outcome = "failed"
-        with shared.condition:
-            setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
-            shared.counts.bytes += num_bytes if outcome == "chunks" else 0
-            shared.under_way.discard(copy)
-            shared.condition.notify_all()
-        del copy
+def _put_chunk(shared: _Shared, copy: _Copy) -> None:
+    try:
+        outcome = _put(shared, copy)
+    except Exception:  # the edge of a thread: a chunk that is not saved is computed again
+        logger.exception("a chunk could not be put into the cache tier")
+        outcome = "failed"
+    with shared.condition:
+        setattr(shared.counts, outcome, getattr(shared.counts, outcome) + 1)
+        shared.counts.bytes += copy.layers.nbytes if outcome == "chunks" else 0
+        shared.under_way.discard(copy)
+        shared.condition.notify_all()
 
 
 def _put(shared: _Shared, copy: _Copy) -> str:

@@ -25,6 +25,7 @@ from mneme.errors import CheckpointError, ConfigError, InvalidRequest
 from mneme.kernels.native import library as native_library
 from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
+from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.connector.connector import KvConnector, connect
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
@@ -40,7 +41,6 @@ from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import Progress, load_weights, shard_paths
 from mneme.replicas.sessions.journal import OpenSessionLogs, open_durable_sessions
 from mneme.replicas.text.tokenizer import Tokenizer
-from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.primitives import Workers
 from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
@@ -25,7 +26,6 @@ from mneme.replicas.engine.stats import beside_steps
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
 from mneme.replicas.sessions.sessions import SessionKey, session_key
-from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from mneme.cachetier.sessions.record import (
     whole,
 )
 from mneme.cachetier.sessions.store import Appended, SessionLogStore, log_key
+from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sessions.sessions import Ids, SessionKey, Sessions, session_key
 from mneme.replicas.sessions.token_log import FinishedTurn, RunningTurn, TokenLog, is_usable, root_turn
-from mneme.replicas.workers import Workers
 
 logger = logging.getLogger(__name__)
 

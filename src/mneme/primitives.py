@@ -1,14 +1,17 @@
-"""Three structures that every room uses: a bounded map, a heap whose keys may be taken back, and a thread of steps."""
+"""What every room uses: a bounded map, a heap whose keys may be taken back, a thread of steps, and threads of tasks."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import logging
+import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -16,6 +19,8 @@ logger = logging.getLogger(__name__)
 _SLACK = 64  # entries of a heap that may be stale before they are swept
 _AFTER_ERROR_S = 1.0
 
+Task = Callable[[], None]
+T = TypeVar("T")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -151,3 +156,56 @@ class Worker:
                 is_woken = self._event.wait(wait_s)
                 if is_woken and self._settle_s and not self._is_closed:
                     time.sleep(self._settle_s)
+
+
+class Workers:
+    """Threads that run tasks in order. They hold up no exit of the process, and end with whoever made them."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._stop = weakref.finalize(self, _stop, self._queue, num_threads)
+
+    def run(self, task: Task) -> None:
+        self._queue.put(task)
+
+    def begin(self, function: Callable[[], T]) -> Future[T]:
+        """Return what will have what the function gives on one of the threads, or raises."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.run(task)
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what the function gives on one of the threads, or raise what it raises."""
+        return self.begin(function).result()
+
+    def close(self, timeout_s: float) -> None:
+        """Run what waits, if that takes no longer, and end."""
+        self._stop()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task()
+        except Exception:  # the edge of a thread
+            logger.exception("a task failed")
+        del task
+
+
+def _stop(tasks: queue.SimpleQueue[Task | None], num_threads: int) -> None:
+    for _ in range(num_threads):
+        tasks.put(None)

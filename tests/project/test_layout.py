@@ -44,7 +44,7 @@ LEVELS = {
         "distributed",
     ),
     "replicas": (
-        "forest truncation workers",
+        "forest truncation",
         "config request",
         "sequence text",
         "connector",

@@ -10,10 +10,10 @@ import pytest
 
 from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery
+from mneme.primitives import Task
 from mneme.replicas.connector.fetch import Fetch, Fetches, ReadBudget
 from mneme.replicas.connector.load import ChunkLoad
 from mneme.replicas.forest.moves import Graft, GraftPiece
-from mneme.replicas.workers import Task
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
 from tests.cachetier.cost_cases import PlayedClock
 from tests.replicas.chunk_stores import FakeStore, SlowRows

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
+from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
-from mneme.replicas.workers import Workers
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import make_request
 
