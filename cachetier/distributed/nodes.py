@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 NODE_PREFIX = "node-"  # of the names of nodes' actors
 
 _MAX_FAILURES = 3  # in a row
-_PAUSE_S = 0.5  # then, doubled while it goes on
+_PAUSE_S = 0.5  # then, doubled with each try that fails
 _MAX_PAUSE_S = 16.0
 _LATE_S = 1.0  # an answer that takes longer speaks against its node; one that only came after its deadline does not
 _FIRST_LOOK_S = 0.15  # how long who asks first waits for the list of nodes
@@ -79,7 +79,7 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._num_failures = 0
+        self._num_failures = self._num_tries = 0  # since the last success; tries while it was open
         self._next_try_s = float("-inf")
 
     @property
@@ -95,12 +95,13 @@ class Breaker:
             now_s = self._clock()
             if now_s < self._next_try_s:
                 return False
+            self._num_tries += 1
             self._next_try_s = now_s + self._pause_s()  # others wait for what comes of this try
             return True
 
     def succeeded(self) -> None:
         with self._lock:
-            self._num_failures = 0
+            self._num_failures = self._num_tries = 0
 
     def failed(self) -> None:
         with self._lock:
@@ -109,7 +110,7 @@ class Breaker:
                 self._next_try_s = self._clock() + self._pause_s()
 
     def _pause_s(self) -> float:
-        return min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(self._num_failures - _MAX_FAILURES, 10))
+        return min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(self._num_tries, 10))
 
 
 class Call(NamedTuple):

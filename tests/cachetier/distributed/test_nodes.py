@@ -66,6 +66,15 @@ def test_pauses_grow_to_a_bound() -> None:
     assert waits[-1] == 16.0
 
 
+def test_calls_that_failed_at_once_make_no_longer_pause() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    for _ in range(30):
+        breaker.failed()
+    clock.now_s += 0.5
+    assert breaker.allows()
+
+
 def test_a_try_whose_end_is_never_told_does_not_close_it_for_ever() -> None:
     clock = Clock()
     breaker = opened(clock)
