@@ -55,6 +55,9 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     described = warm(engine, "p", [1, 2] * 5)
     assert described["num_tokens"] == 10
     assert (described["pinned"], described["warming"], described["error"]) == (True, False, None)
+    assert engine.capacity == 13 * 4
+    with pytest.raises(ContextLengthExceeded, match="must fit 52 tokens"):
+        engine.submit(make_request("over", [2] * 50))
     fill(engine)
     engine.submit(make_request("r", [1, 2] * 5 + [3]))
     events = run(engine)
@@ -64,7 +67,7 @@ def test_a_warm_prompt_outlives_traffic_and_is_found_to_the_token() -> None:
     assert usage_of(run(engine), "stranger")[1] == 0
     assert engine.pins.unpin(PinName(b"t", "p"))
     assert not engine.pins.unpin(PinName(b"t", "p"))
-    assert engine.forest.num_in_use == 0
+    assert (engine.forest.num_in_use, engine.capacity) == (0, 16 * 4)
 
 
 def test_several_prompts_at_once_share_what_they_have_in_common() -> None:
@@ -173,7 +176,9 @@ def test_a_full_queue_is_overloaded_and_leaves_nothing() -> None:
 
 def test_without_sharing_nothing_can_be_pinned() -> None:
     engine = make_engine(prefix_sharing=False)
-    assert isinstance(warm(engine, "p", [1, 2, 3])["error"], PinRefused)
+    error = warm(engine, "p", [1, 2, 3])["error"]
+    assert isinstance(error, PinRefused)
+    assert "nothing of this prefix can be pinned" in str(error)
 
 
 def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PinRefused
+from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.engine.pins import pin_prefix
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.sessions.journal import DurableSessions
 from tests.replicas.fake_runner import FakeRunner, continuation
@@ -356,62 +355,6 @@ def test_a_request_larger_than_what_admission_leaves_runs_alone() -> None:
     events = run(engine)
     assert tokens_of(events, "all") == continuation([2] * 156, 4, 5)
     assert tokens_of(events, "small") == continuation([1] * 8, 4, 5)
-
-
-def test_a_pinned_prefix_outlives_any_traffic_and_what_cannot_fit_beside_it_is_refused() -> None:
-    engine = make_engine(num_pages=10, page_size=4)
-    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
-    run(engine)
-    pin = pin_prefix(engine, "", [1] * 12)
-    assert (pin.num_tokens, engine.capacity) == (12, 28)
-    with pytest.raises(ContextLengthExceeded, match="28 tokens"):
-        engine.submit(make_request("over", [2] * 25))
-    for index in range(4):
-        engine.submit(make_request(f"r{index}", [2 + index % 3, index, *[0] * 22]))
-    assert sum(event.finish_reason == "length" for event in run(engine)) == 4
-    engine.submit(make_request("again", [1] * 12))
-    assert usage_of(run(engine), "again") == (12, 11)
-    engine.scheduler.unpin(pin)
-    engine.scheduler.unpin(pin)
-    assert engine.forest.num_in_use == 0
-    assert engine.capacity == 40
-
-
-def test_a_pin_is_refused_while_a_request_that_was_taken_may_need_the_pages() -> None:
-    engine = make_engine(num_pages=10, page_size=4)
-    engine.submit(make_request("warm", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
-    run(engine)
-    engine.submit(make_request("long", [2] * 20, SamplingParams(temperature=0, max_tokens=16)))
-    with pytest.raises(PinRefused, match="would leave 7 unpinned; at least 9"):
-        pin_prefix(engine, "", [1] * 12)
-    with pytest.raises(PinRefused, match="nothing of this prefix"):
-        pin_prefix(engine, "other tenant", [1] * 12)
-    run(engine)
-    engine.submit(make_request("warm again", [1] * 12, SamplingParams(temperature=0, max_tokens=1)))
-    run(engine)
-    pin_prefix(engine, "", [1] * 12)
-
-
-def test_pins_leave_the_reserve() -> None:
-    engine = make_engine(num_pages=40, page_size=4, max_batch_tokens=512)
-    engine.submit(make_request("warm", [1] * 150, SamplingParams(temperature=0, max_tokens=1)))
-    run(engine)
-    with pytest.raises(PinRefused, match="would leave 2 unpinned; at least 4"):
-        pin_prefix(engine, "", [1] * 150)
-    pin_prefix(engine, "", [1] * 144)
-    engine.submit(make_request("shares", [1] * 8, SamplingParams(temperature=0, max_tokens=8)))
-    assert tokens_of(run(engine), "shares") == continuation([1] * 8, 8, 5)
-
-
-def test_a_failed_step_takes_the_pins_with_it() -> None:
-    engine = make_engine()
-    engine.submit(make_request("warm", [1] * 12))
-    run(engine)
-    pin = pin_prefix(engine, "", [1] * 12)
-    engine.fail_all("failed")
-    assert engine.forest.num_free == engine.forest.num_pages
-    engine.scheduler.unpin(pin)
-    engine.forest.check()
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
