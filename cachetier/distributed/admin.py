@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from mneme.cachetier.admin import (
@@ -68,17 +67,10 @@ class RayCacheAdmin:
     def stats(self) -> list[dict[str, Any]]:
         return [figures for answer in self._ask("stats").values() for figures in answer or ()]
 
-    def _ask(self, call: AdminCall, *args: Any, among: Collection[str] | None = None, **options: Any) -> dict[str, Any]:
-        """Answers of all nodes, or of these, by node; None where there is none.
-
-        Raises `ReplicaUnavailable` if the nodes could not be listed in time.
-        """
+    def _ask(self, call: AdminCall, *args: Any, **options: Any) -> dict[str, Any]:
+        """See `Nodes.ask_all`."""
         timeout_s = min(self._timeout_s, _FIGURES_TIMEOUT_S) if call == "stats" else self._timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        actors = self._nodes.all(timeout_s)
-        asked = sorted(actors if among is None else actors.keys() & among)
-        calls = [self._nodes.call(node, "manage", actors[node].manage, call, *args, **options) for node in asked]
-        return dict(zip(asked, self._nodes.answers(calls, deadline_s), strict=True))
+        return self._nodes.ask_all("manage", call, *args, timeout_s=timeout_s, **options)
 
 
 def _sum_of(answers: Iterable[Any]) -> Amount:

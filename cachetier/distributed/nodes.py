@@ -126,8 +126,8 @@ class Nodes:
     """Asks the actors of an application's nodes; nobody waits for one longer than they say. Thread-safe.
 
     An engine's threads `call` and then wait for `answers`: a node that failed several times in a row is not called for
-    a while. A node's actor asks the others from its event loop (`ask`), each time: one that is missing leaves a session
-    in doubt. Ray's own look-ups of names have no timeout, so a thread makes them, and keeps a list.
+    a while. Where each answer matters nobody is left alone: `ask_all`, and `ask`, with which a node's actor asks others
+    from its event loop. Ray's own look-ups of names have no timeout, so a thread makes them, and keeps a list.
     """
 
     def __init__(self, own_node: str, namespace: str, connect: Callable[[], Any] = lambda: None) -> None:
@@ -149,12 +149,12 @@ class Nodes:
         """Whether the own node answers, as far as the last calls tell."""
         return not self._breaker(self.own_node).is_open
 
-    def call(self, node: str, name: str, method: Any, *args: Any, **options: Any) -> Call | None:
+    def call(self, node: str, name: str, method: Any, *args: Any) -> Call | None:
         """Begin a call; None if that node does not answer these days."""
         if not self._breaker(node).allows():
             self.counters["not_asked"] += 1
             return None
-        return Call(node, name, method.remote(*args, **options), time.monotonic())
+        return Call(node, name, method.remote(*args), time.monotonic())
 
     def answers(self, calls: Sequence[Call | None], deadline_s: float) -> list[Any]:
         """One for each call, None where there is none by the deadline, of `time.monotonic`."""
@@ -165,15 +165,25 @@ class Nodes:
         call = self.call(self.own_node, name, getattr(self.own, method), *args)
         return self.answers([call], time.monotonic() + timeout_s)[0]
 
-    def all(self, timeout_s: float) -> dict[str, Any]:
-        """Actors of all nodes, listed anew; raises `ReplicaUnavailable` if they cannot be listed in time."""
+    def ask_all(
+        self, method: str, *args: Any, timeout_s: float, among: Collection[str] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The answers of all nodes, listed anew, or of these; None where there is none in time.
+
+        Nobody is left out: what is asked of all may change them. Raises `ReplicaUnavailable` if they cannot be listed.
+        """
+        deadline_s = time.monotonic() + timeout_s
         try:
             is_listed = self._look().result(timeout_s)
         except TimeoutError:
             is_listed = False
         if not is_listed:
             raise ReplicaUnavailable("the nodes of the cache tier could not be listed")
-        return {self.own_node: self.own, **self._actors}
+        actors = {self.own_node: self.own, **self._actors}
+        asked = sorted(actors if among is None else actors.keys() & among)
+        begun = [getattr(actors[node], method).remote(*args, **options) for node in asked]
+        calls = [Call(node, method, answer, time.monotonic()) for node, answer in zip(asked, begun, strict=True)]
+        return dict(zip(asked, self.answers(calls, deadline_s), strict=True))
 
     def lost(self, node: str) -> None:
         """An actor is dead for good, its node perhaps too."""

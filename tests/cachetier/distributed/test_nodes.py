@@ -183,3 +183,17 @@ def test_what_comes_too_late_is_there_for_the_next_who_asks(monkeypatch: pytest.
         assert names.asked == ["a"]
 
     asyncio.run(run())
+
+
+def test_what_is_asked_of_all_is_asked_of_those_too_that_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, late = Names(monkeypatch, "a", "b"), LateAnswers(monkeypatch)
+    names.is_open.set()
+    actor = SimpleNamespace(unpin=late)
+    fake = SimpleNamespace(nodes=names.alive, get_actor=lambda *_: actor, get=late.get)
+    monkeypatch.setattr(ray_nodes, "ray", fake)
+    nodes = Nodes("a", "test", lambda: actor)
+    for num_asked in (2, 4, 6, 8):
+        assert nodes.ask_all("unpin", timeout_s=WAIT_S) == {"a": None, "b": None}
+        assert len(late.futures) == num_asked
+    assert nodes.ask_all("unpin", timeout_s=WAIT_S, among=["b"]) == {"b": None}
+    assert nodes.call("b", "locate", late) is None
