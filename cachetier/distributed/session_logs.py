@@ -1,6 +1,6 @@
 """Session logs of a Ray cluster: on the disk of the node that wrote them, with a copy on one peer.
 
-A node's actor has its own logs and asks others. A record is with the operating system of the own node when `append`
+A node's actor has its own logs and asks others. A turn is with the operating system of the own node when `append`
 returns; the copy follows, on the first peer in the session's order that takes it. Whoever reads asks the own node and
 its peers at once, and the newest version counts, so a session goes on wherever its next turn runs, also when the node
 is gone where it ran. It is sure to be the newest once all nodes that live have answered: a copy may lack what was
@@ -14,14 +14,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.record import RecordFields, fields_of, taken_over
+from mneme.cachetier.sessions.rows import LogRows, SessionRow, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.primitives import Bounded
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 READ_S, APPEND_S, DELETE_S = 0.15, 0.5, 3.0  # how long an engine's process waits for its node's actor
 DELETE_TENANT_S = 5.0  # each session of a tenant gets a tombstone
-MAX_COPIES = 1024  # sessions whose copies wait; of more the oldest have none until their next record
+MAX_COPIES = 1024  # sessions whose copies wait; of more the oldest have none until their next turn
 
 _PEER_SHARE = 0.8  # of an engine's time, for answers of peers
 _NUM_THREADS = 16  # some of them may wait for the disk
@@ -37,7 +37,7 @@ _JOIN_S = 2.0
 _LAST_S = 60.0  # copies of what was written so shortly before the actor began may not have been made
 _OPEN_AGAIN_S, _MAX_OPEN_AGAIN_S = 0.5, 30.0  # pauses before a folder that could not be used is tried again
 _UNKNOWN_S = 60.0  # how long nobody is told what such a folder does not hold; then it counts as lost
-_MAX_COPY_RECORDS = 8  # of one session, until its copy is made anew
+_MAX_COPY_TURNS = 8  # of one session, until its copy is made anew
 _MAX_PEERS = 3  # that are tried for a copy, one after the other
 _COPY_S = 2.0
 _AGAIN_S = 1.0  # pause after a copy that none of them took
@@ -48,7 +48,6 @@ _T = TypeVar("_T")
 LogCall = Literal[
     "append",
     "append_here",
-    "install_here",
     "read",
     "read_here",
     "delete",
@@ -62,13 +61,13 @@ LogCall = Literal[
 class LogRead(NamedTuple):
     """What a node, or all that could be asked, know of a log."""
 
-    records: list[bytes] | None
+    rows: LogRows | None
     is_sure: bool  # that there is nothing newer
 
     @property
-    def head(self) -> RecordFields | None:
-        """The last record's."""
-        return fields_of(self.records[-1]) if self.records else None
+    def session(self) -> SessionRow:
+        """Of version 0 if there is none."""
+        return SessionRow(0) if self.rows is None else self.rows.session
 
 
 class RaySessionLogs:
@@ -77,15 +76,15 @@ class RaySessionLogs:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        outcome = self._ask("append", key, list(records), timeout_s=APPEND_S)
+    def append(self, key: LogKey, rows: LogRows) -> Appended:
+        outcome = self._ask("append", key, rows, timeout_s=APPEND_S)
         return Appended.FAILED if outcome is None else Appended(outcome)
 
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> LogRows | None:
         read: LogRead | None = self._ask("read", key, newer_than, READ_S * _PEER_SHARE, timeout_s=READ_S)
         if read is None or not read.is_sure:
             raise TimeoutError("not all nodes that may have a session's log have answered")
-        return read.records
+        return read.rows
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
         was_there: bool | None = self._ask("delete", key, at_least, DELETE_S * _PEER_SHARE / 2, timeout_s=DELETE_S)
@@ -127,20 +126,16 @@ class NodeSessionLogs:
         await self._open()
         self._tasks.append(asyncio.ensure_future(self._open_again()))
 
-    async def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+    async def append(self, key: LogKey, rows: LogRows) -> Appended:
         """See `SessionLogStore`."""
-        outcome = await self.append_here(key, records)
+        outcome = await self.append_here(key, rows)
         if outcome is Appended.WRITTEN:
-            self._copies.note(key, records)
+            self._copies.note(key, rows)
         return outcome
 
-    async def append_here(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """Records, or a copy of another node's."""
-        return Appended.FAILED if self._logs is None else await self._in(self._logs.append, key, records)
-
-    async def install_here(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """A copy of another node's log."""
-        return Appended.FAILED if self._logs is None else await self._in(self._logs.install, key, records)
+    async def append_here(self, key: LogKey, rows: LogRows) -> Appended:
+        """An engine's rows, or the same as another node has them."""
+        return Appended.FAILED if self._logs is None else await self._in(self._logs.append, key, rows)
 
     async def read_here(self, key: LogKey, newer_than: int) -> LogRead:
         """What this node alone has."""
@@ -156,8 +151,8 @@ class NodeSessionLogs:
         asked = await self._ask_peers(key.name, "read_here", key, newer_than, timeout_s=timeout_s)
         answers = await asyncio.gather(self.read_here(key, newer_than), *asked)
         found = [LogRead(None, False) if each is None else each for each in answers]
-        newest = max(found, key=lambda each: each.head.version if each.head else -1)
-        return LogRead(newest.records, all(each.is_sure for each in found))
+        newest = max(found, key=lambda each: each.session.version)
+        return LogRead(newest.rows, all(each.is_sure for each in found))
 
     async def delete_here(self, key: LogKey, at_least: int) -> bool | None:
         """None: what is here is not known yet, or cannot be written."""
@@ -166,9 +161,9 @@ class NodeSessionLogs:
     async def delete(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
         """On all nodes; whether there was a session. None: some node has not answered."""
         read = await self.read(key, 0, timeout_s)
-        was_there = read.head is not None and read.head.num_all_ids > 0
-        if read.head is not None:
-            at_least = at_least if at_least > read.head.version else taken_over(read.head.version, time.time())
+        was_there, version = read.session.num_ids > 0, read.session.version
+        if read.rows is not None:
+            at_least = at_least if at_least > version else taken_over(version, time.time())
         elif not at_least:
             return False if read.is_sure else None
         self._copies.forget([key])
@@ -227,8 +222,8 @@ class NodeSessionLogs:
         for peer in await self._peers.in_order(b""):
             await self._peers.ask(peer, "logs", "node_joined", timeout_s=_JOIN_S)
 
-    async def _read_own(self, key: LogKey) -> list[bytes] | None:
-        return (await self.read_here(key, 0)).records
+    async def _read_own(self, key: LogKey) -> LogRows | None:
+        return (await self.read_here(key, 0)).rows
 
     async def _ask_peers(self, name: bytes, call: LogCall, *args: Any, timeout_s: float) -> list[Awaitable[Any]]:
         """A call to each, to be awaited together; None for one that does not answer."""
@@ -255,9 +250,9 @@ class LogCopies:
     `read_own` gives all of a log; None: there is none, or it cannot be read.
     """
 
-    def __init__(self, peers: Nodes, read_own: Callable[[LogKey], Awaitable[list[bytes] | None]]) -> None:
+    def __init__(self, peers: Nodes, read_own: Callable[[LogKey], Awaitable[LogRows | None]]) -> None:
         self._peers, self._read_own = peers, read_own
-        self._waiting: OrderedDict[LogKey, list[bytes]] = OrderedDict()  # records by session; none: all of its log
+        self._waiting: OrderedDict[LogKey, LogRows | None] = OrderedDict()  # None: all of the log
         self._alone = Bounded[LogKey, None](MAX_COPIES)  # sessions that wait for a peer to be there
         self._is_some = asyncio.Event()
         self.counters: Counter[str] = Counter()
@@ -266,14 +261,12 @@ class LogCopies:
         """Sessions whose copies wait."""
         return len(self._waiting)
 
-    def note(self, key: LogKey, records: Sequence[bytes] = ()) -> None:
-        """Records that were written; without any, all of the log is sent, as it is once they are too many."""
-        is_new = key not in self._waiting
-        waiting = self._waiting.setdefault(key, [])
-        if is_new or waiting:
-            waiting += records
-        if not records or len(waiting) > _MAX_COPY_RECORDS:
-            waiting.clear()
+    def note(self, key: LogKey, rows: LogRows | None = None) -> None:
+        """Rows that were written; without any, all of the log is sent, as it is once they are too many."""
+        if rows is not None and key in self._waiting:
+            waiting = self._waiting[key]
+            rows = None if waiting is None else waiting.then(rows)
+        self._waiting[key] = None if rows is None or len(rows.turns) > _MAX_COPY_TURNS else rows
         if len(self._waiting) > MAX_COPIES:
             self._waiting.popitem(last=False)
             self.counters["copy_dropped"] += 1
@@ -298,37 +291,37 @@ class LogCopies:
             await self._is_some.wait()
             self._is_some.clear()
             while self._waiting:
-                key, records = self._waiting.popitem(last=False)
+                key, rows = self._waiting.popitem(last=False)
                 try:
-                    await self._copy(key, records)
+                    await self._copy(key, rows)
                 except Exception:  # it must outlive any copy
                     logger.exception("a session's log could not be copied")
 
-    async def _copy(self, key: LogKey, records: Sequence[bytes]) -> None:
-        outcome = await self._outcome(key, records)
+    async def _copy(self, key: LogKey, rows: LogRows | None) -> None:
+        outcome = await self._outcome(key, rows)
         self.counters[outcome] += 1
         if outcome == "copy_failed":
             self.note(key)
             await asyncio.sleep(_AGAIN_S)
 
-    async def _outcome(self, key: LogKey, records: Sequence[bytes]) -> str:
+    async def _outcome(self, key: LogKey, rows: LogRows | None) -> str:
         """How that ended, as a counter's name."""
         peers = (await self._peers.in_order(key.name))[:_MAX_PEERS]
         if not peers:
             self._alone[key] = None
             return "copy_alone"
         self.note_alone()
-        if records and await self._is_taken(peers[0], "append_here", key, records):
+        if rows is not None and await self._is_taken(peers[0], key, rows):
             return "copied"
         found = await self._read_own(key)
         if found is None:
             return "copy_gone"
         for peer in peers:
-            if await self._is_taken(peer, "install_here", key, found):
+            if await self._is_taken(peer, key, found):
                 return "copied_whole"
         return "copy_failed"
 
-    async def _is_taken(self, peer: Any, call: LogCall, *args: Any) -> bool:
+    async def _is_taken(self, peer: Any, key: LogKey, rows: LogRows) -> bool:
         """Whether the peer has this now, or what is newer."""
-        outcome = await self._peers.ask(peer, "logs", call, *args, timeout_s=_COPY_S)
+        outcome = await self._peers.ask(peer, "logs", "append_here", key, rows, timeout_s=_COPY_S)
         return outcome in (Appended.WRITTEN, Appended.STALE)

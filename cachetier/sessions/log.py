@@ -1,17 +1,16 @@
 """Keeps a node's session logs in one SQLite database, written ahead, bounded in bytes and sessions (Pensieve 4.3).
 
-A record is with the operating system when `append` returns: it survives the process, and with `sync` the machine too.
-The database is in WAL mode: a power failure without `sync` costs the last records and never the database. An append
-of a turn's record takes about 70 us (median), 40 of them the commit, and 0.3 to 0.6 ms with `sync`, on a virtual
-machine with 2 EPYC cores and a network disk.
+A session has a row, and a row for each of its turns (`rows.py`). They are with the operating system when `append`
+returns: they survive the process, and with `sync` the machine too. The database is in WAL mode: a power failure
+without `sync` costs the last turns and never the database. A turn's two writes take about 120 us (medians, 40 of them
+each commit's), and 0.3 to 0.6 ms each with `sync`, on a virtual machine with 2 EPYC cores and a network disk.
 
-A session is a row with its small fields, and a row for each of its records, which carries a checksum: what a disk has
-changed is dropped and never read. A database that is damaged is set aside under another name, and an empty one takes
-its place; peers' copies and what clients send again remain. A log of which more than half is obsolete asks to be
-written anew as a whole (`Appended.NEEDS_WHOLE`). Faults are counters; only a folder that cannot be used at all is
-refused, at the start.
+Each row carries a checksum: what a disk has changed is dropped and never read. A database that is damaged, or of
+another format, is set aside under another name, and an empty one takes its place; peers' copies and what clients send
+again remain. Rows that do not go on from what is here are answered with `Appended.NEEDS_WHOLE`. Faults are counters;
+only a folder that cannot be used at all is refused, at the start.
 
-A session that was deleted leaves a *tombstone*: a row without records, newer than all that was written of it anywhere.
+A session that was deleted leaves a *tombstone*: its row without turns, newer than all that was written of it anywhere.
 It is kept until every copy of the session has expired, unless tombstones fill half of the bound. So that none comes
 back from a node that was down, ages count on over a halt, unlike those of chunks: by the wall clock at a start, by one
 that does not jump afterwards.
@@ -19,14 +18,13 @@ that does not jump afterwards.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ import xxhash
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.folder import make_root
-from mneme.cachetier.sessions.record import RecordFields, RecordKind, deleted, fields_of, replayed, taken_over
+from mneme.cachetier.sessions.rows import NO_IDS, LogRows, SessionRow, TurnRow, taken_over
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
 
@@ -46,49 +44,42 @@ logger = logging.getLogger(__name__)
 MAX_CLOCK_SKEW_S = 600.0  # between nodes: tombstones outlive the last copy by as much
 PAGE_BYTES = 4096
 
-_OLD_FOLDER, _OWN_FOLDER = "mneme-sessions-1", "mneme-sessions-2"
+_FOLDER = "mneme-sessions-2"
 _LOCK, _DATABASE, _SET_ASIDE = "lock", "sessions.db", "sessions.damaged.db"
 _SUFFIXES = ("", "-wal", "-shm")  # of a database's files
-_FORMAT = 1  # of the tables, as `PRAGMA user_version`
-_SMALL_BYTES = 64 << 10  # a log up to this size is not written anew for what is obsolete in it
+_FORMAT = 2  # of the tables, as `PRAGMA user_version`
 _TOMBSTONE_BYTES = 256  # of a row and its place in the indexes, at most
 _WAL_BYTES = 4 << 20  # beside the bound; a checkpoint leaves no more
 _SWEEP_S, _MAX_SWEPT = 10.0, 1000  # how often expired sessions are removed, and how many at once
-_PLACE_BITS = 32  # of a record's number within its session
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
-    number INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, owner BLOB NOT NULL, version BLOB NOT NULL,
-    written_s REAL NOT NULL, ttl_s REAL, num_ids INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
-    num_records INTEGER NOT NULL, has_prompt INTEGER NOT NULL, is_deleted INTEGER NOT NULL
+    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, tenant BLOB NOT NULL,
+    is_deleted INTEGER NOT NULL, checksum BLOB NOT NULL, written_s REAL NOT NULL,
+    version BLOB NOT NULL, num_ids INTEGER NOT NULL, seen_ids BLOB, marks BLOB NOT NULL, mark_key BLOB NOT NULL,
+    hits BLOB NOT NULL, num_turns INTEGER NOT NULL, num_base INTEGER NOT NULL, last_turn INTEGER, ttl_s
 );
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (is_deleted, written_s);
-CREATE TABLE IF NOT EXISTS records (place INTEGER PRIMARY KEY, record BLOB NOT NULL, checksum BLOB NOT NULL);
-"""  # a record's place is its session's number and its own: records of one session lie together
-_ROW = "number, version, written_s, ttl_s, num_ids, num_bytes, num_records, has_prompt, is_deleted"
-_READ = f"""
-SELECT {_ROW}, record, checksum FROM sessions LEFT JOIN records
-    ON place BETWEEN number << {_PLACE_BITS} AND (number + 1 << {_PLACE_BITS}) - 1
-    WHERE name = ? AND version > ? ORDER BY place
+CREATE TABLE IF NOT EXISTS turns (
+    session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE, turn INTEGER NOT NULL,
+    start INTEGER NOT NULL, checksum BLOB NOT NULL, ids BLOB NOT NULL, PRIMARY KEY (session, turn)
+);
 """
+_COLUMNS = ("name", "tenant", "is_deleted", "checksum", "written_s", *SessionRow._fields)
+_UPSERT = f"""
+INSERT INTO sessions ({", ".join(_COLUMNS)}) VALUES ({", ".join("?" * len(_COLUMNS))})
+    ON CONFLICT (name) DO UPDATE SET {", ".join(f"{each} = excluded.{each}" for each in _COLUMNS[1:])}
+"""
+_FIND = f"SELECT id, checksum, written_s, {', '.join(SessionRow._fields)} FROM sessions WHERE name = ?"
 
 
-class _Session(NamedTuple):
-    """One row of `sessions`."""
+class _Stored(NamedTuple):
+    """A session's row, and what this node alone knows of it."""
 
-    number: int
-    stored_version: bytes  # 16, the most significant first: they are ordered as versions are
+    id: int
     written_s: float
-    ttl_s: float | None
-    num_ids: int
-    num_bytes: int  # of its records
-    num_records: int
-    has_prompt: int  # the last record began a turn
-    is_deleted: int
-
-    @property
-    def version(self) -> int:
-        return int.from_bytes(self.stored_version, "big")
+    is_sound: bool  # as it was written; if not, `row` says nothing
+    row: SessionRow
 
 
 class _NoRoom(Exception):
@@ -131,7 +122,7 @@ class SessionLogs:
         self._counters: Counter[str] = Counter()
         self._counts = [0, 0]  # sessions, tombstones
         self._used_pages = 0
-        self._root = os.path.join(folder, _OWN_FOLDER)
+        self._root = os.path.join(folder, _FOLDER)
         self._folder_lock = self._open_folder()
         try:
             self._open()
@@ -139,64 +130,51 @@ class SessionLogs:
             self._folder_lock.close()
             raise
 
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """Raises ValueError for what is no record."""
-        heads = [head for head in map(fields_of, records) if head is not None]
-        if not heads or len(heads) != len(records):
-            raise ValueError("records: must be records of a session's log")
-        return self._outcome(lambda: self._append(key, records, heads))
+    def append(self, key: LogKey, rows: LogRows) -> Appended:
+        """Raises ValueError for rows that lead from nothing to nothing."""
+        if rows.base is None and not rows.follow(0, -1):
+            raise ValueError("rows: must be all of a session's, or say from which version they go on")
+        return self._outcome(lambda: self._append(key, rows))
 
-    def install(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """Keep a log as another node has it, if it is sound and newer than what is here (else `STALE`)."""
-        replay, head = replayed(records), fields_of(records[-1]) if records else None
-        if replay is None or head is None or replay.version != head.version:
-            return Appended.FAILED
-
-        def install() -> Appended:
-            row, session = self._find(key)
-            if session is not None and head.version <= session.version:
-                return Appended.STALE
-            self._replace(key, row, records, head)
-            return Appended.WRITTEN
-
-        return self._outcome(install)
-
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> LogRows | None:
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
-            found = self._reads.execute(_READ, (key.name, _stored(newer_than))).fetchall()
-        session = _Session(*found[0][:-2]) if found else None
-        if session is None or self._is_expired(session):
-            return None
+            try:
+                self._reads.execute("BEGIN")  # so that both answers are of one version
+                stored = _found(key, self._reads)
+                is_known = stored is not None and (not stored.is_sound or stored.row.version > newer_than)
+                if stored is None or not is_known or self._is_expired(stored):
+                    return None
+                found = self._reads.execute(
+                    "SELECT turn, start, ids, checksum FROM turns WHERE session = ? ORDER BY turn", (stored.id,)
+                ).fetchall()
+            finally:
+                self._reads.rollback()
         self._counters["read"] += 1
-        if session.is_deleted:
-            return [deleted(session.version)]
-        records = [record for *_, record, checksum in found if record and checksum == _checksum(key, record)]
-        last = fields_of(records[-1]) if records else None
-        if len(records) != session.num_records or last is None or last.version != session.version:
-            self._drop_damaged(key, session)
+        is_sound = stored.is_sound and all(checksum == _checksum(key, turn) for *turn, checksum in found)
+        rows = LogRows(None, stored.row, tuple(TurnRow(*turn) for *turn, _ in found))
+        if not is_sound or not rows.follow(0, -1):
+            self._drop_damaged(key, stored)
             return None
-        return records
+        return rows
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
         """What is not known here leaves no tombstone, unless `at_least` names a version."""
         with self._errors("tombstone_failed", lambda: self._db), self._transaction():
-            row, session = self._find(key)
+            stored, session = self._find(key)
             if session is None and not at_least:
                 return False
             current = 0 if session is None else session.version
-            was_there = session is not None and not session.is_deleted and session.num_ids > 0
+            was_there = session is not None and session.num_ids > 0
             if session is None or not session.is_deleted or at_least > current:
                 version = at_least if at_least > current else taken_over(current, self._wall_clock())
-                head = fields_of(deleted(version))
-                assert head is not None, "it was made here"
-                self._replace(key, row, (), head)
+                self._write(key, stored, LogRows(None, SessionRow(version)))
         self._counters["deleted"] += was_there
         return was_there
 
     def delete_tenant(self, tenant: bytes) -> int:
         """Looks at every session."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
-            found = self._reads.execute("SELECT name FROM sessions WHERE owner = ? AND NOT is_deleted", (tenant,))
+            found = self._reads.execute("SELECT name FROM sessions WHERE tenant = ? AND NOT is_deleted", (tenant,))
             keys = [LogKey(name, tenant) for (name,) in found]
         return sum(self.delete(key) for key in keys)
 
@@ -204,7 +182,7 @@ class SessionLogs:
         """The last sessions that were written within so many seconds, oldest first."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
             found = self._reads.execute(
-                "SELECT name, owner FROM sessions WHERE is_deleted = 0 AND written_s >= ? "
+                "SELECT name, tenant FROM sessions WHERE is_deleted = 0 AND written_s >= ? "
                 "ORDER BY written_s DESC LIMIT ?",
                 (self._now_s() - age_s, max_keys),
             ).fetchall()
@@ -227,59 +205,56 @@ class SessionLogs:
             self._db.close()
             self._folder_lock.close()
 
-    def _append(self, key: LogKey, records: Sequence[bytes], heads: Sequence[RecordFields]) -> Appended:
-        row, session = self._find(key)
-        current, first, last = 0 if session is None else session.version, heads[0], heads[-1]
-        is_whole = first.kind in (RecordKind.WHOLE, RecordKind.DELETED)
-        if last.version <= current:
+    def _append(self, key: LogKey, rows: LogRows) -> Appended:
+        stored, session = self._find(key)
+        before = session or SessionRow(0)
+        if rows.session.version <= before.version:
             return Appended.STALE
-        if not is_whole and first.base != current:
-            return Appended.STALE if first.version < current else Appended.NEEDS_WHOLE
-        if session is None or session.is_deleted or is_whole:
-            before = [deleted(current)] if session is not None and not is_whole else []  # behind a tombstone
-            replay = replayed([*before, *records])
-            if replay is None or replay.version != last.version:  # they go on from ids that are not here
-                return Appended.NEEDS_WHOLE
-            self._replace(key, row, [*before, *records], last)
-            return Appended.WRITTEN
-        is_run = all(head.base == before.version for before, head in itertools.pairwise(heads))
-        num_bytes = session.num_bytes + sum(map(len, records))
-        num_useful = 4 * (last.num_all_ids + last.num_prompt) + PAGE_BYTES
-        if not is_run or first.is_from_prompt > session.has_prompt or num_bytes > max(_SMALL_BYTES, 2 * num_useful):
+        goes_on = rows.base == before.version and rows.follow(before.num_ids, before.num_turns)
+        if rows.base is not None and not goes_on:
             return Appended.NEEDS_WHOLE
-        self._write(key, session, records, last)
+        self._write(key, stored, rows)
         return Appended.WRITTEN
 
-    def _replace(self, key: LogKey, row: _Session | None, records: Sequence[bytes], head: RecordFields) -> None:
-        """Write these in the place of whatever there is of a session; `head` is the last record's, or a tombstone's."""
-        if row is not None:
-            self._remove_records(row.number)
-            self._counts[row.is_deleted] -= 1
-        is_deleted = head.kind == RecordKind.DELETED
-        self._counts[is_deleted] += 1
-        empty = _Session(0 if row is None else row.number, b"", 0.0, None, 0, 0, 0, 0, is_deleted)
-        self._write(key, empty, () if is_deleted else records, head)
-
-    def _write(self, key: LogKey, session: _Session, records: Sequence[bytes], head: RecordFields) -> None:
-        """Records behind those of a session, and what its row says of them; raises `_NoRoom`."""
-        self._make_room(key, 4 + sum(2 + len(record) // (PAGE_BYTES - 4) for record in records), session)
+    def _write(self, key: LogKey, stored: _Stored | None, rows: LogRows) -> None:
+        """Rows in the place of a session's, or behind its turns; raises `_NoRoom`."""
+        row, end = rows.session, 0
+        self._counts[row.is_deleted] += 1
+        if stored is not None:
+            self._counts[stored.row.is_deleted] -= 1
+            end = 0 if rows.base is None or self._is_expired(stored) else stored.row.num_ids
+            if end < stored.row.num_ids:
+                self._cut(key, stored.id, end)
+        blobs = [turn.ids for turn in rows.turns]
+        blobs += [row.seen_ids] if row.seen_ids else []
+        self._make_room(key, 4 + sum(2 + len(blob) // (PAGE_BYTES - 4) for blob in blobs), row)
         self._last_s = max(self._now_s(), self._last_s + 1e-6)
-        num_bytes = sum(map(len, records))
-        number = self._db.execute(
-            f"INSERT OR REPLACE INTO sessions ({_ROW}, name, owner) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(session.number or None, _stored(head.version), self._last_s, head.own_ttl_s, head.num_all_ids),
-                *(session.num_bytes + num_bytes, session.num_records + len(records)),
-                *(head.kind == RecordKind.BEGAN, session.is_deleted, *key),
-            ),
-        ).lastrowid
-        assert number is not None, "a row was inserted"
-        place = (number << _PLACE_BITS) + session.num_records
-        rows = [(at, record, _checksum(key, record)) for at, record in enumerate(records, place)]
-        self._db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
-        self._counters["written_bytes"] += num_bytes
+        checked = (self._last_s, row.version.to_bytes(16, "big"), *row[1:])
+        written = self._db.execute(_UPSERT, (*key, row.is_deleted, _checksum(key, checked), *checked))
+        session_id = stored.id if stored is not None else written.lastrowid or 0
+        for turn in rows.turns:
+            if turn.start < end:
+                self._cut(key, session_id, turn.start)
+            self._insert(key, session_id, turn)
+            end = turn.end
+        self._counters["written_bytes"] += sum(map(len, blobs))
 
-    def _make_room(self, key: LogKey, num_pages: int, session: _Session) -> None:
+    def _insert(self, key: LogKey, session_id: int, turn: TurnRow) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO turns (session, turn, start, checksum, ids) VALUES (?, ?, ?, ?, ?)",
+            (session_id, turn.turn, turn.start, _checksum(key, turn), turn.ids),
+        )
+
+    def _cut(self, key: LogKey, session_id: int, num_ids: int) -> None:
+        """Keep so many ids: an edited history goes on from them."""
+        self._db.execute("DELETE FROM turns WHERE session = ? AND start >= ?", (session_id, num_ids))
+        last = "SELECT turn, start, ids, checksum FROM turns WHERE session = ? ORDER BY turn DESC LIMIT 1"
+        for *fields, checksum in self._db.execute(last, (session_id,)).fetchall():
+            turn = TurnRow(*fields)
+            if checksum == _checksum(key, turn) and turn.end > num_ids:  # damage stays, and is found when it is read
+                self._insert(key, session_id, turn._replace(ids=turn.ids[: NO_IDS.itemsize * (num_ids - turn.start)]))
+
+    def _make_room(self, key: LogKey, num_pages: int, session: SessionRow) -> None:
         """For so many pages more, and one session more if it is new, which is counted already."""
         while self._counts[1] > self._max_tombstones and self._evict_one(1, key):
             continue
@@ -291,30 +266,26 @@ class SessionLogs:
 
     def _evict_one(self, is_deleted: int, but: LogKey) -> bool:
         """The session, or the tombstone, that was written longest ago; False: there is none."""
-        oldest = "SELECT number FROM sessions WHERE is_deleted = ? AND name != ? ORDER BY written_s LIMIT 1"
-        row = self._db.execute(oldest, (is_deleted, but.name)).fetchone()
-        if row is not None:
-            self._remove(row[0], is_deleted, "evicted")
-        return row is not None
+        oldest = "SELECT id FROM sessions WHERE is_deleted = ? AND name != ? ORDER BY written_s LIMIT 1"
+        found = self._db.execute(oldest, (is_deleted, but.name)).fetchone()
+        if found is not None:
+            self._db.execute("DELETE FROM sessions WHERE id = ?", found)
+            self._counts[is_deleted] -= 1
+            self._counters["evicted"] += 1
+        return found is not None
 
-    def _remove(self, number: int, is_deleted: int, why: str) -> None:
-        self._remove_records(number)
-        self._db.execute("DELETE FROM sessions WHERE number = ?", (number,))
-        self._counts[is_deleted] -= 1
-        self._counters[why] += 1
-
-    def _remove_records(self, number: int) -> None:
-        first = number << _PLACE_BITS
-        self._db.execute("DELETE FROM records WHERE place BETWEEN ? AND ?", (first, first + (1 << _PLACE_BITS) - 1))
-
-    def _drop_damaged(self, key: LogKey, session: _Session) -> None:
+    def _drop_damaged(self, key: LogKey, read: _Stored) -> None:
         """What was read is not what was written; unless it was replaced since."""
-        logger.error("session logs: a log was damaged and is dropped")
-        self._counters["damaged"] += 1
         with self._errors("read_failed", lambda: self._db), self._transaction():
-            row, _ = self._find(key)
-            if row == session:
-                self._remove(row.number, row.is_deleted, "lost")
+            stored, _ = self._find(key)
+            if stored == read:
+                self._drop(read.id)
+
+    def _drop(self, session_id: int) -> None:
+        logger.error("session logs: a log was damaged and is dropped")
+        self._db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+        self._counters.update(("damaged", "lost"))
+        self._count()
 
     def _sweep(self) -> None:
         """Sessions and tombstones that are too old, from time to time."""
@@ -322,26 +293,31 @@ class SessionLogs:
         if now_s - self._swept_s < _SWEEP_S:
             return
         ttl_s = self._ttl_s
-        expired = self._db.execute(
-            "SELECT number, is_deleted FROM sessions WHERE ? - written_s > "
-            "CASE WHEN is_deleted THEN ? ELSE min(coalesce(ttl_s, ?), ?) END LIMIT ?",
+        num_expired = self._db.execute(
+            "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE ? - written_s > "
+            "CASE WHEN is_deleted THEN ? ELSE min(coalesce(ttl_s, ?), ?) END LIMIT ?)",
             (now_s, ttl_s + MAX_CLOCK_SKEW_S, ttl_s, ttl_s, _MAX_SWEPT),
-        ).fetchall()
-        for number, is_deleted in expired:
-            self._remove(number, is_deleted, "expired")
-        if len(expired) < _MAX_SWEPT:
+        ).rowcount
+        self._counters["expired"] += num_expired
+        if num_expired:
+            self._count()
+        if num_expired < _MAX_SWEPT:
             self._swept_s = now_s
 
-    def _find(self, key: LogKey) -> tuple[_Session | None, _Session | None]:
-        """A session's row, and the same unless it has expired."""
-        found = self._db.execute(f"SELECT {_ROW} FROM sessions WHERE name = ?", (key.name,)).fetchone()
-        row = None if found is None else _Session(*found)
-        return row, None if row is None or self._is_expired(row) else row
+    def _find(self, key: LogKey) -> tuple[_Stored | None, SessionRow | None]:
+        """A session as it is stored, and its row unless it has expired."""
+        stored = _found(key, self._db)
+        if stored is not None and not stored.is_sound:
+            self._drop(stored.id)
+            stored = None
+        return stored, None if stored is None or self._is_expired(stored) else stored.row
 
-    def _is_expired(self, session: _Session) -> bool:
-        ttl_s = self._ttl_s if session.ttl_s is None else min(session.ttl_s, self._ttl_s)
-        limit_s = self._ttl_s + MAX_CLOCK_SKEW_S if session.is_deleted else ttl_s
-        return self._now_s() - session.written_s > limit_s
+    def _is_expired(self, stored: _Stored) -> bool:
+        if not stored.is_sound:
+            return False
+        ttl_s = self._ttl_s if stored.row.ttl_s is None else min(stored.row.ttl_s, self._ttl_s)
+        limit_s = self._ttl_s + MAX_CLOCK_SKEW_S if stored.row.is_deleted else ttl_s
+        return self._now_s() - stored.written_s > limit_s
 
     def _now_s(self) -> float:
         """By the wall clock at the start, and then by the one that does not jump."""
@@ -408,7 +384,7 @@ class SessionLogs:
                     if used is connection():  # nobody else has done so
                         self._reads.close()
                         self._db.close()
-                        self._set_aside()
+                        self._set_aside(error)
                         self._open()
             raise OSError(f"session logs: {error}") from error
 
@@ -424,19 +400,17 @@ class SessionLogs:
             raise ConfigError(f"session logs: {path} is in use by another cluster") from None
         except OSError as error:
             raise _unusable(path, error.strerror or type(error).__name__) from error
-        if os.path.isdir(os.path.join(path, _OLD_FOLDER)):
-            logger.warning("session logs: %s/%s is of an older version: it is not read", path, _OLD_FOLDER)
         return lock
 
     def _open(self) -> None:
-        """Both connections; a database that is damaged is set aside before. Raises `ConfigError`."""
+        """Both connections. A database that is damaged, or of another format, is set aside. Raises `ConfigError`."""
         try:
             try:
                 self._connect_both()
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):
                     raise
-                self._set_aside()
+                self._set_aside(error)
                 self._connect_both()
         except (sqlite3.Error, OSError) as error:
             raise _unusable(self._folder, str(error)) from error
@@ -452,7 +426,7 @@ class SessionLogs:
             self._db.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found != "ok" or version not in (0, _FORMAT):
+            if found != b"ok" or version not in (0, _FORMAT):
                 raise sqlite3.DatabaseError(f"quick_check: {found}, format: {version}")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
             self._count()
@@ -465,12 +439,14 @@ class SessionLogs:
         made = self._connect(path, isolation_level=None, check_same_thread=False)
         made.execute("PRAGMA trusted_schema = OFF")
         made.execute("PRAGMA cell_size_check = ON")
+        made.execute("PRAGMA foreign_keys = ON")
+        made.text_factory = bytes  # rows have no text but what damage makes of them
         return made
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, error: sqlite3.Error) -> None:
         """Takes the place of what was set aside before: there is one at most."""
         kept = os.path.join(self._root, _SET_ASIDE)
-        logger.error("session logs: the database is damaged and is kept as %s; an empty one takes its place", kept)
+        logger.error("session logs: %s; the database is kept as %s, and an empty one takes its place", error, kept)
         self._counters["damaged"] += 1
         for suffix in _SUFFIXES:
             with suppress(FileNotFoundError):
@@ -487,13 +463,25 @@ def open_session_logs(config: CacheConfig, ttl_s: float) -> SessionLogs | None:
     )
 
 
-def _checksum(key: LogKey, record: bytes) -> bytes:
+def _found(key: LogKey, database: sqlite3.Connection) -> _Stored | None:
+    found = database.execute(_FIND, (key.name,)).fetchone()
+    if found is None:
+        return None
+    session_id, checksum, *checked = found
+    if checksum != _checksum(key, checked):
+        return _Stored(session_id, 0.0, False, SessionRow(0))
+    written_s, version, *rest = checked
+    return _Stored(session_id, written_s, True, SessionRow(int.from_bytes(version, "big"), *rest))
+
+
+def _checksum(key: LogKey, row: Iterable[Any]) -> bytes:
     """Finds accidents; whoever may write to the folder of a node is trusted with what logs say."""
-    return xxhash.xxh3_128_digest(key.name + record)
-
-
-def _stored(version: int) -> bytes:
-    return version.to_bytes(16, "big")
+    checksum = xxhash.xxh3_128(key.name)
+    for field in row:
+        part = field if isinstance(field, bytes) else repr(field).encode()
+        checksum.update(b"%d:" % len(part))
+        checksum.update(part)
+    return checksum.digest()
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from mneme.cachetier.chunk.keys import tenant_id
+from mneme.cachetier.sessions.rows import LogRows
 
 _NAME_BYTES = 16
 
@@ -20,10 +20,10 @@ class LogKey(NamedTuple):
 
 
 class Appended(Enum):
-    """What became of records; the values are the names of counters."""
+    """What became of rows; the values are the names of counters."""
 
     WRITTEN = "appended"
-    NEEDS_WHOLE = "needs_whole"  # the log is not what they go on from, or has grown too long: send all of it
+    NEEDS_WHOLE = "needs_whole"  # the log is not what they go on from: send all of them
     STALE = "stale"  # the session went on, or was deleted, elsewhere
     FAILED = "append_failed"  # the log is as before
 
@@ -31,11 +31,11 @@ class Appended(Enum):
 class SessionLogStore(Protocol):
     """Calls end in bounded time; several threads make them, never one that runs an engine's steps."""
 
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        """Add records that go on from the log, or begin with one that does not need it; in order, all or none."""
+    def append(self, key: LogKey, rows: LogRows) -> Appended:
+        """Write a session's row and turns behind those that are there, or all there are; all or nothing."""
 
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
-        """The log's records (`record.replayed`), also of a session that was deleted; None: it is no newer than that.
+    def read(self, key: LogKey, newer_than: int = 0) -> LogRows | None:
+        """All rows of a log, also of a session that was deleted; None: it is no newer than that version.
 
         Raises OSError (TimeoutError too) if that cannot be known now.
         """

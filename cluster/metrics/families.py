@@ -116,7 +116,7 @@ ENGINES = (
         "mneme_session_log_records_total",
         "What engines wrote to sessions' logs, by what became of it.",
         "session_logs.write.{outcome}",
-        outcome=(*(each.value for each in Appended), "deleted", "dropped", "raised", "lost"),
+        outcome=(*(each.value for each in Appended), "deleted", "raised", "lost"),
     ),
     family(
         "mneme_session_log_waiting_records",

@@ -9,32 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.sessions.record import (
-    RecordKind,
-    SessionState,
-    began,
-    common_prefix,
-    ended,
-    next_version,
-    replayed,
-    taken_over,
-    whole,
-)
-from mneme.cachetier.sessions.store import Appended, SessionLogStore, log_key
+from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
+from mneme.cachetier.sessions.store import Appended, LogKey, SessionLogStore, log_key
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest
-from mneme.replicas.sessions.sessions import Ids, SessionKey, Sessions, session_key
-from mneme.replicas.sessions.token_log import FinishedTurn, RunningTurn, TokenLog, is_usable, root_turn
+from mneme.replicas.sessions.sessions import SessionKey, Sessions, session_key
+from mneme.replicas.sessions.token_log import RunningTurn, TokenLog, is_usable, root_turn
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +34,8 @@ DELETE_S = 5.0
 _NUM_READERS = 4
 _BURST_S = 0.005  # of several turns at once: so much longer for each
 
-MAX_CHANGES = 4096  # that wait to be written; of more the oldest are dropped, but no deletions
-MAX_LATER = 1024  # sessions whose last change could not be written; of more the oldest are lost, but no deletions
-RETRY_S, _MAX_RETRY_S = 1.0, 16.0  # pause after what failed, doubled while everything does
+MAX_UNWRITTEN = 4096  # sessions that wait to be written; of more the oldest are lost, but no deletions
+RETRY_S = 1.0  # pause after what failed
 _STOP_S = 5.0
 
 _T = TypeVar("_T")
@@ -154,32 +144,33 @@ class DurableSessions:
         return Recalled(key, None)
 
     def _read(self, key: SessionKey, version: int) -> SessionState | None:
-        replay = replayed(self._store.read(log_key(self._model, *key), version) or ())
-        if replay is None:
+        rows = self._store.read(log_key(self._model, *key), version)
+        if rows is None:
             return None
-        state = replay.state()
+        state = rows.state()
         is_sound = is_usable(state, self._vocab_size)
         with self._lock:
             self._counters["restored" if is_sound else "unusable"] += 1
         return state if is_sound else SessionState(version=state.version)  # as if it were deleted
 
 
-class _Change(NamedTuple):
-    kind: RecordKind
-    key: SessionKey
-    state: SessionState  # behind it
-    before: SessionState
-    prompt: list[int] | None = None  # BEGAN; it may have grown since
-    num_prompt: int | None = None  # of `prompt`; or, ENDED: of the ids that the record before this one was about
+@dataclass(slots=True)
+class _Unwritten:
+    """What is still to be written of a session: its deletion, and then what it is now."""
+
+    number: int  # of the first change since it was written
+    deletion: int | None  # the version that deletes
+    before: SessionState | None  # what the log has, as far as is known; None: all of `state` is written anew
+    state: SessionState | None = None
 
 
 class SessionLogWriter:
     """Hears of all that happens to sessions, in order, but not of what is forgotten for want of room or time.
 
-    The engine's thread leaves references and goes on: it is neither blocked nor raised to; ids are compared, packed and
-    written by the writer's. A turn's prompt is written when it begins and the rest when it ends; whoever tells a client
-    that it has ended asks `after` first. What cannot be written now is tried again while nothing else is to be written,
-    until something newer of its session is: what does not fit the log then is written anew as a whole.
+    The engine's thread leaves references and goes on: it is neither blocked nor raised to; ids are compared and written
+    by the writer's. A session that changes again before it was written is written once, as it is then. Whoever tells a
+    client that a turn has ended asks `after` first. What could not be written is tried again while nothing else is to
+    be; what does not fit the log any more is written anew as a whole.
 
     `model` says whose token ids they are (`log_key`).
     """
@@ -187,57 +178,54 @@ class SessionLogWriter:
     def __init__(self, store: SessionLogStore, model: bytes, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._store, self._model, self._wall_clock = store, model, wall_clock
         self._condition = threading.Condition()
-        self._num_left = 0
-        self._changes: deque[tuple[int, _Change]] = deque()  # numbered as they were left; 0: tried before
-        self._writing: int | None = None  # the number of what the thread writes
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # called once all up to this number are done
-        self._later: OrderedDict[SessionKey, _Change] = OrderedDict()  # what failed, the last of each session
-        self._retry_at_s, self._pause_s = 0.0, RETRY_S
+        self._num_changes = 0
+        self._waiting: dict[SessionKey, _Unwritten] = {}  # in the order of their numbers
+        self._failed: dict[SessionKey, _Unwritten] = {}  # of sessions that do not wait
+        self._writing: int | None = None  # the number of what the thread writes; 0: it failed before
+        self._callers: deque[tuple[int, Callable[[], None]]] = deque()  # called once all up to this number are done
+        self._retry_at_s = 0.0
         self._counters: Counter[str] = Counter()
         self._is_stopping, self._is_idle = False, False
         self._thread = threading.Thread(target=self._run, name="session-logs", daemon=True)
         self._thread.start()
 
-    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest, ids: Ids) -> None:
-        """Note that a request's turn runs these ids; the list may grow from now on.
+    def began(self, key: SessionKey, log: TokenLog, running: RunningTurn, request: GenerationRequest) -> None:
+        """Note that a request's turn runs.
 
-        The record stands behind what is known of the log only: what others wrote since then stays.
+        It stands behind what is known of the log only: what others wrote since then stays.
         """
         before, now_s = log.state(), self._wall_clock()
         running.least_version = 0 if request.append else taken_over(log.version, now_s)
-        log.version = running.prompt_version = next_version(log.version, now_s)
+        log.version = next_version(log.version, now_s)
         state = before._replace(version=log.version, num_base=running.num_base, last_turn=root_turn(request))
-        self._leave(_Change(RecordKind.BEGAN, key, state, before, ids, len(ids)))
+        self._leave(key, state, before)
 
-    def ended(self, key: SessionKey, log: TokenLog, before: SessionState, turn: FinishedTurn) -> None:
+    def ended(self, key: SessionKey, log: TokenLog, before: SessionState) -> None:
         """Note that a turn is part of the log, which was `before` until now.
 
         What brought all that was said stands also where the log could not be read.
         """
-        running = log.running
-        assert running is not None, "a turn ends while it runs"
-        num_prompt = turn.num_prompt if running.prompt_version == log.version else None
-        log.version = next_version(max(log.version, running.least_version), self._wall_clock())
-        self._leave(_Change(RecordKind.ENDED, key, log.state(), before, None, num_prompt))
+        assert log.running is not None, "a turn ends while it runs"
+        log.version = next_version(max(log.version, log.running.least_version), self._wall_clock())
+        self._leave(key, log.state(), before)
 
     def deleted(self, key: SessionKey, log: TokenLog) -> None:
         """Keep nothing of the session anywhere."""
         log.version = taken_over(log.version, self._wall_clock())
-        state = SessionState(version=log.version)
-        self._leave(_Change(RecordKind.DELETED, key, state, state))
+        with self._condition:
+            self._put(key, deletion=log.version)
 
     def forked(self, key: SessionKey, log: TokenLog) -> None:
         """Note a session that is there at once, with a past."""
         log.version = taken_over(log.version, self._wall_clock())
-        state = log.state()
-        self._leave(_Change(RecordKind.WHOLE, key, state, state))
+        self._leave(key, log.state(), None)
 
     def after(self, call: Callable[[], None]) -> bool:
         """Whether all that happened until now is written, or failed; if not, another thread calls `call` then."""
         with self._condition:
-            if self._is_done(self._num_left) or self._is_stopping:
+            if self._is_done(self._num_changes) or self._is_stopping:
                 return True
-            self._waiting.append((self._num_left, call))
+            self._callers.append((self._num_changes, call))
             return False
 
     def flush(self, timeout_s: float) -> bool:
@@ -255,148 +243,141 @@ class SessionLogWriter:
 
     def stats(self) -> dict[str, Any]:
         with self._condition:
-            num_waiting = len(self._changes) + (self._writing is not None)
-            return {"waiting": num_waiting, "later": len(self._later), **self._counters}
+            num_waiting = len(self._waiting) + (self._writing is not None)
+            return {"waiting": num_waiting, "later": len(self._failed), **self._counters}
 
     def close(self) -> None:
         """Write what is left, and what failed, within a bounded time."""
         with self._condition:
-            self._changes.extendleft((0, change) for change in reversed(self._later.values()))
-            self._later.clear()
+            self._waiting = self._failed | self._waiting
+            self._failed = {}
             self._condition.notify()
         self.flush(_STOP_S)
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
         self._thread.join(_STOP_S)
-        self._call_waiting(everything=True)
+        self._call_callers(everything=True)
 
-    def _leave(self, change: _Change) -> None:
+    def _leave(self, key: SessionKey, state: SessionState, before: SessionState | None) -> None:
         with self._condition:
-            self._num_left += 1
-            self._changes.append((self._num_left, change))
-            if len(self._changes) > MAX_CHANGES:
-                self._drop_one()
-            if self._is_idle:
-                self._condition.notify()
+            older = self._waiting.get(key) or self._failed.get(key)
+            if older is None:
+                self._put(key, before=before, state=state)
+            else:
+                self._put(key, older.deletion, older.before if older.state else before, state)
 
-    def _drop_one(self) -> None:
-        """Drop the oldest that is no deletion: without those, sessions come back. Small as they are, all may wait."""
-        index = next((i for i, (_, each) in enumerate(self._changes) if each.kind is not RecordKind.DELETED), None)
-        if index is None:
-            return
-        self._try_later(self._changes[index][1])
-        del self._changes[index]
-        self._counters["dropped"] += 1
+    def _put(
+        self,
+        key: SessionKey,
+        deletion: int | None = None,
+        before: SessionState | None = None,
+        state: SessionState | None = None,
+    ) -> None:
+        """In the place of what waits of the session; called with the lock held."""
+        self._num_changes += 1
+        self._failed.pop(key, None)
+        waiting = self._waiting.get(key)
+        number = self._num_changes if waiting is None else waiting.number
+        self._waiting[key] = _Unwritten(number, deletion, before, state)
+        if len(self._waiting) + len(self._failed) > MAX_UNWRITTEN:
+            self._lose_one()
+        if self._is_idle:
+            self._condition.notify()
 
-    def _try_later(self, change: _Change) -> None:
-        if self._forget_older(change):
-            self._later[change.key] = change
-        self._retry_at_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _MAX_RETRY_S)
-        if len(self._later) > MAX_LATER:
-            lost = next((key for key, each in self._later.items() if each.kind is not RecordKind.DELETED), None)
-            if lost is not None:
-                del self._later[lost]
-                self._counters["lost"] += 1
+    def _lose_one(self) -> None:
+        """Lose the oldest, but no deletion: without those, sessions come back. Small as they are, all may wait."""
+        for unwritten in (self._failed, self._waiting):
+            for key, each in unwritten.items():
+                if each.state is not None:
+                    self._lose(unwritten, key)
+                    self._counters["lost"] += 1
+                    return
 
-    def _forget_older(self, change: _Change) -> bool:
-        """False: what is to be tried again of its session is newer."""
-        later = self._later.get(change.key)
-        if later is not None and later.state.version > change.state.version:
-            return False
-        self._later.pop(change.key, None)
-        return True
+    def _lose(self, unwritten: dict[SessionKey, _Unwritten], key: SessionKey) -> None:
+        unwritten[key].state = None
+        if unwritten[key].deletion is None:
+            del unwritten[key]
 
     def _forget(self, is_meant: Callable[[SessionKey], bool]) -> None:
         with self._condition:
-            for key in [key for key, change in self._later.items() if is_meant(key)]:
-                if self._later[key].kind is not RecordKind.DELETED:
-                    del self._later[key]
+            for key in filter(is_meant, list(self._failed)):
+                self._lose(self._failed, key)
 
     def _run(self) -> None:
-        while (change := self._next()) is not None:
-            outcome = self._outcome(change)
+        while (found := self._next()) is not None:
+            key, unwritten = found
+            outcome = self._outcome(key, unwritten)
             with self._condition:
                 self._counters[outcome] += 1
                 self._writing = None
                 if outcome == Appended.FAILED.value:
-                    self._try_later(change)
-                else:
-                    self._forget_older(change)
-                    self._pause_s = RETRY_S
-            self._call_waiting()
+                    self._try_later(key, unwritten)
+            self._call_callers()
 
-    def _next(self) -> _Change | None:
+    def _next(self) -> tuple[SessionKey, _Unwritten] | None:
         with self._condition:
-            while not self._changes and not self._is_stopping:
-                pause_s = self._retry_at_s - time.monotonic() if self._later else None
+            while not self._waiting and not self._is_stopping:
+                pause_s = self._retry_at_s - time.monotonic() if self._failed else None
                 if pause_s is not None and pause_s <= 0:
-                    self._writing = 0
-                    return self._later.popitem(last=False)[1]
+                    return self._taken(self._failed)
                 self._is_idle = True
                 self._condition.wait(pause_s)
                 self._is_idle = False
-            if not self._changes:
-                return None
-            self._writing, change = self._changes.popleft()
-            return change
+            return self._taken(self._waiting) if self._waiting else None
+
+    def _taken(self, unwritten: dict[SessionKey, _Unwritten]) -> tuple[SessionKey, _Unwritten]:
+        key = next(iter(unwritten))
+        self._writing = unwritten[key].number
+        return key, unwritten.pop(key)
+
+    def _try_later(self, key: SessionKey, failed: _Unwritten) -> None:
+        """Unless the session has changed since: then it is written as it is now."""
+        newer = self._waiting.get(key)
+        if newer is None:
+            failed.number = 0
+            self._failed[key] = failed
+        elif newer.deletion is None:
+            newer.deletion = failed.deletion
+        self._retry_at_s = time.monotonic() + RETRY_S
 
     def _is_done(self, number: int) -> bool:
         """Whether all that was left until then is written; called with the lock held."""
         is_written = self._writing is None or self._writing > number
-        return is_written and (not self._changes or self._changes[0][0] > number)
+        return is_written and all(each.number > number for each in islice(self._waiting.values(), 1))
 
-    def _call_waiting(self, *, everything: bool = False) -> None:
+    def _call_callers(self, *, everything: bool = False) -> None:
         with self._condition:
             due = []
-            while self._waiting and (everything or self._is_done(self._waiting[0][0])):
-                due.append(self._waiting.popleft()[1])
+            while self._callers and (everything or self._is_done(self._callers[0][0])):
+                due.append(self._callers.popleft()[1])
         for call in due:
             try:
                 call()
             except Exception:  # who waits must not harm those who wait behind
                 logger.exception("who waited for a session's log failed")
 
-    def _outcome(self, change: _Change) -> str:
+    def _outcome(self, key: SessionKey, unwritten: _Unwritten) -> str:
         try:
-            return self._write(change)
+            return self._write(log_key(self._model, *key), unwritten)
         except OSError as error:
             logger.warning("a session's log could not be written: %s", type(error).__name__)
-        except Exception:  # the thread must outlive any record; it would raise again
+        except Exception:  # the thread must outlive any session; it would raise again
             logger.exception("a session's log could not be written")
             return "raised"
         return Appended.FAILED.value
 
-    def _write(self, change: _Change) -> str:
-        """Write a change; returns what became of it, as a counter's name."""
-        key = log_key(self._model, *change.key)
-        if change.kind is RecordKind.DELETED:
-            self._store.delete(key, change.state.version)
+    def _write(self, key: LogKey, unwritten: _Unwritten) -> str:
+        """Write all of it; returns what became of it, as a counter's name."""
+        if unwritten.deletion is not None:
+            self._store.delete(key, unwritten.deletion)
+            unwritten.deletion = None
+        if unwritten.state is None:
             return "deleted"
-        outcome = Appended.NEEDS_WHOLE
-        if change.kind is not RecordKind.WHOLE:
-            outcome = self._store.append(key, [_record(change)])
+        outcome = self._store.append(key, rows_of(unwritten.state, unwritten.before))
         if outcome is Appended.NEEDS_WHOLE:
-            outcome = self._store.append(key, _all_records(change))
+            outcome = self._store.append(key, rows_of(unwritten.state))
         return outcome.value
-
-
-def _record(change: _Change) -> bytes:
-    """Make the record that leads from the state before."""
-    if change.prompt is None:
-        return ended(change.before, change.state, change.num_prompt)
-    prompt = array("i", change.prompt[: change.num_prompt])
-    start = common_prefix(change.state.ids, prompt)
-    return began(change.state, change.before.version, start, prompt[start:])
-
-
-def _all_records(change: _Change) -> list[bytes]:
-    """Make records that lead from nothing."""
-    if change.prompt is None:
-        return [whole(change.state)]
-    before = change.before._replace(version=change.state.version - 1)
-    return [whole(before), _record(change._replace(before=before))]
 
 
 class _LogReaders:

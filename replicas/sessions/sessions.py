@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from mneme.cachetier.sessions.record import SessionState
+from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
 from mneme.replicas.request import GenerationRequest
@@ -113,7 +113,7 @@ class Sessions:
         self._log_by_key[key] = log
         self._touch(key, log, request.session_ttl_s)
         if self._journal is not None and request.choice_index == 0:
-            self._journal.began(key, log, running, request, ids)
+            self._journal.began(key, log, running, request)
         return log.prompt(ids)
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
@@ -133,7 +133,7 @@ class Sessions:
             log.note_hit(turn.num_prompt - turn.num_unseen, turn.num_cached)
             log.num_base, log.last_turn = running.num_base, root_turn(request)
             if self._journal is not None:
-                self._journal.ended(key, log, before, turn)
+                self._journal.ended(key, log, before)
         running.answering.discard(request.request_id)
         self._touch(key, log)
         return [] if running.answering else self._next_turn(key, log, running)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mneme.cachetier.sessions.record import MARK_KEY_BYTES, SessionState
+from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
 
@@ -30,6 +30,7 @@ MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
 MAX_HITS = 4  # turns whose hits are remembered
 
 _DIGEST_BYTES = 8  # of a hash that nobody outside can compute, so that none can be made to collide
+_MARK_KEY_BYTES = 16
 _MARK = struct.Struct(f"<II{_DIGEST_BYTES}s")
 _MAX_CHARS = 2**32 - 1
 
@@ -83,7 +84,6 @@ class RunningTurn:
     answering: set[str] = field(default_factory=set)  # its choices that have not ended, by request id
     queue: deque[GenerationRequest] = field(default_factory=deque)  # later turns
     is_deleted: bool = False  # nobody may see it, and nothing of it is kept
-    prompt_version: int | None = None  # of the session's log when the prompt of its first choice was written there
     least_version: int = 0  # the log is newer once the turn has ended
 
 
@@ -143,7 +143,7 @@ class TokenLog(Owner):
             num_prompt = turn.num_prompt - request.output_offset
             text = request.prompt_text + turn.said.text
             ends = [(len(request.prompt_text), num_prompt), (len(text), num_prompt + turn.said.num_ids)]
-            self.mark_key = self.mark_key or os.urandom(MARK_KEY_BYTES)
+            self.mark_key = self.mark_key or os.urandom(_MARK_KEY_BYTES)
             marks += _packed(text, ends, self.mark_key)
         self.marks = _thinned(marks)
         self.ids, self.seen = array("i", turn.ids), turn.seen
@@ -184,7 +184,7 @@ class TokenLog(Owner):
             ids=self.ids,
             seen_ids=None if self.seen is None else self.seen.ids,
             marks=self.marks,
-            mark_key=self.mark_key or bytes(MARK_KEY_BYTES),
+            mark_key=self.mark_key,
             hits=self.hits,
             num_turns=self.num_turns,
             num_base=self.num_base,
@@ -198,7 +198,7 @@ class TokenLog(Owner):
         return TokenLog(
             ids=state.ids,
             marks=state.marks,
-            mark_key=state.mark_key if state.marks else b"",
+            mark_key=state.mark_key,
             hits=state.hits,
             num_turns=state.num_turns,
             num_base=state.num_base,
@@ -231,7 +231,7 @@ def turn_name(request: GenerationRequest) -> str:
 def root_turn(request: GenerationRequest) -> int:
     """Hash the turn's name without the number of the attempt: alike for a request that was moved or sent again."""
     name = turn_name(request).partition("~")[0].encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")  # names are random
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)  # names are random
 
 
 def _packed(text: str, ends: list[tuple[int, int]], key: bytes) -> bytes:

@@ -6,12 +6,12 @@ import random
 import sys
 
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.record import SessionState, replayed, whole
+from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.sessions.store import Appended
 from tests.cachetier.session_records import begin_turn, end_turn, ids_of, key_number
 
 NUM_SESSIONS = 4
-NUM_PROMPT, NUM_OUTPUT = 700, 500  # long records, which a kill can hit
+NUM_PROMPT, NUM_OUTPUT = 700, 500  # long turns, which a kill can hit
 MAX_TURNS = 40
 
 
@@ -20,8 +20,8 @@ def open_logs(folder: str) -> SessionLogs:
 
 
 def read(logs: SessionLogs, number: int) -> SessionState:
-    replay = replayed(logs.read(key_number(number)) or ())
-    return SessionState() if replay is None else replay.state()
+    rows = logs.read(key_number(number))
+    return SessionState() if rows is None else rows.state()
 
 
 def expected_ids(num_turns: int) -> list[int]:
@@ -46,12 +46,12 @@ def main(folder: str, seed: int) -> None:
             states[number] = SessionState()._replace(version=read(logs, number).version)
             tell(f"{number} 0")
             continue
-        record, running = begin_turn(states[number], turn, NUM_PROMPT)
-        outcomes = [logs.append(key, [record])]
-        record, states[number] = end_turn(running, turn, NUM_PROMPT, NUM_OUTPUT)
-        outcomes.append(logs.append(key, [record]))
+        rows, running = begin_turn(states[number], turn)
+        outcomes = [logs.append(key, rows)]
+        rows, states[number] = end_turn(running, turn, NUM_PROMPT, NUM_OUTPUT)
+        outcomes.append(logs.append(key, rows))
         if Appended.NEEDS_WHOLE in outcomes:
-            outcomes.append(logs.append(key, [whole(states[number])]))
+            outcomes.append(logs.append(key, rows_of(states[number])))
         if outcomes[-1] is Appended.WRITTEN:
             tell(f"{number} {turn + 1}")
 

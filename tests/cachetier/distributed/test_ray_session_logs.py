@@ -13,7 +13,7 @@ from mneme.cachetier.distributed import nodes as ray_nodes
 from mneme.cachetier.distributed import session_logs as ray_session_logs
 from mneme.cachetier.distributed.nodes import rendezvous
 from mneme.cachetier.distributed.session_logs import LogRead
-from mneme.cachetier.sessions.record import replayed, whole
+from mneme.cachetier.sessions.rows import rows_of
 from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.log_nodes import LogCluster, LogNode, eventually
 from tests.cachetier.session_records import conversation, key_number
@@ -48,14 +48,13 @@ def play(
 
 async def say(node: LogNode, key: LogKey, first: int, last: int) -> None:
     """Turns."""
-    for record, _ in STEPS[2 * first : 2 * last]:
-        assert await node.logs.append(key, [record]) is Appended.WRITTEN
+    for rows, _ in STEPS[2 * first : 2 * last]:
+        assert await node.logs.append(key, rows) is Appended.WRITTEN
 
 
 def num_turns(read: LogRead) -> int | None:
     """None: there is no session."""
-    replay = replayed(read.records or ())
-    return None if replay is None else replay.state().num_turns
+    return None if read.rows is None else read.session.num_turns
 
 
 async def turns_at(node: LogNode, key: LogKey) -> int | None:
@@ -199,7 +198,7 @@ def test_copies_that_waited_when_an_actor_was_killed_are_made_by_the_next(play) 
 def test_a_peer_that_has_what_is_newer_keeps_it(play) -> None:
     async def scene(cluster: LogCluster) -> None:
         writer, (peer,) = cluster.nodes["a"], in_order(cluster, "a", KEY)
-        assert await peer.logs.append_here(KEY, [whole(STEPS[-1][1])]) is Appended.WRITTEN
+        assert await peer.logs.append_here(KEY, rows_of(STEPS[-1][1])) is Appended.WRITTEN
         await say(writer, KEY, 0, 2)
         await eventually(lambda: _copies(writer, "copied", "copied_whole"))
         assert await turns_at(peer, KEY) == 6
@@ -216,7 +215,7 @@ def test_a_folder_that_cannot_be_used_is_tried_again(play, monkeypatch: pytest.M
         await two.logs.close()
         opens, two.open_logs = two.open_logs, lambda: None
         await two.start()
-        assert await two.logs.append(KEY, [STEPS[2][0]]) is Appended.FAILED
+        assert await two.logs.append(KEY, STEPS[2][0]) is Appended.FAILED
         assert not (await one.logs.read(key_number(2), 0, READ_S)).is_sure
         two.open_logs = opens
         await eventually(lambda: _is_at(two, 1))

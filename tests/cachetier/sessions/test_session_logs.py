@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogs
-from mneme.cachetier.sessions.record import SessionState, deleted, ended, replayed, whole
+from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number
@@ -85,8 +85,8 @@ def make_logs(folder: Path, clocks: Clocks | None = None, disk: Disk | None = No
 
 def state_in(logs: SessionLogs, key: LogKey = KEY) -> SessionState | None:
     """As a replica reads it; a tombstone is a state without ids."""
-    replay = replayed(logs.read(key) or ())
-    return None if replay is None else replay.state()
+    rows = logs.read(key)
+    return None if rows is None else rows.state()
 
 
 def is_gone(logs: SessionLogs, key: LogKey = KEY) -> bool:
@@ -95,7 +95,7 @@ def is_gone(logs: SessionLogs, key: LogKey = KEY) -> bool:
 
 
 def write(logs: SessionLogs, state: SessionState, key: LogKey = KEY) -> Appended:
-    return logs.append(key, [whole(state)])
+    return logs.append(key, rows_of(state))
 
 
 def some_state(version: int, num_ids: int = 3) -> SessionState:
@@ -108,9 +108,9 @@ def database(folder: Path) -> Path:
 
 
 def test_what_is_appended_is_read_after_a_restart(tmp_path: Path) -> None:
-    for record, state in STEPS:
+    for rows, state in STEPS:
         logs = make_logs(tmp_path)
-        assert logs.append(KEY, [record]) is Appended.WRITTEN
+        assert logs.append(KEY, rows) is Appended.WRITTEN
         assert state_in(logs) == state
         assert logs.read(KEY, state.version) is None
         assert logs.read(KEY, state.version - 1) is not None
@@ -152,60 +152,39 @@ def test_a_second_process_is_refused_and_a_folder_that_cannot_be_used(tmp_path: 
     make_logs(tmp_path).close()
 
 
-def test_logs_of_an_older_version_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    old = tmp_path / "mneme-sessions-1" / "a.log"
-    old.parent.mkdir()
-    old.write_text("old")
-    make_logs(tmp_path).close()
-    assert old.read_text() == "old"
-    assert "mneme-sessions-1 is of an older version" in caplog.text
-
-
 def test_what_does_not_go_on_from_the_log_is_refused(tmp_path: Path) -> None:
     logs = make_logs(tmp_path)
-    records = [record for record, _ in STEPS]
-    assert logs.append(KEY, records[1:2]) is Appended.NEEDS_WHOLE
-    assert logs.append(KEY, records[:2]) is Appended.WRITTEN
-    assert logs.append(KEY, records[:1]) is Appended.STALE
-    assert logs.append(KEY, records[1:2]) is Appended.STALE
-    assert logs.append(KEY, records[3:4]) is Appended.NEEDS_WHOLE
+    rows = [each for each, _ in STEPS]
+    assert logs.append(KEY, rows[1]) is Appended.NEEDS_WHOLE
+    for each in rows[:2]:
+        assert logs.append(KEY, each) is Appended.WRITTEN
+    for each in rows[:2]:
+        assert logs.append(KEY, each) is Appended.STALE
+    assert logs.append(KEY, rows[3]) is Appended.NEEDS_WHOLE
     assert write(logs, STEPS[0][1]) is Appended.STALE
     assert write(logs, STEPS[3][1]) is Appended.WRITTEN
-    assert logs.append(KEY, records[4:5]) is Appended.WRITTEN
+    assert logs.append(KEY, rows[4]) is Appended.WRITTEN
     assert state_in(logs) == STEPS[4][1]
-    with pytest.raises(ValueError, match="records of a session's log"):
-        logs.append(KEY, [b"nonsense"])
+    with pytest.raises(ValueError, match="must be all of a session's"):
+        logs.append(KEY, rows[5]._replace(base=None))
     logs.close()
 
 
-def test_a_log_that_is_mostly_obsolete_is_asked_for_as_a_whole(tmp_path: Path) -> None:
-    """A session whose turns replace what was said; appended ones never ask."""
-    logs, state, num_whole, largest = make_logs(tmp_path), SessionState(), 0, 0
+def test_what_an_edit_replaces_is_not_kept(tmp_path: Path) -> None:
+    """Wherever it goes on: in the last turn, before it, or from nothing."""
+    logs, chance, state = make_logs(tmp_path), random.Random(1), SessionState()
     for number in range(200):
-        record, running = begin_turn(state, number, 100)
-        outcomes = [logs.append(KEY, [record])]
-        record, state = end_turn(running, number, 100, 200 if number else 2000)
-        outcomes.append(logs.append(KEY, [record]))
-        if Appended.NEEDS_WHOLE in outcomes:
-            assert write(logs, state) is Appended.WRITTEN
-            num_whole += 1
-        largest = max(largest, logs.stats()["used_bytes"])
+        rows, running = begin_turn(state, number)
+        assert logs.append(KEY, rows) is Appended.WRITTEN
+        rows, ended = end_turn(running, number, 100, 200)
+        start = chance.randrange(len(state.ids) + 1) if number % 2 else len(state.ids)
+        ended = ended._replace(ids=state.ids[:start] + ids_of(number, 300))
+        assert logs.append(KEY, rows_of(ended, running)) is Appended.WRITTEN
+        state = ended
         assert state_in(logs) == state
-        if number % 2:  # an edit: most goes
-            before, state = state, state._replace(version=state.version + 1, ids=state.ids[:2000])
-            if logs.append(KEY, [ended(before, state, None)]) is Appended.NEEDS_WHOLE:
-                assert write(logs, state) is Appended.WRITTEN
-                num_whole += 1
-    assert num_whole
-    assert largest < 128 << 10
-    state = state._replace(version=state.version + 1)
-    assert write(logs, state) is Appended.WRITTEN
-    for number in range(200, 400):
-        record, running = begin_turn(state, number, 100)
-        assert logs.append(KEY, [record]) is Appended.WRITTEN
-        record, state = end_turn(running, number, 100, 200)
-        assert logs.append(KEY, [record]) is Appended.WRITTEN
-    assert logs.stats()["used_bytes"] < 2.5 * 4 * len(state.ids)
+        found = logs.read(KEY)
+        assert found is not None
+        assert sum(len(turn.ids) for turn in found.turns) == 4 * len(state.ids)
     logs.close()
 
 
@@ -232,10 +211,10 @@ def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
     """Of a session that is new, and of one that is not: its prompt is no more obsolete than its past."""
     logs, state, num_ids = make_logs(tmp_path), SessionState(), 0
     for number, num_prompt in enumerate((40_000, 10, 60_000)):
-        record, running = begin_turn(state, number, num_prompt)
-        assert logs.append(KEY, [record]) is Appended.WRITTEN
-        record, state = end_turn(running, number, num_prompt, 50)
-        assert logs.append(KEY, [record]) is Appended.WRITTEN
+        rows, running = begin_turn(state, number)
+        assert logs.append(KEY, rows) is Appended.WRITTEN
+        rows, state = end_turn(running, number, num_prompt, 50)
+        assert logs.append(KEY, rows) is Appended.WRITTEN
         num_ids += num_prompt + 50
     assert logs.stats()["counters"]["written_bytes"] < 4 * num_ids + PAGE_BYTES
     assert state_in(logs) == state
@@ -245,8 +224,8 @@ def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
 def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: Path) -> None:
     logs = make_logs(tmp_path, max_sessions=3)
     for number in range(3):
-        assert logs.append(key_number(number), [STEPS[0][0]]) is Appended.WRITTEN
-    assert logs.append(key_number(2), [STEPS[1][0]]) is Appended.WRITTEN
+        assert logs.append(key_number(number), STEPS[0][0]) is Appended.WRITTEN
+    assert logs.append(key_number(2), STEPS[1][0]) is Appended.WRITTEN
     assert write(logs, STEPS[3][1], key_number(2)) is Appended.WRITTEN
     assert logs.stats()["sessions"] == 3
     assert logs.delete(key_number(2))
@@ -256,16 +235,16 @@ def test_who_goes_on_at_the_bound_of_sessions_costs_nobody_their_log(tmp_path: P
 
 def test_tombstones_leave_room_for_sessions(tmp_path: Path) -> None:
     """The latest are kept, in half of the bytes."""
-    logs = make_logs(tmp_path, capacity_bytes=16 * PAGE_BYTES)
+    logs = make_logs(tmp_path, capacity_bytes=24 * PAGE_BYTES)
     for number in range(300):
         assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
         assert logs.delete(key_number(number))
-    assert logs.stats()["tombstones"] == 8 * PAGE_BYTES // 256
-    assert logs.stats()["used_bytes"] <= 16 * PAGE_BYTES
+    assert logs.stats()["tombstones"] == 12 * PAGE_BYTES // 256
+    assert logs.stats()["used_bytes"] <= 24 * PAGE_BYTES
     for number in range(300, 305):
         assert write(logs, some_state(1), key_number(number)) is Appended.WRITTEN
     known = [number for number in range(305) if state_in(logs, key_number(number)) is not None]
-    assert known == list(range(300 - 128, 305))
+    assert known == list(range(300 - 192, 305))
     logs.close()
 
 
@@ -307,8 +286,8 @@ def test_clocks_that_jump_while_it_runs_do_nothing(tmp_path: Path) -> None:
 def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
     clocks = Clocks()
     logs = make_logs(tmp_path, clocks, ttl_s=100.0)
-    for record, _ in STEPS:
-        logs.append(KEY, [record])
+    for rows, _ in STEPS:
+        logs.append(KEY, rows)
     copy = logs.read(KEY)
     assert copy is not None
     assert logs.delete(KEY)
@@ -318,8 +297,8 @@ def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
         gone = state_in(logs)
         assert gone is not None
         assert (len(gone.ids), gone.version > STEPS[-1][1].version) == (0, True)
-        assert logs.install(KEY, copy) is Appended.STALE  # another node's
-        assert logs.append(KEY, [STEPS[-1][0]]) is Appended.STALE
+        assert logs.append(KEY, copy) is Appended.STALE  # another node's
+        assert logs.append(KEY, STEPS[-1][0]) is Appended.STALE
         assert write(logs, STEPS[-1][1]) is Appended.STALE
         assert (logs.stats()["sessions"], logs.stats()["tombstones"]) == (0, 1)
         logs.close()
@@ -337,10 +316,10 @@ def test_a_session_of_the_same_name_begins_behind_the_tombstone(tmp_path: Path) 
     logs.delete(KEY)
     gone = state_in(logs)
     assert gone is not None
-    record, running = begin_turn(gone, 0, 4)
-    assert logs.append(KEY, [record]) is Appended.WRITTEN
-    record, state = end_turn(running, 0, 4, 4)
-    assert logs.append(KEY, [record]) is Appended.WRITTEN
+    rows, running = begin_turn(gone, 0)
+    assert logs.append(KEY, rows) is Appended.WRITTEN
+    rows, state = end_turn(running, 0, 4, 4)
+    assert logs.append(KEY, rows) is Appended.WRITTEN
     logs.close()
     logs = make_logs(tmp_path)
     assert state_in(logs) == state
@@ -352,21 +331,19 @@ def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, two = make_logs(tmp_path / "a"), make_logs(tmp_path / "b")
-    for record, _ in STEPS:
-        one.append(KEY, [record])
-    records = one.read(KEY)
-    assert records is not None
-    assert two.install(KEY, records) is Appended.WRITTEN
-    assert two.install(KEY, records) is Appended.STALE
-    assert two.install(KEY, records[1:]) is Appended.FAILED
-    assert two.install(KEY, []) is Appended.FAILED
-    assert two.install(KEY, [*records, b"nonsense"]) is Appended.FAILED
+    for rows, _ in STEPS:
+        one.append(KEY, rows)
+    copy = one.read(KEY)
+    assert copy is not None
+    assert two.append(KEY, copy) is Appended.WRITTEN
+    assert two.append(KEY, copy) is Appended.STALE
+    assert two.read(KEY) == copy
     assert state_in(two) == STEPS[-1][1]
     one.delete(KEY)
     tombstone = one.read(KEY)
     assert tombstone is not None
-    assert two.install(KEY, tombstone) is Appended.WRITTEN
-    assert one.install(KEY, records) is Appended.STALE
+    assert two.append(KEY, tombstone) is Appended.WRITTEN
+    assert one.append(KEY, copy) is Appended.STALE
     one.close()
     two.close()
 
@@ -381,20 +358,12 @@ def test_a_tenant_s_sessions_can_be_deleted_together(tmp_path: Path) -> None:
     logs.close()
 
 
-def test_a_deletion_by_record_is_a_tombstone(tmp_path: Path) -> None:
-    logs = make_logs(tmp_path)
-    write(logs, some_state(1))
-    assert logs.append(KEY, [deleted(5)]) is Appended.WRITTEN
-    assert logs.stats()["tombstones"] == 1
-    logs.close()
-
-
 def filled(folder: Path, num_sessions: int = 40) -> dict[int, SessionState]:
     """Closed; the states in it."""
     logs, states = make_logs(folder), {}
     for number in range(num_sessions):
-        for record, state in conversation(4, number):
-            assert logs.append(key_number(number), [record]) is Appended.WRITTEN
+        for rows, state in conversation(4, number):
+            assert logs.append(key_number(number), rows) is Appended.WRITTEN
             states[number] = state
     logs.close()
     return states
@@ -447,13 +416,23 @@ def test_a_file_that_is_no_database_is_set_aside_and_said(tmp_path: Path, caplog
     assert "sessions.damaged.db" in caplog.text
 
 
+def test_a_database_of_another_format_is_set_aside_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path, 1)
+    with closing(sqlite3.connect(database(tmp_path))) as other:
+        other.execute("PRAGMA user_version = 1")
+    logs = make_logs(tmp_path)
+    assert state_in(logs, key_number(0)) is None
+    assert "format: 1; the database is kept as" in caplog.text
+    logs.close()
+
+
 def play(logs: SessionLogs) -> dict[int, SessionState]:
     """What a replica does with it; the last states of which it was told that they are written."""
     written: dict[int, SessionState] = {}
     for number in range(3):
         key = key_number(number)
-        for index, (record, state) in enumerate(conversation(3, number)):
-            outcome = logs.append(key, [record])
+        for index, (rows, state) in enumerate(conversation(3, number)):
+            outcome = logs.append(key, rows)
             if outcome is Appended.NEEDS_WHOLE and index % 2:  # the turn's end
                 outcome = write(logs, state, key)
             if outcome is Appended.WRITTEN:
@@ -546,7 +525,7 @@ def test_on_a_full_disk_the_session_written_longest_ago_makes_room(tmp_path: Pat
     logs = make_logs(tmp_path, disk=disk)
     for number in range(3):
         write(logs, some_state(1), key_number(number))
-    disk.fails = lambda statement: sqlite3.SQLITE_FULL if statement.startswith("INSERT INTO records") else None
+    disk.fails = lambda statement: sqlite3.SQLITE_FULL if "INTO turns" in statement else None
     assert write(logs, some_state(1), key_number(3)) is Appended.FAILED
     disk.fails = lambda _statement: None
     assert logs.stats()["counters"]["disk_full"] == 1
@@ -632,18 +611,18 @@ class LogsMachine(RuleBasedStateMachine):
     def turn(self, number: int, num_prompt: int, ends: bool) -> None:
         state = self.states.get(number) or state_in(self.logs, key_number(number)) or SessionState()
         self.num_turns += 1
-        record, state = begin_turn(state, self.num_turns, num_prompt)
-        assert self.logs.append(key_number(number), [record]) is Appended.WRITTEN
+        rows, state = begin_turn(state, self.num_turns)
+        assert self.logs.append(key_number(number), rows) is Appended.WRITTEN
         if ends:
-            record, state = end_turn(state, self.num_turns, num_prompt, 3)
-            assert self.logs.append(key_number(number), [record]) is Appended.WRITTEN
+            rows, state = end_turn(state, self.num_turns, num_prompt, 3)
+            assert self.logs.append(key_number(number), rows) is Appended.WRITTEN
         self.states[number] = state
 
     @rule(number=st.integers(0, 2))
     def rewrite(self, number: int) -> None:
         if number in self.states:
             state = self.states[number]
-            state = SessionState(version=state.version + 1, ids=state.ids[:2])
+            state = state._replace(version=state.version + 1, ids=state.ids[:2])
             assert write(self.logs, state, key_number(number)) is Appended.WRITTEN
             self.states[number] = state
 

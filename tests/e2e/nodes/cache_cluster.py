@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from mneme.cachetier.distributed.lifecycle import (
     start_session_logs,
 )
 from mneme.cachetier.distributed.nodes import node_actor_name
+from mneme.cachetier.sessions.rows import LogRows
 from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node
@@ -130,10 +131,10 @@ class LogProcess:
         assert logs is not None
         self.logs = logs
 
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
-        return self.logs.append(key, records)
+    def append(self, key: LogKey, rows: LogRows) -> Appended:
+        return self.logs.append(key, rows)
 
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | str | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> LogRows | str | None:
         """ "unknown": it cannot be known now."""
         try:
             return self.logs.read(key, newer_than)

@@ -16,7 +16,7 @@ from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.admin import RayCacheAdmin
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.pins import PinName
-from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import ChainQuery
 from mneme.cluster.metrics.page import cache_metrics
@@ -117,8 +117,8 @@ def test_figures_are_of_session_logs_and_the_directory_too(cluster: CacheCluster
     disk = DiskTierConfig(folder=str(tmp_path / "kv"), capacity_bytes=50 << 20)
     engine = cluster.engine("a", CacheConfig(chunk_tokens=CHUNK_TOKENS, disk=disk), "counted")
     assert all(call(engine.put, tokens(1, 1)))  # the directory hears of it
-    record = whole(SessionState(version=1, ids=ids_of(1, 1)))
-    assert call(cluster.node_actor("a", "counted").logs, "append", key_number(1), [record]) is Appended.WRITTEN
+    rows = rows_of(SessionState(version=1, ids=ids_of(1, 1)))
+    assert call(cluster.node_actor("a", "counted").logs, "append", key_number(1), rows) is Appended.WRITTEN
     admin = admin_at_a(cluster, "counted")
     eventually(lambda: admin.stats()[0]["directory"].get("told_all"))
     found = samples(cache_metrics(admin.stats(), []))

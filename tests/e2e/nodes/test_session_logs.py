@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
-from mneme.cachetier.sessions.record import SessionState, replayed, whole
+from mneme.cachetier.sessions.rows import LogRows, SessionState, rows_of
 from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, LogProcess, call, eventually, kill
@@ -35,30 +35,29 @@ class Nodes:
 
     def _engine(self, name: str) -> Any:
         made = self.cluster.begin(name, LogProcess, self.config, APPLICATION)
-        call(made.append, key_number(99), [whole(SessionState(version=1, ids=ids_of(1, 1)))])
+        call(made.append, key_number(99), rows_of(SessionState(version=1, ids=ids_of(1, 1))))
         return made
 
-    def append(self, name: str, key: LogKey, record: bytes, state: SessionState) -> None:
+    def append(self, name: str, key: LogKey, rows: LogRows, state: SessionState) -> None:
         """As a replica does it, which tries again what failed."""
-        outcome = call(self.engines[name].append, key, [record])
+        outcome = call(self.engines[name].append, key, rows)
         if outcome is not Appended.WRITTEN:
             assert outcome in (Appended.NEEDS_WHOLE, Appended.FAILED)
-            eventually(lambda: call(self.engines[name].append, key, [whole(state)]) is Appended.WRITTEN)
+            eventually(lambda: call(self.engines[name].append, key, rows_of(state)) is Appended.WRITTEN)
 
     def say(self, name: str, key: LogKey, first: int, last: int) -> SessionState:
         """Turns; the state behind them."""
-        for record, state in STEPS[2 * first : 2 * last]:
-            self.append(name, key, record, state)
+        for rows, state in STEPS[2 * first : 2 * last]:
+            self.append(name, key, rows, state)
         return STEPS[2 * last - 1][1]
 
     def read(self, name: str, key: LogKey) -> SessionState | None:
-        def known() -> tuple[list[bytes] | None] | None:
+        def known() -> tuple[LogRows | None] | None:
             found = call(self.engines[name].read, key)
             return None if found == "unknown" else (found,)
 
-        (records,) = eventually(known)
-        replay = replayed(records or ())
-        return None if replay is None else replay.state()
+        (rows,) = eventually(known)
+        return None if rows is None else rows.state()
 
     def has(self, name: str, key: LogKey, state: SessionState) -> bool:
         return self.read(name, key) == state
@@ -100,8 +99,8 @@ def test_a_session_goes_on_on_any_node_and_has_one_copy(nodes: Nodes) -> None:
     assert all(nodes.read(name, key) == state for name in nodes.engines)
     state = nodes.say("head", key, 3, 6)
     assert all(nodes.read(name, key) == state for name in nodes.engines)
-    assert call(nodes.engines["head"].append, key, [STEPS[4][0]]) is Appended.STALE
-    call(nodes.engines["a"].append, key, [STEPS[4][0]])  # of a replica that does not know that it was left
+    assert call(nodes.engines["head"].append, key, STEPS[4][0]) is Appended.STALE
+    call(nodes.engines["a"].append, key, STEPS[4][0])  # of a replica that does not know that it was left
     assert all(nodes.read(name, key) == state for name in nodes.engines)
 
 
@@ -130,7 +129,7 @@ def test_an_actor_that_hangs_is_waited_for_a_moment_only(nodes: Nodes) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         begun_s = time.monotonic()
-        assert call(nodes.engines["a"].append, key, [STEPS[2][0]]) is Appended.FAILED
+        assert call(nodes.engines["a"].append, key, STEPS[2][0]) is Appended.FAILED
         assert call(nodes.engines["a"].read, key) == "unknown"
         assert call(nodes.engines["goes"].read, key_number(77)) == "unknown"  # it may be there
         assert time.monotonic() - begun_s < BOUND_S
@@ -153,8 +152,8 @@ def test_what_was_deleted_is_so_on_all_nodes_and_after_their_actors_died(nodes: 
         gone = eventually(lambda name=name: nodes.read(name, key))
         assert gone is not None
         assert (len(gone.ids), gone.version > STEPS[5][1].version) == (0, True)
-    assert call(nodes.engines["a"].append, key, [STEPS[6][0]]) is Appended.STALE
-    assert call(nodes.engines["a"].append, key, [whole(STEPS[7][1])]) is Appended.STALE
+    assert call(nodes.engines["a"].append, key, STEPS[6][0]) is Appended.STALE
+    assert call(nodes.engines["a"].append, key, rows_of(STEPS[7][1])) is Appended.STALE
     assert eventually(lambda: call(nodes.engines["goes"].delete, key) is False)
 
 

@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, shutdown_cache_tier, start_session_logs
-from mneme.cachetier.sessions.record import SessionState, whole
+from mneme.cachetier.sessions.rows import SessionState, rows_of
 from mneme.cachetier.sessions.store import Appended
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import ids_of, key_number
@@ -62,7 +62,7 @@ def test_a_start_with_another_configuration_has_the_nodes_actor_made_again(
     second = EngineProcess(config, "edited")
     logs = start_session_logs(config, "edited", 3600.0)
     assert logs is not None
-    assert logs.append(key_number(1), [whole(SessionState(version=1, ids=ids_of(1, 1)))]) is Appended.WRITTEN
+    assert logs.append(key_number(1), rows_of(SessionState(version=1, ids=ids_of(1, 1)))) is Appended.WRITTEN
     assert all(second.put(IDS))
     eventually(lambda: is_whole(second))
     eventually(lambda: node_figures(cluster, "edited")["disk"]["chunks"] == 2)

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from mneme.cachetier.sessions.record import fields_of
+from mneme.cachetier.sessions.rows import LogRows
 from mneme.cachetier.sessions.store import Appended, LogKey, log_key
 from mneme.replicas.sessions import journal as session_journal
 from mneme.replicas.sessions.journal import DurableSessions, Recalled, SessionLogWriter
@@ -24,28 +24,29 @@ MODEL = b"letters"
 class HeldStore:
     """Answers once `go` is set; `read` then gives what `on_read` does."""
 
-    def __init__(self, on_read: Callable[[], list[bytes] | None] = lambda: None) -> None:
+    def __init__(self, on_read: Callable[[], LogRows | None] = lambda: None) -> None:
         self.on_read = on_read
         self.entered, self.go = threading.Event(), threading.Event()
         self.deleted: list[LogKey] = []
         self.outcomes: list[Appended] = []  # of the next appends; then all are written
-        self.versions: dict[LogKey, list[int]] = {}  # as they were written
+        self.written: dict[LogKey, list[int | str]] = {}  # versions, or "deleted"
 
-    def append(self, key: LogKey, records: Sequence[bytes]) -> Appended:
+    def append(self, key: LogKey, rows: LogRows) -> Appended:
         self.entered.set()
         assert self.go.wait(30)
         outcome = self.outcomes.pop(0) if self.outcomes else Appended.WRITTEN
-        if outcome is Appended.WRITTEN and (head := fields_of(records[-1])) is not None:
-            self.versions.setdefault(key, []).append(head.version)
+        if outcome is Appended.WRITTEN:
+            self.written.setdefault(key, []).append(rows.session.version)
         return outcome
 
-    def read(self, key: LogKey, newer_than: int = 0) -> list[bytes] | None:
+    def read(self, key: LogKey, newer_than: int = 0) -> LogRows | None:
         self.entered.set()
         assert self.go.wait(30)
         return self.on_read()
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
         self.deleted.append(key)
+        self.written.setdefault(key, []).append("deleted")
         return True
 
     def delete_tenant(self, owner: bytes) -> int:
@@ -139,8 +140,8 @@ durable.close()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
-def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
+def test_no_deletion_is_lost_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
     store = HeldStore()
     writer = SessionLogWriter(store, MODEL)
     writer.forked(("salt", "first"), TokenLog())
@@ -151,29 +152,32 @@ def test_no_deletion_is_dropped_however_many_wait(monkeypatch: pytest.MonkeyPatc
     store.go.set()
     assert writer.flush(10)
     assert store.deleted == [log_key(MODEL, *key) for key in keys(10)]
-    assert writer.stats() == {"waiting": 0, "later": 1, "appended": 1, "dropped": 1, "deleted": 10}
+    assert writer.stats() == {"waiting": 0, "later": 0, "appended": 1, "lost": 1, "deleted": 10}
     writer.close()
 
 
 @pytest.mark.parametrize("outcome", [Appended.WRITTEN, Appended.FAILED])
-def test_a_newer_record_that_was_dropped_outlives_an_older_one_that_was_being_written(
-    monkeypatch: pytest.MonkeyPatch, outcome: Appended
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_session_that_changes_while_it_is_written_is_written_once_more_as_it_is_then(
+    monkeypatch: pytest.MonkeyPatch, outcome: Appended, is_deleted: bool
 ) -> None:
-    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
+    """Behind its deletion, if it was deleted meanwhile."""
     monkeypatch.setattr(session_journal, "RETRY_S", 0.01)
     store, log = HeldStore(), TokenLog()
     store.outcomes = [outcome]
     writer = SessionLogWriter(store, MODEL)
-    first, *others = keys(6)
-    writer.forked(first, log)
+    (key,) = keys(1)
+    writer.forked(key, log)
     assert store.entered.wait(60)  # the writer hangs in it
-    writer.forked(first, log)
-    for key in others:
-        writer.forked(key, TokenLog())
-    assert writer.stats()["later"] > 0
+    first = [log.version] if outcome is Appended.WRITTEN else []
+    for _ in range(3):
+        writer.forked(key, log)
+    if is_deleted:
+        writer.deleted(key, log)
+        writer.forked(key, log)
     store.go.set()
     until(lambda: writer.stats()["later"] + writer.stats()["waiting"] == 0)
-    assert store.versions[log_key(MODEL, *first)][-1] == log.version
+    assert store.written[log_key(MODEL, *key)] == [*first, *(["deleted"] if is_deleted else []), log.version]
     writer.close()
 
 
@@ -181,7 +185,7 @@ def test_who_waits_for_a_record_hears_of_it_only_once_it_is_done_whatever_is_dro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many are dropped as are not done yet."""
-    monkeypatch.setattr(session_journal, "MAX_CHANGES", 4)
+    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 4)
     store, heard = HeldStore(), threading.Event()
     writer = SessionLogWriter(store, MODEL)
     first, second, *others = keys(9)

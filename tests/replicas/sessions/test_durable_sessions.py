@@ -12,7 +12,7 @@ import pytest
 
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.sessions.log import SessionLogs
-from mneme.cachetier.sessions.record import SessionState
+from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, delete_tenant_pages, fork_session, get_session, leave_session
 from mneme.replicas.engine.engine import Engine

@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_written_later(cluster: Cluster, monkeypatc
     one = cluster.engine()
     said = turns(one, "a", said=[1, 2])
     with monkeypatch.context() as patched:
-        patched.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
+        patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
         said = turns(one, "b", "c", said=said)
         say(one, "d", [3], session_id="public:other")
     assert one.durable is not None
@@ -156,7 +156,7 @@ def test_what_was_deleted_is_not_written_later(cluster: Cluster, monkeypatch: py
     one = cluster.engine()
     assert one.durable is not None
     with monkeypatch.context() as patched:
-        patched.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
+        patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
         turns(one, "a", said=[1, 2])
         say(one, "b", [3], session_id="public:dropped")
         say(one, "c", [3], salt="tenant")
@@ -177,7 +177,7 @@ def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: 
     monkeypatch.setattr(session_journal, "RETRY_S", 1000.0)
     one = cluster.engine()
     with monkeypatch.context() as patched:
-        patched.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
+        patched.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
         said = turns(one, "a", said=[1, 2])
     cluster.restart()
     assert state_of_stored(cluster) == said
@@ -186,9 +186,9 @@ def test_a_last_try_is_made_when_the_engine_ends(cluster: Cluster, monkeypatch: 
 def test_of_sessions_that_could_not_be_written_so_many_are_kept(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_journal, "MAX_LATER", 2)
+    monkeypatch.setattr(session_journal, "MAX_UNWRITTEN", 2)
     one = cluster.engine()
-    monkeypatch.setattr(cluster.logs, "append", lambda _key, _records: Appended.FAILED)
+    monkeypatch.setattr(cluster.logs, "append", lambda _key, _rows: Appended.FAILED)
     for number in range(5):
         say(one, f"{number}", [3], session_id=f"public:{number}")
     assert one.durable is not None
