@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import collections.abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
+from mneme.replicas.text.detokenizer import TextStream
 
-if TYPE_CHECKING:
-    from mneme.replicas.connector.fetch import Fetch
-    from mneme.replicas.text.detokenizer import TextStream
-
+GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
 
 _SPARE = 256  # tokens that may come before the arrays of `TokenCounts` have to grow
 _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
@@ -106,6 +105,50 @@ class TokenCounts:
         self._counts[index] += 1
 
 
+class FoundChunks(Chunks, Protocol):
+    """Chunks that one sequence may load, as its scheduler sees them (`connector/fetch.py: Fetch`). Nothing blocks."""
+
+    num_resident: int  # tokens of the sequence that have KV by now
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token that it has."""
+
+    @property
+    def step_chunks(self) -> int | None:
+        """How many one step loads beside others; None: not known yet."""
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether it is not known yet what there is."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is in memory, or nothing is to come."""
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a load of it would not wait for what is read."""
+
+    def is_ready(self, *, is_alone: bool) -> bool:
+        """Whether the sequence, which could run, need not wait for it any longer."""
+
+    def num_rows_before(self, num_tokens: int) -> int:
+        """Count the rows behind so many tokens that a step may compute while it is looking."""
+
+    def source_of(self, index: int) -> Source:
+        """Say which tier a chunk comes from."""
+
+    def pause(self) -> None:
+        """Stop the clock until it is asked for again."""
+
+    def give_up(self, what: GivenUp) -> None:
+        """Give up as it took too long."""
+
+    def close(self) -> None:
+        """Load nothing more of it."""
+
+
 @dataclass(slots=True, eq=False)
 class ChunkChain:
     """Names the chunks of one sequence in the cache tier, from its root on."""
@@ -136,7 +179,7 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
-    found: Fetch | None = None  # what the cache tier has of it, while that is looked for or loaded
+    found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
     begun_s: float | None = None  # when it first had rows

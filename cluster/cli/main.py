@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from mneme import __version__
 from mneme.errors import MnemeError
 from mneme.replicas.config import EngineConfig
+from mneme.version import __version__
 
 _EXAMPLES = """\
 examples:

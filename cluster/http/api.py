@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from mneme import __version__
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
 from mneme.cluster.http import completions, kv, sessions
@@ -41,6 +40,7 @@ from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import InvalidRequest, shown
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
+from mneme.version import __version__
 
 
 def build_api(

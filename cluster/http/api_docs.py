@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, NotRequired
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-from mneme import __version__
 from mneme.cluster.http.protocol import Body
 from mneme.replicas.request import Source
+from mneme.version import __version__
 
 _REF = "#/components/schemas/{model}"
 _PARAMETERS = {

@@ -16,8 +16,7 @@ from mneme.cluster.http.protocol import (
     StreamOptions,
     template_variables,
 )
-from mneme.cluster.http.stream import RunResponse
-from mneme.cluster.metrics.latency import RequestLatency
+from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.errors import DeadlineExceeded, InvalidRequest
 from mneme.replicas.request import GenerationRequest, SamplingParams

@@ -18,7 +18,7 @@ from mneme.cluster.http.body import ClientGone, Receive
 from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
 from mneme.cluster.http.protocol import StreamOptions
-from mneme.cluster.metrics.latency import RequestLatency
+from mneme.cluster.metrics.latency import Clock, Latencies
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.request import TokenEvent
@@ -31,6 +31,42 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies must not collect a stream
 ]
 _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no strong reference to a task
+
+
+class RequestLatency:
+    """Measures one request from when its body was there, `started_s` of the same clock."""
+
+    def __init__(self, latencies: Latencies, clock: Clock, started_s: float) -> None:
+        self._latencies = latencies
+        self._clock = clock
+        self._started_s = started_s
+
+    def event(self, choice: Choice, num_tokens: int) -> None:
+        """The choice has taken an event with so many tokens."""
+        if num_tokens:
+            now = self._clock()
+            if choice.first_s is None:
+                self._latencies.ttft.observe(now - self._started_s)
+                choice.first_s = now
+            else:
+                self._latencies.itl.observe((now - choice.last_s) / num_tokens)
+            choice.last_s = now
+        if choice.finish_reason is not None:
+            self._observe(choice)
+
+    def end(self) -> None:
+        self._latencies.e2e.observe(self._clock() - self._started_s)
+
+    def _observe(self, choice: Choice) -> None:
+        latencies, usage = self._latencies, choice.usage
+        latencies.queue.observe(usage.queue_s)
+        latencies.prefill.observe(usage.prefill_s)
+        latencies.decode.observe(choice.decode_s)
+        latencies.inference.observe(usage.prefill_s + choice.decode_s)
+        latencies.prompt_tokens.observe(usage.prompt_tokens)
+        latencies.generation_tokens.observe(choice.num_tokens)
+        if choice.num_tokens > 1:
+            latencies.tpot.observe(choice.decode_s / (choice.num_tokens - 1))
 
 
 @dataclass(slots=True, kw_only=True)

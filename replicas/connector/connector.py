@@ -3,7 +3,7 @@
 Engine._start     look_up     a sequence that begins is looked for; the scheduler waits for the answer, not for long:
                               then it computes the first rows, and what comes before the last of them is still used
 Scheduler._admit              pages for what was found (`forest/paths.py: graft`)
-Engine._moves     begin_step  chunks that the step completes
+Engine._step      begin_step  chunks that the step completes
 Runner.prepare                loads and saves begin (`ChunkLoader`, `ChunkSaver`); layers are waited for, and told
 Engine._commit    end_step    what did not come is taken back, what is sound goes to the store
 Engine._finish    end         a request's last chunk
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.cachetier.config import CacheConfig
@@ -24,16 +24,11 @@ from mneme.cachetier.policy.load_controller import LoadController
 from mneme.cachetier.store import ChainQuery, ChunkStore
 from mneme.replicas.connector.fetch import Fetches, MakeWorkers
 from mneme.replicas.connector.load import ChunkLoader
-from mneme.replicas.connector.pages import make_chunk_pages
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.pages import Page
 from mneme.replicas.sequence import Chunk, ChunkChain
 from mneme.replicas.sequence import Sequence as RunningSequence
-
-if TYPE_CHECKING:
-    from mneme.replicas.model.runner import Runner
-    from mneme.replicas.model.sampler import Sampled
-    from mneme.replicas.schedule.scheduler import Scheduler
 
 
 class KvConnector:
@@ -100,18 +95,25 @@ class KvConnector:
         self._step_began_s = self._clock()
         return self._saves.of_step(chunks)
 
-    def end_step(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled], scheduler: Scheduler) -> None:
-        """Take back what a step that was computed should have loaded and did not, and save what is sound."""
+    def end_step(
+        self,
+        chunks: Sequence[Chunk],
+        unsound: Collection[RunningSequence],
+        retract: Callable[[Collection[Page]], None],
+    ) -> None:
+        """Take back what a step that was computed should have loaded and did not, and save what is sound.
+
+        unsound  sequences whose logits are not finite
+        retract  `Scheduler.retract`
+        """
         lost = self.loader.end()
         is_warm_up = any(chunk.sequence.request.is_warm_up for chunk in chunks)
         if lost is None and chunks and not is_warm_up:  # else it may have waited
             rows = [(chunk.num_rows, chunk.end - chunk.num_rows) for chunk in chunks]
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
-            scheduler.retract(lost)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        outcomes = zip(sampling, sampled, strict=True)
-        self.saver.end({sequence for sequence, outcome in outcomes if outcome.token_id is None})
+            retract(lost)
+        self.saver.end(unsound)
 
     def end(self, sequence: RunningSequence, *, is_sound: bool) -> None:
         """End a request's use of the store: save what it still has for it, if that is sound. It has its pages still."""
@@ -158,32 +160,3 @@ class KvConnector:
         )
         sequence.chain.keys = list(query.keys)
         return query
-
-
-def connect(
-    runner: Runner,
-    store: ChunkStore,
-    fingerprint: ModelFingerprint,
-    costs: CostModel,
-    config: CacheConfig,
-    *,
-    on_close: Callable[[], None] = lambda: None,
-) -> KvConnector:
-    """Let an engine load chunks of a store into its runner's pool, and save them from there."""
-    layout = fingerprint.layout
-    loaded, saved = (make_chunk_pages(runner.pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
-    loader = ChunkLoader(layout.num_layers, loaded)
-    saver = ChunkSaver(
-        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=costs.note_save
-    )
-    runner.use_chunks(loader, saver)
-    return KvConnector(
-        store,
-        fingerprint,
-        costs,
-        config,
-        loader=loader,
-        saver=saver,
-        page_size=runner.page_size,
-        on_close=on_close,
-    )

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 from mneme.cachetier.chunk.header import Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
@@ -23,10 +23,10 @@ from mneme.cachetier.policy.load_controller import Loadable, LoadController, Loa
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
 from mneme.primitives import Workers
 from mneme.replicas.request import Source
+from mneme.replicas.sequence import GivenUp
 
 logger = logging.getLogger(__name__)
 
-GivenUp = Literal["lookup", "waiting", "loading"]  # which took too long; the last: within a step
 GIVEN_UP: tuple[GivenUp, ...] = get_args(GivenUp)
 SOURCE_BY_EDGE: dict[Edge, Source] = {"host": "host", "disk": "disk", "peer_host": "peer", "peer_disk": "peer"}
 
@@ -239,6 +239,11 @@ class Fetch:
 
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
+
+    @property
+    def step_chunks(self) -> int | None:
+        """How many one step loads beside others; None: not planned yet."""
+        return None if self.plan is None else self.plan.step_chunks
 
     @property
     def is_in_memory(self) -> bool:

@@ -32,7 +32,6 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
-from mneme.replicas.forest.moves import Moves
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -44,7 +43,6 @@ from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
     from mneme.replicas.connector.connector import KvConnector
-    from mneme.replicas.connector.save import SaveJob
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -164,7 +162,9 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         chunks = self._schedule()
-        inputs = self.runner.prepare(chunks, *self._moves(chunks))
+        moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
+        saves = [] if self.connector is None else self.connector.begin_step(chunks)
+        inputs = self.runner.prepare(chunks, moves, saves)
         logits = self.runner.forward(inputs)
         sampled = sample(logits, [_sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
         return self._commit(chunks, sampled)
@@ -225,16 +225,13 @@ class Engine:
         self._outbox.note_begun(chunks)
         return chunks
 
-    def _moves(self, chunks: list[Chunk]) -> tuple[Moves, list[SaveJob]]:
-        """List what the step does with pages, and the chunks of the cache tier that it completes."""
-        moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        return moves, [] if self.connector is None else self.connector.begin_step(chunks)
-
     def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
         self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if self.connector is not None:
-            self.connector.end_step(chunks, sampled, self.scheduler)
+            outcomes = zip(sampling, sampled, strict=True)
+            unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
+            self.connector.end_step(chunks, unsound, self.scheduler.retract)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue

@@ -27,7 +27,10 @@ from mneme.kernels.native.library import BuildError, cache_folder, locked
 from mneme.kernels.triton.configs import MAX_GROUPS, MIN_CAPABILITY
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import KvConnector, connect
+from mneme.replicas.connector.connector import KvConnector
+from mneme.replicas.connector.load import ChunkLoader
+from mneme.replicas.connector.pages import make_chunk_pages
+from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.calibration import machine_of, remembered_costs
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
@@ -342,6 +345,35 @@ def open_cache_tier(
         store.close()
         raise
     return connect(runner, store, fingerprint, costs, cache, on_close=lambda: file.write(costs))
+
+
+def connect(
+    runner: Runner,
+    store: ChunkStore,
+    fingerprint: ModelFingerprint,
+    costs: CostModel,
+    config: CacheConfig,
+    *,
+    on_close: Callable[[], None] = lambda: None,
+) -> KvConnector:
+    """Let an engine load chunks of a store into its runner's pool, and save them from there."""
+    layout = fingerprint.layout
+    loaded, saved = (make_chunk_pages(runner.pool, layout.layer_bytes(layout.chunk_tokens)) for _ in range(2))
+    loader = ChunkLoader(layout.num_layers, loaded)
+    saver = ChunkSaver(
+        store, fingerprint, saved, write_buffer_bytes=config.write_buffer_bytes, note_save=costs.note_save
+    )
+    runner.use_chunks(loader, saver)
+    return KvConnector(
+        store,
+        fingerprint,
+        costs,
+        config,
+        loader=loader,
+        saver=saver,
+        page_size=runner.page_size,
+        on_close=on_close,
+    )
 
 
 def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostFile) -> CostModel:

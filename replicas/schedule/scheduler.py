@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page, Path
@@ -27,10 +26,7 @@ from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
-from mneme.replicas.sequence import Chunk, Sequence
-
-if TYPE_CHECKING:
-    from mneme.replicas.connector.fetch import Fetch
+from mneme.replicas.sequence import Chunk, FoundChunks, Sequence
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -227,15 +223,15 @@ class Scheduler:
         limit = self._load_limit(found)
         return limit is None or len(found.spans) <= limit
 
-    def _load_limit(self, found: Fetch) -> int | None:
+    def _load_limit(self, found: FoundChunks) -> int | None:
         """Return how many chunks the step may still load; None: all.
 
         What is still read comes at once: all chunks are read layer by layer, and would pile up in the read buffer while
         a first part waits for its last layer.
         """
-        if found.plan is None or not self._has_streams:
+        if found.step_chunks is None or not self._has_streams:
             return None
-        limit = max(found.plan.step_chunks - self._budget.num_loaded, 0)
+        limit = max(found.step_chunks - self._budget.num_loaded, 0)
         return limit if found.is_in_memory or limit == 0 else None
 
     def _loading(self) -> list[Sequence]:

@@ -5,13 +5,13 @@
 
 from typing import TYPE_CHECKING
 
+from mneme.version import __version__
+
 if TYPE_CHECKING:
     from mneme.replicas.llm import LLM
     from mneme.replicas.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

@@ -23,7 +23,7 @@ ALLOWED = {
     "cluster": {"router", "replicas", "cachetier"},
 }
 # Rooms (sub-packages, and single files at a folder's root) from the bottom up: each imports only what stands before its
-# line. Imports for type checkers alone do not count.
+# line. Imports for type checkers alone count too.
 LEVELS = {
     "kernels": (
         "page_bounds page_table rope",
@@ -46,7 +46,8 @@ LEVELS = {
     "replicas": (
         "forest truncation",
         "config request",
-        "sequence text",
+        "text",
+        "sequence",
         "connector",
         "model sessions",
         "schedule",
@@ -71,7 +72,7 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(body: list[ast.stmt], path: Path, *, for_types: bool = True) -> Iterator[str]:
+def imports(body: list[ast.stmt], path: Path) -> Iterator[str]:
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -79,13 +80,13 @@ def imports(body: list[ast.stmt], path: Path, *, for_types: bool = True) -> Iter
             assert node.level == 0, f"{path}: imports are absolute"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif for_types or not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        else:
             for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
-                yield from imports(getattr(node, inner, []), path, for_types=for_types)
+                yield from imports(getattr(node, inner, []), path)
 
 
-def imported_modules(path: Path, *, for_types: bool = True) -> set[str]:
-    return set(imports(ast.parse(path.read_text()).body, path, for_types=for_types))
+def imported_modules(path: Path) -> set[str]:
+    return set(imports(ast.parse(path.read_text()).body, path))
 
 
 def ids(path: Path) -> str:
@@ -123,7 +124,7 @@ def room_of(parts: Sequence[str]) -> str:
 @pytest.mark.parametrize("path", python_files(*FOLDERS), ids=ids)
 def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
     own = room_of(path.relative_to(ROOT).parts)
-    for name in imported_modules(path, for_types=False):
+    for name in imported_modules(path):
         parts = name.split(".")[1:]
         if len(parts) > 1 and parts[0] == own.partition(".")[0] and room_of(parts) != own:
             assert LEVEL[room_of(parts)] < LEVEL[own], name

@@ -15,8 +15,8 @@ from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import connect
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.load import connect
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.tiered_engine import PAGE_SIZE, RecordingRunner
 

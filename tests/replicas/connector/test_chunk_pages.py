@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.pages.streams import CudaStreams
-from mneme.replicas.connector import connector
 from mneme.replicas.connector import load as chunk_load
 from mneme.replicas.connector.load import ChunkLoad
 from mneme.replicas.connector.pages import (
@@ -28,6 +27,7 @@ from mneme.replicas.connector.pages import (
     DeviceChunkPages,
     make_chunk_pages,
 )
+from mneme.replicas.engine import load
 from mneme.replicas.engine.calibration import bringing
 from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.cachetier.played_streams import PlayedStreams
@@ -388,7 +388,7 @@ def test_engines_save_and_load_through_a_devices_pages(
         gather(self, layer, into, after)
 
     monkeypatch.setattr(DeviceBatch, "gather", gather_behind)
-    monkeypatch.setattr(connector, "make_chunk_pages", make)
+    monkeypatch.setattr(load, "make_chunk_pages", make)
     decoder, store, ids = load_decoder("llama-3", tmp_path), FakeStore(), draw(1, 250)
     for number in range(2):
         engine = make_cached_engine(decoder, store)

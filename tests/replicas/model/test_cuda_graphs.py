@@ -17,9 +17,9 @@ import torch
 from mneme.cachetier.config import CacheConfig
 from mneme.kernels.attention import Plan, attend
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.connector.connector import connect
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.engine.load import connect
 from mneme.replicas.model import decoder as model
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import CudaCapture, DecodeGraphs, MakeGraphs, Run, decode_graphs_for
