@@ -135,6 +135,7 @@ class PrefixForest(Paths):
             return None
         root.refs += 1
         self.kept_roots.add(root)
+        root.watch()
         path = Path(root)
         for kept in root.kept:
             self.tiers.hold(kept.page)
@@ -301,6 +302,7 @@ class PrefixForest(Paths):
             assert page.parent is not None
             assert page.start <= page.parent.end
             assert page.parent.children[(page.start, page.tokens[0])] is page
+            assert self.kept_roots.issuperset(page.keepers or ())
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
     def _claim(self, pages: list[Page], owner: Owner | None) -> None:
@@ -319,6 +321,7 @@ class PrefixForest(Paths):
             return
         if root.is_own:
             self.kept_roots.discard(root)
+            root.unwatch()
         else:
             self.roots.pop(root.salt, None)
 

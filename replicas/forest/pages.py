@@ -46,7 +46,7 @@ class Page:
         self.ids: list[int | None] = [None, None]  # by tier
         self.filled = [0, 0]  # by tier; 0 without a page id
         self.below = [0, 0]  # by tier: children with a page id there that nobody holds
-        self.keepers: list[Root] | None = None  # roots that keep some of its tokens
+        self.keepers: set[Root] | None = None  # roots that keep some of its tokens, and that paths or pages are on
         self.is_reclaimable = False  # nobody holds it, and the host has all that the device has
         self.refs = 0  # paths that hold it; a pin is one
         self.pins = 0
@@ -103,8 +103,6 @@ class Root(Page):
         super().__init__(None, sum(each.end - each.start for each in kept))
         self.salt = salt
         self.kept = kept
-        for page in {each.page for each in kept}:
-            page.keepers = [*(page.keepers or ()), self]
         self.is_own = bool(kept)  # a session's
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
@@ -122,8 +120,22 @@ class Root(Page):
                 return False
         return True
 
+    def watch(self) -> None:
+        """Be told if some of what it keeps is lost."""
+        for each in self.kept:
+            if each.page.keepers is None:
+                each.page.keepers = set()
+            each.page.keepers.add(self)
+
+    def unwatch(self) -> None:
+        """Leave no trace on the pages that it keeps: a popular one would gather roots for ever."""
+        for each in self.kept:
+            if each.page.keepers is not None:
+                each.page.keepers.discard(self)
+
     def lose(self) -> None:
         """Note that some of what it kept is gone from every tier."""
+        self.unwatch()
         self.kept, self.is_lost = (), True
 
 

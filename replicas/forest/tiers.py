@@ -117,9 +117,8 @@ class TieredPages:
             self.host.remove(page)
         if not any(page.filled):
             self.num_moved["dropped"] += 1
-            for root in page.keepers or ():
+            for root in list(page.keepers or ()):
                 root.lose()
-            page.keepers = None
         self._note(page)
         self.settle(page)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
@@ -115,6 +116,22 @@ def test_approximate_kv_is_for_its_session_alone() -> None:
     exact = say(engine, "exact", [3], 1, RECOMPUTE, append=True)
     assert usage_of(exact).cached_tokens == len(seen)
     assert usage_of(exact).truncated_tokens == 16
+
+
+def test_pages_forget_the_truncations_that_kept_them_once_these_are_gone() -> None:
+    forest = PrefixForest(num_pages=16, page_size=4)
+    ids = list(range(8))
+    first = forest.open_path("")
+    forest.write(first, ids, 8)
+    for _ in range(5):
+        path = forest.open_path("")
+        forest.extend(path, ids, 8)
+        truncated = forest.truncate(path, [(2, 8)])
+        assert truncated is not None
+        assert all(page.keepers == {truncated.root} for page in first.pages)
+        forest.release(truncated)
+        forest.check()
+        assert not any(page.keepers for page in first.pages)
 
 
 def test_what_is_lost_is_computed_anew_and_the_answer_is_the_same() -> None:
