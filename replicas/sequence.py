@@ -298,6 +298,7 @@ class Chunk:
     sequence: Sequence
     spans: list[tuple[int, int]]
     runs: list[tuple[int, int, int]]
+    shifts: list[int] = field(default_factory=list)  # as `Rows.shifts`; empty: none is shifted
 
     @property
     def end(self) -> int:
@@ -320,7 +321,7 @@ class Chunk:
 
     def with_rows(self, rows: Rows) -> Chunk:
         """Add rows behind its last."""
-        return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs)
+        return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs, self.shifts + rows.shifts)
 
 
 def _cut(origin: Origin, low: int, high: int) -> Origin:

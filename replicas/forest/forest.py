@@ -31,7 +31,18 @@ from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
-from mneme.replicas.forest.paths import Paths, Spans, is_lost, kept_by, note_gaps, visible_gaps
+from mneme.replicas.forest.paths import (
+    DocumentUse,
+    Paths,
+    Spans,
+    is_lost,
+    kept_by,
+    note_gaps,
+    private_pages,
+    references_of,
+    use_of,
+    visible_gaps,
+)
 from mneme.replicas.forest.tier import Tier
 from mneme.replicas.forest.tiers import TieredPages
 
@@ -133,6 +144,31 @@ class PrefixForest(Paths):
         """
         if root.is_lost or (ids is not None and not root.begins(ids)):
             return None
+        path = self._open(root)
+        if not is_lost(path):
+            return path
+        self.release(path)
+        return None
+
+    def blend(
+        self, path: Path, uses: Sequence[DocumentUse], private: Sequence[int], ids: Sequence[int], end: int
+    ) -> Path | None:
+        """Open a path of its own that sees what `path` has and, behind that up to `end`, documents computed apart.
+
+        private  positions, in order, whose KV is to be computed in slots of its own: whatever no use has, and tokens of
+                 uses that are not to be seen as they were computed apart
+
+        None, and nothing has happened, where what is to be reused has holes. The paths that it is made of stay open.
+        """
+        chosen = frozenset(private)
+        kept = references_of(path) + [each for use in uses for each in use_of(use, chosen, self.page_size)]
+        if any(each.page.start + max(each.page.filled) < each.end for each in kept):
+            return None
+        root = Root(path.root.salt, tuple(kept), blend_end=end)
+        root.kept += tuple(private_pages(root, uses, private, ids, self.page_size))
+        return self._open(root)
+
+    def _open(self, root: Root) -> Path:
         root.refs += 1
         self.kept_roots.add(root)
         root.watch()
@@ -141,10 +177,7 @@ class PrefixForest(Paths):
             self.tiers.hold(kept.page)
             path.append(kept.page, kept.mask(self.page_size))
         note_gaps(path, 0)
-        if not is_lost(path):
-            return path
-        self.release(path)
-        return None
+        return path
 
     def truncate(self, path: Path, ranges: Spans, owner: Owner | None = None) -> Path | None:
         """Make a path of its own that sees only `ranges` of a path's positions, moved together; the other is released.
@@ -152,6 +185,8 @@ class PrefixForest(Paths):
         No KV moves or changes: keys that were rotated at p serve p + delta (AttentionStore 3.4). None, and nothing has
         happened, where some of it has no KV, or nothing is shared. Paths of one owner keeping the same go on together.
         """
+        if path.root.is_blend:  # what stays is computed exactly
+            return None
         kept = kept_by(path, ranges)
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept

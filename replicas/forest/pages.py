@@ -31,6 +31,7 @@ class Page:
         "num_uses",
         "parent",
         "pins",
+        "positions",
         "refs",
         "released",
         "start",
@@ -42,6 +43,8 @@ class Page:
         self.parent = parent
         self.start = start  # position of tokens[0], at which its key is rotated
         self.tokens = array("i")
+        # Where the keys of a blend's private tokens are rotated: any places. None: at `start` and behind it.
+        self.positions: array[int] | None = None
         self.children: dict[tuple[int, int], Page] = {}  # (position, token id) -> the child that begins with it
         self.ids: list[int | None] = [None, None]  # by tier
         self.filled = [0, 0]  # by tier; 0 without a page id
@@ -70,13 +73,17 @@ class Page:
 
 
 class Kept(NamedTuple):
-    """Names tokens of another lineage that a truncated session still sees: those rotated at positions [start, end)."""
+    """Names tokens of another lineage that a truncated session or a blend sees: those rotated at [start, end).
+
+    Of a page of private tokens, which are rotated anywhere, these are places in its row of tokens.
+    """
 
     page: Page
     start: int
     end: int
     delta: int  # from there to where the session has them
     root: Root  # under which the page hangs
+    hidden: int = 0  # bits of slots that are not seen all the same: a blend computes these tokens anew
 
     @property
     def resident(self) -> Resident:
@@ -86,35 +93,39 @@ class Kept(NamedTuple):
 
     def mask(self, page_size: int) -> int:
         """The slots of the page that are seen, and no others: somebody else may go on behind them."""
-        mask = ((1 << (self.end - self.start)) - 1) << (self.start % page_size)
+        mask = ((1 << (self.end - self.start)) - 1) << (self.start % page_size) & ~self.hidden
         return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
 
 
 class Root(Page):
     """Begins lineages; has no page id and no tokens.
 
-    A tenant has one, found by its salt. After a truncation a session has its own: it begins behind the tokens that were
-    kept, and nobody else finds it.
+    A tenant has one, found by its salt. After a truncation a session has its own, and a blend has one: it begins behind
+    the tokens that were kept, and nobody else finds it.
     """
 
-    __slots__ = ("is_lost", "is_own", "kept", "salt")
+    __slots__ = ("is_blend", "is_lost", "is_own", "kept", "salt")
 
-    def __init__(self, salt: str, kept: tuple[Kept, ...] = ()) -> None:
-        super().__init__(None, sum(each.end - each.start for each in kept))
+    def __init__(self, salt: str, kept: tuple[Kept, ...] = (), *, blend_end: int | None = None) -> None:
+        """`blend_end`: where the part of a sequence that is a blend ends."""
+        super().__init__(None, sum(each.end - each.start for each in kept) if blend_end is None else blend_end)
+        self.is_blend = blend_end is not None
         self.salt = salt
         self.kept = kept
-        self.is_own = bool(kept)  # a session's
+        self.is_own = bool(kept) or self.is_blend  # one session's, or one sequence's
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
     @property
     def kept_roots(self) -> set[Root]:
-        """The roots of earlier truncations under which what this one keeps was computed."""
-        return {kept.root for kept in self.kept if kept.root.is_own}
+        """The roots of earlier truncations and blends under which what this one keeps was computed."""
+        return {kept.root for kept in self.kept if kept.root.is_own} - {self}
 
     def begins(self, ids: Sequence[int]) -> bool:
         """Whether what it keeps is still what `ids` begin with: a page that lost its KV may have got other tokens."""
         for kept in self.kept:
             page, position = kept.page, kept.start + kept.delta
+            if page.positions is not None:  # its tokens are one blend's: nobody else's come there
+                continue
             expected = array("i", ids[position : position + kept.end - kept.start])
             if page.tokens[kept.start - page.start : kept.end - page.start] != expected:
                 return False

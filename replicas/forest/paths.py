@@ -15,11 +15,13 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
-from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, common_prefix
+from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, Root, common_prefix
 from mneme.replicas.forest.tiers import OutOfPages, TieredPages
 
 Runs = list[tuple[int, int, int]]  # (page id, first offset, number of tokens)
@@ -33,6 +35,16 @@ class Rows(NamedTuple):
     runs: Runs  # where their KV goes, in the same order
     num_refilled: int  # how many of them, at the front, fill holes
     loaded: Spans  # positions whose KV comes back from the host before
+    shifts: list[int]  # of each span: how far behind the place at which its keys are rotated it stands
+
+
+class DocumentUse(NamedTuple):
+    """Puts what a path has of a document, computed apart, at the positions [start, end) of another sequence."""
+
+    path: Path
+    start: int
+    end: int
+    delta: int  # from where its keys are rotated
 
 
 class Paths:
@@ -91,13 +103,15 @@ class Paths:
         if gaps and self.num_new_pages(path, ids, end) > self.num_available:  # without gaps it is `write` that asks
             raise OutOfPages
         loaded = self._restore(path, gaps)
-        spans, runs = fill(path, gaps, self.page_size, budget)
+        spans, shifts, runs = fill(path, gaps, self.page_size, budget)
         if start < end:
             runs += self.write(path, ids, end)
             spans.append((start, end))
         elif num_holes < budget and start == len(ids) and (not spans or spans[-1][1] < start):
             spans.append((start - 1, start))
-        return Rows(spans, runs, min(num_holes, budget), loaded)
+        shifts += [0] * (len(spans) - len(shifts))
+        is_new = path.root.is_blend and path.num_tokens == path.root.start  # private tokens never had KV
+        return Rows(spans, runs, 0 if is_new else min(num_holes, budget), loaded, shifts)
 
     def num_pending(self, path: Path, ids: Sequence[int]) -> int:
         """Count the rows before the path's next sampled token but for the last token's own."""
@@ -163,7 +177,7 @@ class Paths:
         num_pages = self._num_pages_to(end, path.num_tokens, self._can_append(path, ids))
         if path.gaps:
             gaps = visible_gaps(path, len(ids), self.window)
-            num_pages += sum(not self._device.has(path.pages[index]) for index in gaps)
+            num_pages += len({path.pages[index] for index in gaps if not self._device.has(path.pages[index])})
         return num_pages
 
     def _num_pages_to(self, end: int, position: int, can_append: bool) -> int:
@@ -273,7 +287,7 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     num_kept = 0
     for start, end in ranges:
         shift = num_kept - start
-        for page, first, last, delta, top in references:
+        for page, first, last, delta, top, _ in references:
             low, high = max(first + delta, start), min(last + delta, end)
             if low < high:
                 kept.append(Kept(page, low - delta, high - delta, delta + shift, top))
@@ -281,9 +295,47 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Spans, Runs]:
-    """Take rows for the holes of these gaps, whose pages are there, up to the budget; they count as computed."""
+def use_of(use: DocumentUse, private: Collection[int], page_size: int) -> list[Kept]:
+    """Refer to what a use sees of a document's pages: all but its `private` tokens."""
+    kept: list[Kept] = []
+    for page, first, last, _, top, _ in references_of(use.path):
+        low, high = max(first, use.start - use.delta), min(last, use.end - use.delta)
+        hidden = [position for position in range(low, high) if position + use.delta in private]
+        if len(hidden) < high - low:
+            mask = sum(1 << position % page_size for position in hidden)
+            kept.append(Kept(page, low, high, use.delta, top, mask))
+    return kept
+
+
+def private_pages(
+    root: Root, uses: Sequence[DocumentUse], private: Sequence[int], ids: Sequence[int], page_size: int
+) -> list[Kept]:
+    """Hang pages for a blend's private tokens under its root; their KV is to be computed.
+
+    Each key is rotated where its document's are, so that what is cached may take its place, bit by bit.
+    """
+    delta_by_position = {position: use.delta for use in uses for position in range(use.start, use.end)}
+    kept: list[Kept] = []
+    for first in range(0, len(private), page_size):
+        positions = private[first : first + page_size]
+        deltas = [delta_by_position.get(position, 0) for position in positions]
+        page = Page(root, first)
+        page.tokens = array("i", [ids[position] for position in positions])
+        page.positions = array("i", [position - delta for position, delta in zip(positions, deltas, strict=True)])
+        root.children[(first, page.tokens[0])] = page
+        for delta, places in groupby(range(len(positions)), deltas.__getitem__):
+            low, *_, high = [*places] * 2
+            kept.append(Kept(page, first + low, first + high + 1, delta, root))
+    return kept
+
+
+def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Spans, list[int], Runs]:
+    """Take rows for the holes of these gaps, whose pages are there, up to the budget; they count as computed.
+
+    Returns their spans, the shift of each, and the runs.
+    """
     spans: Spans = []
+    shifts: list[int] = []
     runs: Runs = []
     for index in gaps:
         page = path.pages[index]
@@ -295,12 +347,19 @@ def fill(path: Path, gaps: list[int], page_size: int, budget: int) -> tuple[Span
         assert page_id is not None
         page.filled[DEVICE] = end - page.start
         runs.append((page_id, start % page_size, end - start))
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
+        pieces, shift = [(start, end)], 0
+        if page.positions is not None:
+            shift = path.root.kept[index].delta
+            rotated = page.positions[start - page.start : end - page.start]
+            pieces = [(position + shift, position + shift + 1) for position in rotated]
+        for first, last in pieces:
+            if spans and spans[-1][1] == first and shifts[-1] == shift:
+                spans[-1] = (spans[-1][0], last)
+            else:
+                spans.append((first, last))
+                shifts.append(shift)
         budget -= end - start
-    return spans, runs
+    return spans, shifts, runs
 
 
 def loaded_span(path: Path, index: int) -> tuple[int, int]:

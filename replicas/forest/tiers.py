@@ -218,7 +218,12 @@ class TieredPages:
         return None
 
     def _save(self, page: Page) -> bool:
-        """Let the host have all that the device has of an idle page; False if it has no room."""
+        """Let the host have all that the device has of an idle page; False if it has no room.
+
+        A blend's private page stays on the device: without it the prompt is computed anew.
+        """
+        if page.positions is not None:
+            return True
         device_page = page.ids[DEVICE]
         assert device_page is not None
         if page.filled[HOST] == page.filled[DEVICE]:

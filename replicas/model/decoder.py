@@ -43,6 +43,7 @@ class StepInputs:
     sampled_rows: torch.Tensor  # int64 [S] rows whose logits are wanted
     num_sampled: int  # at most S; logits behind these are of padding
     plan: Plan
+    key_positions: torch.Tensor | None = None  # int32 [T] where each row's key is rotated; None: at its position
     load: Load | None = None  # pages that the plan reads and that are still on their way; such a step is not captured
     layer_done: Callable[[int], None] | None = None  # of a step that completes chunks; not called in a replay
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
@@ -128,7 +129,8 @@ class Decoder:
             if spans is not None:
                 spans.end("wait", index)
         k_pages, v_pages = pool.k_pages[index], pool.v_pages[index]
-        write_kv(k, v, inputs.slots, inputs.positions, k_pages, v_pages, self.rope)
+        key_positions = inputs.positions if inputs.key_positions is None else inputs.key_positions
+        write_kv(k, v, inputs.slots, key_positions, k_pages, v_pages, self.rope)
         if inputs.layer_done is not None:
             inputs.layer_done(index)
         out, lse = attend(

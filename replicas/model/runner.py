@@ -123,14 +123,20 @@ class Runner:
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
+        rotated = positions
+        if any(any(chunk.shifts) for chunk in ordered):
+            shifts = [shift for chunk in ordered for shift in chunk.shifts or [0] * len(chunk.spans)]
+            rotated = positions - np.repeat(shifts, ends - starts)
+            inputs.key_positions = self._tensor(rotated)
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
         written = slots != _SPARE_SLOT
         if written.all():
-            mark_written(self.pool.slot_position, inputs.slots[: len(slots)], inputs.positions[: len(slots)])
+            where = inputs.positions if inputs.key_positions is None else inputs.key_positions
+            mark_written(self.pool.slot_position, inputs.slots[: len(slots)], where[: len(slots)])
         else:
-            mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(positions[written]))
+            mark_written(self.pool.slot_position, self._tensor(slots[written]), self._tensor(rotated[written]))
         self.num_shared_segments += inputs.plan.work.num_shared
         return inputs
 

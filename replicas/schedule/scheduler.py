@@ -327,7 +327,7 @@ class Scheduler:
             budget = min(budget, found.num_rows_before(path.num_tokens))
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
-        chunk = Chunk(sequence, rows.spans, rows.runs)
+        chunk = Chunk(sequence, rows.spans, rows.runs, rows.shifts)
         if found is not None:
             found.num_resident = path.num_tokens
             if chunk.samples:  # it has all its rows: too late

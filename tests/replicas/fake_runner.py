@@ -122,10 +122,14 @@ class FakeRunner:
         positions = chunk_positions(chunk)
         slots = written_slots(chunk)
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.samples)
-        for position, slot in zip(positions, slots, strict=False):
-            assert position % self.page_size == slot[1]
+        shifts = [shift for shift, span in zip(chunk.shifts, chunk.spans, strict=True) for _ in range(*span)]
+        path = chunk.sequence.path
+        assert path is not None
+        private = {page.ids[0] for page in path.pages if page.positions is not None}
+        for position, slot, shift in zip(positions, slots, shifts, strict=False):
+            assert position % self.page_size == slot[1] or slot[0] in private
             assert slot not in self.slots, "a slot is written twice"
-            self.slots[slot] = (position, chunk.sequence.context[position])
+            self.slots[slot] = (position - shift, chunk.sequence.context[position])
 
     def _check_context(self, chunk: Chunk, query_position: int) -> list[Slot]:
         """The row sees each token of its window once, at its position; what is left of the window may be away.
