@@ -281,6 +281,13 @@ class Tier(ABC):
         entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         return [entry for entry in entries if entry.num_tokens < header.num_tokens]
 
+    def admits(self, key: bytes, num_blocks: int, most: int) -> bool:
+        """Whether a chunk that is to come is worth what would go for it, where `most` blocks are used at most."""
+        if self.taken_blocks + num_blocks <= most:
+            return True
+        has_returned = key in self.index or self.index.was_here(key)
+        return self.policy.admits(Candidate(key, num_blocks, self.index.clock(), has_returned))
+
     def reserve(
         self, key: bytes, tenant: bytes, num_blocks: int, *, most: int | None = None, spared: Container[bytes] = ()
     ) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from mneme.cachetier.chunk.header import ChunkHeader, Miss, U8Array, is_beginning
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.node.index import Entry, NodeIndex, Tier, blocks_of, entry_of
-from mneme.cachetier.policy.eviction import Candidate, EvictionPolicy
+from mneme.cachetier.policy.eviction import EvictionPolicy
 
 # What a memory made of a chunk's bytes: it alone knows what it is.
 Held = object
@@ -95,13 +95,9 @@ class HostTier(Tier):
     def holds(self, key: bytes) -> bool:
         return super().holds(key) or key in self._passing
 
-    def admits(self, header: ChunkHeader) -> bool:
-        """Whether it is worth what would go for it."""
-        num_blocks = blocks_of(chunk_bytes(header))
-        if self.taken_blocks + num_blocks <= self._full_blocks:
-            return True
-        has_returned = header.key in self.index or self.index.was_here(header.key)
-        return self.policy.admits(Candidate(header.key, num_blocks, self.index.clock(), has_returned))
+    def admits_chunk(self, header: ChunkHeader) -> bool:
+        """See `Tier.admits`; the free share stays free."""
+        return self.admits(header.key, blocks_of(chunk_bytes(header)), self._full_blocks)
 
     def make_room(self, header: ChunkHeader, spared: Container[bytes] | None = None) -> bool:
         """Reserve room for a chunk that is not there: `arrive` or `cancel` follows.

@@ -140,7 +140,7 @@ class ChunkWriter:
                 if self._is_orphan(header):
                     self._host.counters["orphan"] += 1
                     return HostPut.REFUSED
-                is_admitted = self._host.admits(header) and self._host.make_room(header)
+                is_admitted = self._host.admits_chunk(header) and self._host.make_room(header)
                 if is_admitted or (is_to_write and self._host.reserve_passage(header)):
                     break
             wait_s = until_s - time.monotonic() if is_to_write else 0.0  # all of memory may wait for the disk

@@ -1,34 +1,40 @@
 """A trace against tiers under a policy: what is found where, what moves, how long first tokens take.
 
+The tiers are those of `mneme.cachetier.node`, with blocks of a trace for chunks and not a byte of KV. What is computed
+is put into the device, into the host's memory if it is worth what would go for it there, and onto the disk; a block may
+be in all of them. Where a node keeps a share of its memory free, nothing is kept free here.
+
 The clock is the trace's. Nothing queues and nothing is busy: a request finds what was used before it, and its blocks
 are there for the next one; how much of it is loaded and how much computed again, the engines' controller decides. With
-`queue` the policy sees so many requests that come next, as if they waited. With
-`prefetch` what they will use is brought from the disk to the host before (AttentionStore 3.3.1), as much as the disk
-reads between two arrivals, for as many of them as the host holds.
+`queue` the policy sees so many requests that come next, as if they waited. With `prefetch` what they will use is
+brought from the disk to the host before (AttentionStore 3.3.1), as much as the disk reads between two arrivals, for as
+many of them as the host holds.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, cast, get_args
 
+from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.node.index import BLOCK_BYTES, Entry, NodeIndex, Tier
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.eviction import EvictionPolicy, MinPolicy, PolicyName, make_policy
 from mneme.cachetier.policy.load_controller import Loadable, LoadController
 from mneme.cachetier.simulate.costs import Rates, stands_still
-from mneme.cachetier.simulate.tiers import Block, SimulatedTiers
 from mneme.cachetier.simulate.traces import TraceRequest
-from mneme.cachetier.store import Edge
+from mneme.cachetier.store import Edge, TierName
 from mneme.errors import ConfigError, shown
 
 SIMULATED_POLICIES: tuple[str, ...] = (*get_args(PolicyName), "min")
-_HOST, _DISK = 1, 2
+_DEVICE, _HOST, _DISK = range(3)
+_KEY_BYTES = 8  # of a block's id
 _TICK_S = 1e-6  # between requests of one timestamp: uses are in order
-_UNBOUNDED = 2**62  # what policies are told of a tier without a bound
+_UNBOUNDED = 2**50  # what policies are told of a tier without a bound
 _EDGES: tuple[Edge, ...] = ("host", "disk")  # of the tiers under the device
 
 
@@ -37,9 +43,9 @@ class TierOutcome:
     """Blocks."""
 
     num_found: int
-    num_written: int  # from the tier above; in the first, blocks that were computed
-    num_read: int  # from here to a tier above; what is faster computed again is not read
-    num_prefetched: int  # from the tier below, ahead of their use
+    num_written: int  # in the device, blocks that were computed or loaded
+    num_read: int  # from here to the device, or to the host; what is faster computed again is not read
+    num_prefetched: int  # from the disk, ahead of their use
     num_held: int  # at the end
 
 
@@ -97,6 +103,97 @@ class SimulatedLoads:
         return block_tokens * self._costs.calibration.kv_bytes_per_token
 
 
+class BlockTier(Tier):
+    """A tier of blocks without bytes. `capacity` in blocks; None is without a bound."""
+
+    def __init__(self, index: NodeIndex, name: TierName, capacity: int | None, policy: EvictionPolicy) -> None:
+        super().__init__(index, policy, (_UNBOUNDED if capacity is None else capacity) * BLOCK_BYTES)
+        self.name, self.capacity = name, capacity
+        self.num_found = self.num_written = self.num_prefetched = 0
+
+    def num_bytes(self, entry: Entry) -> int:
+        return BLOCK_BYTES
+
+    def _removed(self, entry: Entry) -> None:
+        """Nothing is left to be dropped."""
+
+    def admits_block(self, key: bytes) -> bool:
+        return self.admits(key, 1, self.max_blocks)
+
+    def take(self, key: bytes, parent: bytes, spared: Container[bytes] = ()) -> bool:
+        """A block comes if there is room; what it follows does not go for it. Whether it is there now."""
+        self.index.hold(parent)
+        if is_taken := self.reserve(key, b"", 1, spared=spared):
+            entry = self.index.get(key)
+            if entry is None:
+                entry = Entry(key, parent, b"", b"", LineageKind.PREFIX, 0, self.index.clock())
+            self.add(entry)
+            self.num_written += 1
+        self.index.release(parent)
+        return is_taken
+
+
+class BlockTiers:
+    """A device over one node's memory and disk, as many of these as there are capacities."""
+
+    def __init__(
+        self,
+        capacities: Sequence[int | None],
+        make_policy: Callable[[int | None], EvictionPolicy],
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._node = NodeIndex(clock), NodeIndex(clock)
+        names: tuple[TierName, ...] = ("host", "host", "disk")  # nobody asks for the device's
+        self.tiers = [
+            BlockTier(self._node if place else self._engine, names[place], capacity, make_policy(capacity))
+            for place, capacity in reversed([*enumerate(capacities)])
+        ][::-1]
+
+    def use(self, keys: Sequence[bytes]) -> list[int]:
+        """One request; how many of its blocks were found in each tier, from its first on."""
+        found, num_found = [0] * len(self.tiers), 0
+        for key in keys:
+            index = self._engine if num_found == found[_DEVICE] and key in self._engine else self._node
+            entry = index.get(key)
+            if entry is None:
+                break
+            index.use(entry)
+            num_found += 1
+            found[next(place for place, tier in enumerate(self.tiers) if tier.index is index and key in tier)] += 1
+        for tier, count in zip(self.tiers, found, strict=True):
+            tier.num_found += count
+        chain = [*zip((b"", *keys), keys, strict=False)]
+        self._compute(chain[found[_DEVICE] :], self.tiers[:1])
+        self._compute(chain[num_found:], self.tiers[1:])
+        return found
+
+    def prefetch(self, keys: Sequence[bytes], limit: int, spared: Container[bytes]) -> int:
+        """Bring what is of a request on the disk up to the host, head first, at most so many blocks: how many came."""
+        host, num_moved = self.tiers[_HOST], 0
+        for parent, key in zip((b"", *keys), keys, strict=False):
+            if key in self._engine or key in host:
+                continue
+            if num_moved == limit or key not in self._node or not host.take(key, parent, spared):
+                break
+            host.num_written -= 1
+            host.num_prefetched += 1
+            num_moved += 1
+        return num_moved
+
+    def leaves_of(self, requests: Iterable[Sequence[bytes]], tier: int) -> list[bytes | None]:
+        """For each request that waits, where its part of a tier ends; None if it has none."""
+        return [next((key for key in reversed(keys) if key in self.tiers[tier]), None) for keys in requests]
+
+    def _compute(self, chain: Sequence[tuple[bytes, bytes]], tiers: Sequence[BlockTier]) -> None:
+        """Put blocks, each behind its parent, into the device or into the node, as far as they can be found there."""
+        for parent, key in chain:
+            if parent and not any(parent in tier for tier in tiers):
+                return
+            for tier in tiers:  # a disk takes what it has room for, as a node's does
+                if key not in tier and (tier.name == "disk" or tier.admits_block(key)):
+                    tier.take(key, parent)
+
+
 class CacheSimulator:
     """`capacities` in blocks, the device first, then host and disk; None is without a bound."""
 
@@ -123,9 +220,9 @@ class CacheSimulator:
         self._place = 0  # of the request that is played
         self._next = 0  # of the first that waits
         self._now_s = 0.0
-        self._leaves: dict[int, list[Hashable | None]] = {}  # that the queue will use, by tier, once asked for
+        self._leaves: dict[int, list[bytes | None]] = {}  # that the queue will use, by tier, once asked for
         uses = _places_by_block(trace) if policy == "min" else {}
-        self.tiers = SimulatedTiers(capacities, lambda capacity: self._policy(policy, capacity, uses))
+        self.tiers = BlockTiers(capacities, lambda capacity: self._policy(policy, capacity, uses), lambda: self._now_s)
         for index, tier in enumerate(self.tiers.tiers):
             tier.policy.set_queue(partial(self._waiting, index))
 
@@ -144,22 +241,20 @@ class CacheSimulator:
         if self._trace:
             outcome.span_s = self._trace[-1].arrival_s - self._trace[0].arrival_s
         outcome.tiers = [
-            TierOutcome(tier.num_found, tier.num_written, num_read, tier.num_prefetched, tier.num_blocks)
+            TierOutcome(tier.num_found, tier.num_written, num_read, tier.num_prefetched, len(tier))
             for tier, num_read in zip(self.tiers.tiers, self._num_read(), strict=True)
         ]
         return outcome
 
     def _play(self, request: TraceRequest, outcome: Outcome) -> None:
-        before = [tier.num_found for tier in self.tiers.tiers]
-        num_found = self.tiers.use(request.block_ids, self._now_s)
-        found = [tier.num_found - count for tier, count in zip(self.tiers.tiers, before, strict=True)]
+        found = self.tiers.use(_keys(request))
         timing = self._loads.first_token(request.input_tokens, request.block_tokens, found)
         self._unread -= sum(timing.loaded[_DISK:])  # who needs it now goes first
         self._loaded = [sum(pair) for pair in zip(self._loaded, timing.loaded, strict=True)]
         outcome.num_requests += 1
         outcome.num_blocks += len(request.block_ids)
-        outcome.num_found += num_found
-        outcome.num_recomputed += num_found - sum(timing.loaded)
+        outcome.num_found += sum(found)
+        outcome.num_recomputed += sum(found) - sum(timing.loaded)
         outcome.compute_s += timing.compute_s
         outcome.ttft_s.append(timing.ttft_s)
 
@@ -173,12 +268,15 @@ class CacheSimulator:
             if self._unread < 1 or (room is not None and room < 0):
                 return
             self._wait_from(self._place)
-            self._unread -= self.tiers.prefetch(request.block_ids, _DISK, int(self._unread), self._now_s)
+            spared = {*filter(None, self._waiting(_HOST))}
+            self._unread -= self.tiers.prefetch(_keys(request), int(self._unread), spared)
 
     def _num_read(self) -> list[int]:
         """Blocks that each tier gave to one above; the first gives none."""
-        prefetched = [0, *(tier.num_prefetched for tier in self.tiers.tiers)]
-        return [0, *(loaded + prefetched[index] for index, loaded in enumerate(self._loaded) if index)]
+        num_read = [0, *self._loaded[1:]]
+        if len(num_read) > _DISK:
+            num_read[_DISK] += self.tiers.tiers[_HOST].num_prefetched
+        return num_read
 
     def _policy(self, name: str, capacity: int | None, uses: dict[int, list[int]]) -> EvictionPolicy:
         if name == "min":
@@ -190,16 +288,16 @@ class CacheSimulator:
         self._next = place
         self._leaves.clear()
 
-    def _waiting(self, tier: int) -> list[Hashable | None]:
+    def _waiting(self, tier: int) -> list[bytes | None]:
         if tier not in self._leaves:
             coming = self._trace[self._next : self._next + self._queue]
-            self._leaves[tier] = self.tiers.leaves_of([request.block_ids for request in coming], tier)
+            self._leaves[tier] = self.tiers.leaves_of(map(_keys, coming), tier)
         return self._leaves[tier]
 
     def _next_use(self, uses: dict[int, list[int]]) -> Callable[[Hashable], float]:
         def next_use(key: Hashable) -> float:
-            assert isinstance(key, Block)
-            places = uses[key.key]
+            assert isinstance(key, bytes)
+            places = uses[int.from_bytes(key)]
             index = bisect_right(places, self._place)
             return places[index] if index < len(places) else math.inf
 
@@ -212,3 +310,7 @@ def _places_by_block(trace: Sequence[TraceRequest]) -> dict[int, list[int]]:
         for block_id in request.block_ids:
             places.setdefault(block_id, []).append(place)
     return places
+
+
+def _keys(request: TraceRequest) -> list[bytes]:
+    return [block_id.to_bytes(_KEY_BYTES) for block_id in request.block_ids]

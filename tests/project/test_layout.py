@@ -38,9 +38,9 @@ LEVELS = {
         "chunk pages pins",
         "store",
         "admin policy",
-        "config simulate",
+        "config",
         "node",
-        "sessions",
+        "sessions simulate",
         "distributed",
     ),
     "replicas": (

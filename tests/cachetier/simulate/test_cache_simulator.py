@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from mneme.cachetier.policy.eviction import LONG_S, USED_ONCE_S, Candidate, ReturningPolicy, make_policy
+from mneme.cachetier.policy.eviction import LONG_S, USED_ONCE_S, Candidate, ReturningPolicy
 from mneme.cachetier.policy.load_controller import overlapped_s
 from mneme.cachetier.simulate.costs import Rates
-from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, CacheSimulator, SimulatedLoads
-from mneme.cachetier.simulate.tiers import GHOSTS, SimulatedTiers
+from mneme.cachetier.simulate.simulator import SIMULATED_POLICIES, BlockTiers, CacheSimulator, SimulatedLoads
 from mneme.errors import ConfigError
 from tests.cachetier.trace_cases import lru_ratio, min_ratio, random_trace, request
 
@@ -35,34 +34,39 @@ def test_no_policy_finds_more_than_min_or_than_there_is(policy: str) -> None:
         assert 0 < found <= min_ratio(trace, capacity) < no_bound
 
 
+def check(tiers: BlockTiers) -> None:
+    """Each tier is within its bound, and what the device or the node has can be used from its root on."""
+    device, *below = tiers.tiers
+    for tier in tiers.tiers:
+        assert tier.capacity is None or len(tier) <= tier.capacity
+    for tiers_of_one in ([device], below):
+        keys = {entry.key for tier in tiers_of_one for entry in tier}
+        assert {entry.parent for tier in tiers_of_one for entry in tier} <= keys | {b""}
+
+
 @pytest.mark.parametrize("policy", ["lru", "pensieve", "lookahead", "returning", "fifo"])
 @pytest.mark.parametrize("capacities", [[20], [3, 10, 40], [0, 5, 20], [10, 0, 30], [4, None]])
 def test_every_tier_holds_its_own_after_each_request(policy: str, capacities: list[int | None]) -> None:
-    now_s = [0.0]
-    tiers = SimulatedTiers(capacities, lambda capacity: make_policy(policy, lambda: now_s[0], capacity or 2**40))  # type: ignore[arg-type]
-    for asked in random_trace(7):
-        now_s[0] = max(asked.arrival_s, now_s[0] + 1e-6)
-        tiers.use(asked.block_ids, now_s[0])
-        tiers.check()
-    moved = [tier.num_written for tier in tiers.tiers[1:]]
-    assert all(moved[index] > 0 for index, size in enumerate(capacities[1:]) if size != 0)
-    assert all(moved[index] == 0 for index, size in enumerate(capacities[1:]) if size == 0)
+    simulator = CacheSimulator(random_trace(7), capacities, policy)
+    outcome = simulator.run(lambda: check(simulator.tiers))
+    assert [tier.num_written > 0 for tier in outcome.tiers] == [size != 0 for size in capacities]
 
 
-def test_tiers_of_lru_together_find_what_one_of_their_size_does() -> None:
+def test_a_node_of_lru_finds_what_its_largest_tier_does() -> None:
+    """What is in memory is on the disk too."""
     trace = random_trace(3)
     one = CacheSimulator(trace, [50], "lru").run()
-    three = CacheSimulator(trace, [10, 15, 25], "lru", costs=FAST.cost_model()).run()
+    three = CacheSimulator(trace, [0, 15, 50], "lru", costs=FAST.cost_model()).run()
     assert three.block_hit_ratio == one.block_hit_ratio
     assert sum(tier.num_found for tier in three.tiers) == three.num_found
     assert all(tier.num_read == tier.num_found for tier in three.tiers[1:])
 
 
-def test_blocks_move_down_when_used_by_others_and_up_when_found() -> None:
+def test_blocks_are_in_the_node_as_soon_as_they_are_computed() -> None:
     trace = [request(0.0, [1, 2]), request(1.0, [3, 4]), request(2.0, [1, 2])]
-    device, host = CacheSimulator(trace, [2, 2], "lru", costs=FAST.cost_model()).run().tiers
-    assert (device.num_found, device.num_written) == (0, 4)
-    assert (host.num_found, host.num_read, host.num_written) == (2, 2, 4)  # 1 and 2, then 3 and 4
+    device, host = CacheSimulator(trace, [2, 4], "lru", costs=FAST.cost_model()).run().tiers
+    assert (device.num_found, device.num_written, device.num_held) == (0, 6, 2)
+    assert (host.num_found, host.num_read, host.num_written, host.num_held) == (2, 2, 4, 4)
 
 
 def test_the_queue_is_what_lookahead_keeps() -> None:
@@ -118,7 +122,7 @@ def test_what_waits_is_brought_from_the_disk_as_far_as_the_disk_is_fast() -> Non
         rates = Rates(disk_gb_per_s=4e-3 / seconds_per_block, kv_bytes_per_token=1e6, prefill_tokens_per_s=1e-3)
         simulator = CacheSimulator(trace, [2, 4, 20], "lru", costs=rates.cost_model(), queue=1, prefetch=True)
         _, host, disk = simulator.run().tiers
-        simulator.tiers.check()
+        check(simulator.tiers)
         assert (host.num_prefetched, host.num_found, disk.num_found) == (num_ahead, num_ahead, 3 - num_ahead)
         assert disk.num_read == 3
     _, host, disk = CacheSimulator(trace, [2, 4, 20], "lru", costs=FAST.cost_model(), queue=1).run().tiers
@@ -130,7 +134,7 @@ def test_what_waits_is_brought_from_the_disk_as_far_as_the_disk_is_fast() -> Non
 def test_prefetching_moves_and_loses_nothing(policy: str, capacities: list[int | None]) -> None:
     simulator = CacheSimulator(random_trace(9), capacities, policy, costs=FAST.cost_model(), queue=6, prefetch=True)
     outcome = simulator.run()
-    simulator.tiers.check()
+    check(simulator.tiers)
     plain = CacheSimulator(random_trace(9), capacities, policy, costs=FAST.cost_model(), queue=6).run()
     assert outcome.tiers[1].num_prefetched > 0
     assert outcome.tiers[2].num_found < plain.tiers[2].num_found
@@ -223,12 +227,3 @@ def test_a_flood_that_comes_once_does_not_flush_what_returned() -> None:
     trace = [*session[:2], *flood, session[2]]
     assert CacheSimulator(trace, [20], "lru").run().num_found == 4
     assert CacheSimulator(trace, [20], "returning").run().num_found == 8
-
-
-def test_memory_is_bounded_however_long_the_trace() -> None:
-    tiers = SimulatedTiers([5, 10], lambda capacity: make_policy("returning", lambda: 0.0, capacity or 1))
-    for number in range(500):
-        tiers.use([3 * number, 3 * number + 1, 3 * number + 2], float(number))
-    assert len(tiers.blocks) == 15
-    assert len(tiers._past) == GHOSTS * 15
-    assert sum(len(tier.policy.candidates) for tier in tiers.tiers) <= 15

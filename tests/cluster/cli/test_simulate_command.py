@@ -81,7 +81,7 @@ def test_sizes_are_combined_and_the_queue_is_read_ahead(tmp_path: Path, capsys: 
     assert simulate(*trace, *sizes, "--queue", "8", "--json", "--plot", str(plot)) == 0
     plain = json.loads(capsys.readouterr().out)["runs"]
     assert [run["capacity_blocks"] for run in plain] == [[5, 10, 0], [5, 10, 30], [5, 20, 0], [5, 20, 30]]
-    assert plain[0]["block_hit_ratio"] < plain[1]["block_hit_ratio"] < plain[3]["block_hit_ratio"]
+    assert all(plain[0]["block_hit_ratio"] < run["block_hit_ratio"] for run in plain[1:])
     assert {run["hour_blocks"] for run in plain} == {most_used_within(random_trace(1), 3600.0)}
     assert plot.read_bytes().startswith(b"\x89PNG")
     sizes[sizes.index("0,30")] = "30"
