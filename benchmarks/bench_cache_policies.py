@@ -2,8 +2,8 @@
 
     python benchmarks/bench_cache_policies.py [--trace FILE] [--quick] [--seed 0] [--out FOLDER]
 
-`block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier; LRU as in `SimulatedTiers`: the head
-of a request is the most recent of its blocks. The constants of `returning` were tuned on the first half of the
+`block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier. The tiers are a node's own, so chunks go
+one by one, leaves first, and the tier may refuse a new one, as a node's memory does. The constants of `returning` were tuned on the first half of the
 conversation trace by time (what arrives before the middle of its span; each part is played into an empty cache); the
 second half and the whole are what counts. One choice saw them: the first half hardly tells `LONG_S` of 600 from 900,
 and 600 was taken because 900 was 0.0001 below LRU on both at 50,000 blocks. The queue's look-ahead is reported apart:
@@ -14,8 +14,9 @@ look-ahead alone and with prefetching from the disk to the host, TTFT by rates a
 how large a cache must be, as a share of the blocks that the busiest hour uses (AttentionStore 4.3.5, Fig. 23).
 
 The trace is Mooncake's conversation trace (FAST 2025), which is not part of this repository; without `--trace` a made
-one is played, and what is promised for the real one is not measured: only that no policy beats MIN. Deterministic: no
-clock but the trace's, so the load of the machine moves nothing but `took s`. Bound: one thread of Python.
+one is played, and what is promised for the real one is not measured: only that the default loses little to LRU where
+that is better. Deterministic: no clock but the trace's, so the load of the machine moves nothing but `took s`. Bound:
+one thread of Python.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ CONVERSATION = (12_031, 288_500)  # requests and blocks of the trace that the fi
 ANCHORS = (0.0445, 0.0653, 0.2116, 0.3257, 0.3546)  # its LRU
 NO_BOUND = 0.3664
 TARGETS = {3_000: 1.4, 10_000: 1.05}  # of LRU
+LEAST_OF_LRU = 0.95  # of any trace
 
 
 def halves(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
@@ -104,14 +106,14 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def checks_of(rows: Sequence[dict[str, Any]], no_bound: float, is_conversation: bool) -> list[Check]:
-    """What is promised for the conversation trace; of another one only that nothing beats Belady's MIN."""
+    """What is promised for the conversation trace; of another one only that the default loses little to LRU."""
     found = {(row["part"], row["policy"], row["blocks"]): row for row in rows if not row["queue"]}
     anchors = zip(CAPACITIES, ANCHORS, strict=True)
     off = [abs(round(found["whole", "lru", size]["hit ratio"], 4) - value) for size, value in anchors]
     off.append(abs(round(no_bound, 4) - NO_BOUND))
     checks = [at_most("lru_and_no_bound_off_by", max(off) if is_conversation else None, 0.0, "of all blocks")]
-    most = max(row["of min"] for row in rows if row["of min"] is not None and not row["queue"])
-    checks.append(at_most("best_policy_over_the_best_possible", most, 1.0))  # of any trace
+    least = min(row["of lru"] for row in found.values() if row["policy"] == DEFAULT and row["of lru"] is not None)
+    checks.append(at_least("default_over_lru_where_least", least, LEAST_OF_LRU, "of LRU"))
     for part in ("whole", "second half"):
         name = part.replace(" ", "_")
         for size, target in TARGETS.items():

@@ -187,11 +187,12 @@ class BlockTiers:
     def _compute(self, chain: Sequence[tuple[bytes, bytes]], tiers: Sequence[BlockTier]) -> None:
         """Put blocks, each behind its parent, into the device or into the node, as far as they can be found there."""
         for parent, key in chain:
-            if parent and not any(parent in tier for tier in tiers):
-                return
-            for tier in tiers:  # a disk takes what it has room for, as a node's does
-                if key not in tier and (tier.name == "disk" or tier.admits_block(key)):
-                    tier.take(key, parent)
+            if not parent or any(parent in tier for tier in tiers):
+                for tier in tiers:  # a disk takes what it has room for, as a node's does
+                    if key not in tier and (tier.name == "disk" or tier.admits_block(key)):
+                        tier.take(key, parent)
+            if tiers and key not in tiers[0].index:
+                tiers[0].index.note_gone(key)  # as a node's writer does: when it comes again, it has returned
 
 
 class CacheSimulator:

@@ -94,9 +94,9 @@ def test_bench_ttft(tmp_path: Path) -> None:
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_cache_policies_promises_of_a_made_trace_that_nothing_beats_min(tmp_path: Path) -> None:
+def test_bench_cache_policies_promises_of_a_made_trace_that_little_is_lost_to_lru(tmp_path: Path) -> None:
     found = closing_line(["benchmarks/bench_cache_policies.py", "--quick", "--out", str(tmp_path)])
-    assert [(check["name"], check["ok"]) for check in found["checks"]] == [("best_policy_over_the_best_possible", True)]
+    assert [(check["name"], check["ok"]) for check in found["checks"]] == [("default_over_lru_where_least", True)]
     assert {"whole_over_lru_at_3000", "second_half_least_gain_on_lru"} <= set(found["not_measured"])
     rows = [row for row in found["results"] if row["part"] == "whole"]
     assert {row["policy"] for row in rows} == {"lru", "returning", "min"}
