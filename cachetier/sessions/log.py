@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     is_deleted INTEGER NOT NULL, checksum BLOB NOT NULL, written_s REAL NOT NULL,
     version BLOB NOT NULL, num_ids INTEGER NOT NULL, seen_ids BLOB, marks BLOB NOT NULL, mark_key BLOB NOT NULL,
     hits BLOB NOT NULL, num_turns INTEGER NOT NULL, num_base INTEGER NOT NULL, last_turn INTEGER, ttl_s
-);
+); -- without a type a value comes back as it was written, as checksums need it
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (is_deleted, written_s);
 CREATE TABLE IF NOT EXISTS turns (
     session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE, turn INTEGER NOT NULL,
@@ -167,7 +167,7 @@ class SessionLogs:
             was_there = session is not None and session.num_ids > 0
             if session is None or not session.is_deleted or at_least > current:
                 version = at_least if at_least > current else taken_over(current, self._wall_clock())
-                self._write(key, stored, LogRows(None, SessionRow(version)))
+                self._write(key, stored, 0, LogRows(None, SessionRow(version)))
         self._counters["deleted"] += was_there
         return was_there
 
@@ -213,18 +213,17 @@ class SessionLogs:
         goes_on = rows.base == before.version and rows.follow(before.num_ids, before.num_turns)
         if rows.base is not None and not goes_on:
             return Appended.NEEDS_WHOLE
-        self._write(key, stored, rows)
+        self._write(key, stored, 0 if rows.base is None else before.num_ids, rows)
         return Appended.WRITTEN
 
-    def _write(self, key: LogKey, stored: _Stored | None, rows: LogRows) -> None:
-        """Rows in the place of a session's, or behind its turns; raises `_NoRoom`."""
-        row, end = rows.session, 0
+    def _write(self, key: LogKey, stored: _Stored | None, num_ids: int, rows: LogRows) -> None:
+        """Write rows behind the first `num_ids` of a session; raises `_NoRoom`."""
+        row = rows.session
         self._counts[row.is_deleted] += 1
         if stored is not None:
             self._counts[stored.row.is_deleted] -= 1
-            end = 0 if rows.base is None or self._is_expired(stored) else stored.row.num_ids
-            if end < stored.row.num_ids:
-                self._cut(key, stored.id, end)
+            if num_ids < stored.row.num_ids:
+                self._cut(key, stored.id, num_ids)
         blobs = [turn.ids for turn in rows.turns]
         blobs += [row.seen_ids] if row.seen_ids else []
         self._make_room(key, 4 + sum(2 + len(blob) // (PAGE_BYTES - 4) for blob in blobs), row)
@@ -233,10 +232,10 @@ class SessionLogs:
         written = self._db.execute(_UPSERT, (*key, row.is_deleted, _checksum(key, checked), *checked))
         session_id = stored.id if stored is not None else written.lastrowid or 0
         for turn in rows.turns:
-            if turn.start < end:
+            if turn.start < num_ids:
                 self._cut(key, session_id, turn.start)
             self._insert(key, session_id, turn)
-            end = turn.end
+            num_ids = turn.end
         self._counters["written_bytes"] += sum(map(len, blobs))
 
     def _insert(self, key: LogKey, session_id: int, turn: TurnRow) -> None:
@@ -427,7 +426,7 @@ class SessionLogs:
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if found != b"ok" or version not in (0, _FORMAT):
-                raise sqlite3.DatabaseError(f"quick_check: {found}, format: {version}")
+                raise sqlite3.DatabaseError(f"quick_check: {found.decode()}, format: {version}, not {_FORMAT}")
             self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
             self._count()
             self._reads = self._connected(path)

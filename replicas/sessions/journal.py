@@ -161,7 +161,7 @@ class _Unwritten:
     number: int  # of the first change since it was written
     deletion: int | None  # the version that deletes
     before: SessionState | None  # what the log has, as far as is known; None: all of `state` is written anew
-    state: SessionState | None = None
+    state: SessionState | None
 
 
 class SessionLogWriter:
@@ -212,13 +212,12 @@ class SessionLogWriter:
     def deleted(self, key: SessionKey, log: TokenLog) -> None:
         """Keep nothing of the session anywhere."""
         log.version = taken_over(log.version, self._wall_clock())
-        with self._condition:
-            self._put(key, deletion=log.version)
+        self._leave(key, None, deletion=log.version)
 
     def forked(self, key: SessionKey, log: TokenLog) -> None:
         """Note a session that is there at once, with a past."""
         log.version = taken_over(log.version, self._wall_clock())
-        self._leave(key, log.state(), None)
+        self._leave(key, log.state())
 
     def after(self, call: Callable[[], None]) -> bool:
         """Whether all that happened until now is written, or failed; if not, another thread calls `call` then."""
@@ -259,31 +258,27 @@ class SessionLogWriter:
         self._thread.join(_STOP_S)
         self._call_callers(everything=True)
 
-    def _leave(self, key: SessionKey, state: SessionState, before: SessionState | None) -> None:
-        with self._condition:
-            older = self._waiting.get(key) or self._failed.get(key)
-            if older is None:
-                self._put(key, before=before, state=state)
-            else:
-                self._put(key, older.deletion, older.before if older.state else before, state)
-
-    def _put(
+    def _leave(
         self,
         key: SessionKey,
-        deletion: int | None = None,
+        state: SessionState | None,
         before: SessionState | None = None,
-        state: SessionState | None = None,
+        *,
+        deletion: int | None = None,
     ) -> None:
-        """In the place of what waits of the session; called with the lock held."""
-        self._num_changes += 1
-        self._failed.pop(key, None)
-        waiting = self._waiting.get(key)
-        number = self._num_changes if waiting is None else waiting.number
-        self._waiting[key] = _Unwritten(number, deletion, before, state)
-        if len(self._waiting) + len(self._failed) > MAX_UNWRITTEN:
-            self._lose_one()
-        if self._is_idle:
-            self._condition.notify()
+        """In the place of what waits of the session, but behind its deletion."""
+        with self._condition:
+            self._num_changes += 1
+            waiting, failed = self._waiting.get(key), self._failed.pop(key, None)
+            older = waiting or failed
+            if older is not None and deletion is None:
+                deletion, before = older.deletion, before if older.state is None else older.before
+            number = self._num_changes if waiting is None else waiting.number
+            self._waiting[key] = _Unwritten(number, deletion, before, state)
+            if len(self._waiting) + len(self._failed) > MAX_UNWRITTEN:
+                self._lose_one()
+            if self._is_idle:
+                self._condition.notify()
 
     def _lose_one(self) -> None:
         """Lose the oldest, but no deletion: without those, sessions come back. Small as they are, all may wait."""
