@@ -310,23 +310,6 @@ def test_what_was_deleted_does_not_come_back(tmp_path: Path) -> None:
     logs.close()
 
 
-def test_a_session_of_the_same_name_begins_behind_the_tombstone(tmp_path: Path) -> None:
-    logs = make_logs(tmp_path)
-    write(logs, some_state(7))
-    logs.delete(KEY)
-    gone = state_in(logs)
-    assert gone is not None
-    rows, running = begin_turn(gone, 0)
-    assert logs.append(KEY, rows) is Appended.WRITTEN
-    rows, state = end_turn(running, 0, 4, 4)
-    assert logs.append(KEY, rows) is Appended.WRITTEN
-    logs.close()
-    logs = make_logs(tmp_path)
-    assert state_in(logs) == state
-    assert logs.stats()["tombstones"] == 0
-    logs.close()
-
-
 def test_a_newer_copy_of_another_node_is_taken_and_an_older_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -400,6 +383,22 @@ def test_a_database_that_is_damaged_anywhere_gives_what_was_written_or_nothing(t
     logs.close()
     logs = make_logs(tmp_path)
     assert state_in(logs, key_number(1)) == later
+    logs.close()
+
+
+@pytest.mark.parametrize("num_kept", [1, 3])
+def test_ids_that_a_disk_has_changed_are_not_taken_for_sound_where_an_edit_cuts_them(
+    tmp_path: Path, num_kept: int
+) -> None:
+    logs = make_logs(tmp_path)
+    state = some_state(1, 4)
+    write(logs, state)
+    with closing(sqlite3.connect(database(tmp_path), isolation_level=None)) as other:
+        other.execute("UPDATE turns SET ids = zeroblob(16)")
+    edited = state._replace(version=2, ids=state.ids[:num_kept] + ids_of(9, 2), num_turns=2)
+    assert logs.append(KEY, rows_of(edited, state)) is Appended.WRITTEN
+    assert logs.read(KEY) is None
+    assert logs.stats()["counters"]["damaged"] == 1
     logs.close()
 
 

@@ -347,23 +347,6 @@ def test_an_appended_turn_that_is_sent_again_is_appended_once() -> None:
         begin(sessions, replace(again, request_id="9~1.0"))
 
 
-def test_a_deleted_session_is_gone_and_so_is_the_turn_that_was_answering() -> None:
-    sessions, _ = make()
-    conversation(sessions, 1)
-    running, queued = turn("2", "s", "ab"), appended("3")
-    ids = begin(sessions, running)
-    assert ids is not None
-    assert begin(sessions, queued) is None
-    assert sessions.delete(("", "s"))
-    assert sessions.get(("", "s")) is None
-    assert not sessions.delete(("", "s"))
-    assert end(sessions, running, ids, [5], "x") == [queued]
-    with pytest.raises(SessionNotFound):
-        begin(sessions, queued)
-    assert sessions.end(queued, None) == []
-    assert (len(sessions), sessions.num_tokens) == (0, 0)
-
-
 def test_a_fork_has_the_same_past_and_a_future_of_its_own() -> None:
     sessions, _ = make()
     text = conversation(sessions, 2)
