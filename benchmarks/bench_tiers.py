@@ -73,7 +73,7 @@ from mneme.cachetier.simulate.costs import Prices
 from mneme.errors import MnemeError
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.request import PromptUsage
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import StepRows
 
 MODEL, SMALL_MODEL = "llama-5m", "llama-wide-kv"
 NONE, DEVICE, WITH_HOST, WITH_DISK = "none", "device", "+host", "+disk (page cache)"
@@ -305,7 +305,7 @@ def make_order(sessions: Sequence[Conversation], seed: int) -> list[int]:
     return order
 
 
-def prompt_rows(chunk: Chunk) -> int:
+def prompt_rows(chunk: StepRows) -> int:
     """How many rows of its prompt a sequence computes in a step."""
     num_prompt = len(chunk.sequence.request.prompt_token_ids)
     return sum(max(min(end, num_prompt) - start, 0) for start, end in chunk.spans)
@@ -331,7 +331,7 @@ class Workload:
         self._turns: list[Taken] = []
         self._busy_s = self._blocked_s = self._prefill_s = 0.0
         self._num_steps = self._num_waited = 0
-        self.scheduled: list[Chunk] = []  # of the last step
+        self.scheduled: list[StepRows] = []  # of the last step
 
     def run(self) -> Ran:
         """Raises `MnemeError` if a turn fails."""
@@ -372,7 +372,7 @@ class Workload:
         scheduler = self._engine.scheduler
         schedule = scheduler.schedule
 
-        def noted() -> list[Chunk]:
+        def noted() -> list[StepRows]:
             self.scheduled = schedule()
             return self.scheduled
 

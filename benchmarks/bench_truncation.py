@@ -52,8 +52,8 @@ from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import LayerWeights, load_weights
 from mneme.replicas.request import PromptUsage
-from mneme.replicas.sequence import Chunk
 from mneme.replicas.sequence import Sequence as EngineSequence
+from mneme.replicas.sequence import StepRows
 from mneme.replicas.truncation import Truncation, plan_truncation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ class TaughtRunner(Runner):
         self.thoughts_by_request: dict[str, list[Thought]] = {}
         self._sampling: list[EngineSequence] = []
 
-    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Any = ()) -> StepInputs | None:
+    def prepare(self, chunks: list[StepRows], moves: Moves, saves: Any = ()) -> StepInputs | None:
         self._sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         return super().prepare(chunks, moves, saves)
 

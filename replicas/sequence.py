@@ -288,7 +288,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StepRows:
     """Query rows of one sequence in one step, at the positions [start, end) of `spans`, in order.
 
     `runs` are the slots that their KV is written to: (page id, first offset, count). They cover all rows but perhaps
@@ -319,9 +319,9 @@ class Chunk:
         """Whether its last row is the sequence's last known token, so that the next one is sampled."""
         return self.end == len(self.sequence.context)
 
-    def with_rows(self, rows: Rows) -> Chunk:
+    def with_rows(self, rows: Rows) -> StepRows:
         """Add rows behind its last."""
-        return Chunk(self.sequence, self.spans + rows.spans, self.runs + rows.runs, self.shifts + rows.shifts)
+        return StepRows(self.sequence, self.spans + rows.spans, self.runs + rows.runs, self.shifts + rows.shifts)
 
 
 def _cut(origin: Origin, low: int, high: int) -> Origin:

@@ -27,7 +27,7 @@ from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page
-from mneme.replicas.sequence import Chunk, ChunkChain
+from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 
@@ -90,14 +90,14 @@ class KvConnector:
         sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> list[SaveJob]:
-        """Return what the step of these chunks completes for the store; the step begins."""
+    def begin_step(self, batch: Sequence[StepRows]) -> list[SaveJob]:
+        """Begin a step; return the chunks that it completes for the store."""
         self._step_began_s = self._clock()
-        return self._saves.of_step(chunks)
+        return self._saves.of_step(batch)
 
     def end_step(
         self,
-        chunks: Sequence[Chunk],
+        batch: Sequence[StepRows],
         unsound: Collection[RunningSequence],
         retract: Callable[[Collection[Page]], None],
     ) -> None:
@@ -107,9 +107,9 @@ class KvConnector:
         retract  `Scheduler.retract`
         """
         lost = self.loader.end()
-        is_warm_up = any(chunk.sequence.request.is_warm_up for chunk in chunks)
-        if lost is None and chunks and not is_warm_up:  # else it may have waited
-            rows = [(chunk.num_rows, chunk.end - chunk.num_rows) for chunk in chunks]
+        is_warm_up = any(part.sequence.request.is_warm_up for part in batch)
+        if lost is None and batch and not is_warm_up:  # else it may have waited
+            rows = [(part.num_rows, part.end - part.num_rows) for part in batch]
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             retract(lost)

@@ -30,7 +30,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.pages import DEVICE, Path
-from mneme.replicas.sequence import Chunk, ChunkChain
+from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
 logger = logging.getLogger(__name__)
@@ -75,13 +75,13 @@ class SavePolicy:
         lineage = self._lineages[salt] = self._lineages.get(salt) or prefix_lineage(self.fingerprint, salt)
         return lineage
 
-    def of_step(self, chunks: Iterable[Chunk]) -> list[SaveJob]:
+    def of_step(self, batch: Iterable[StepRows]) -> list[SaveJob]:
         """Return the full chunks that a step completes; its rows are scheduled and not computed yet."""
         jobs: list[SaveJob] = []
-        for chunk in chunks:
-            chain, path = chunk.sequence.chain, chunk.sequence.path
+        for part in batch:
+            chain, path = part.sequence.chain, part.sequence.path
             if chain is not None and path is not None and path.num_tokens // self._chunk_tokens > chain.num_saved:
-                jobs += self._full(chunk.sequence, chain, path)
+                jobs += self._full(part.sequence, chain, path)
         return jobs
 
     def of_end(self, sequence: RunningSequence) -> list[SaveJob]:

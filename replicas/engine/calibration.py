@@ -234,17 +234,17 @@ class _Bench:
     def _step(self) -> Step:
         """Run a step as `Engine.step` does, and wait for the device."""
         started_s = self._clock()
-        chunks = self._scheduler.schedule()
-        inputs = self._runner.prepare(chunks, self._forest.drain_moves(can_copy=False))
+        batch = self._scheduler.schedule()
+        inputs = self._runner.prepare(batch, self._forest.drain_moves(can_copy=False))
         logits = self._runner.forward(inputs)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampling = [part.sequence for part in batch if part.samples]
         sampled = sample(logits, [SampleRow(_GREEDY, 0, 0, sequence.num_output) for sequence in sampling])
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         seconds = self._clock() - started_s
         for sequence, outcome in zip(sampling, sampled, strict=True):
             sequence.append(outcome.token_id or 0)
-        return [(chunk.num_rows, chunk.spans[0][0]) for chunk in chunks], seconds
+        return [(part.num_rows, part.spans[0][0]) for part in batch], seconds
 
     def _begin(self, ids: list[int]) -> Sequence:
         sequence = Sequence(

@@ -35,7 +35,7 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
-from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
@@ -161,13 +161,13 @@ class Engine:
             return self._compute_again()
 
     def _step(self) -> list[TokenEvent]:
-        chunks = self._schedule()
+        batch = self._schedule()
         moves = self.forest.drain_moves(can_copy=self.runner.can_copy)
-        saves = [] if self.connector is None else self.connector.begin_step(chunks)
-        inputs = self.runner.prepare(chunks, moves, saves)
+        saves = [] if self.connector is None else self.connector.begin_step(batch)
+        inputs = self.runner.prepare(batch, moves, saves)
         logits = self.runner.forward(inputs)
-        sampled = sample(logits, [_sample_row(chunk.sequence) for chunk in chunks if chunk.samples])
-        return self._commit(chunks, sampled)
+        sampled = sample(logits, [_sample_row(part.sequence) for part in batch if part.samples])
+        return self._commit(batch, sampled)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, for metrics and routing."""
@@ -218,20 +218,20 @@ class Engine:
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
 
-    def _schedule(self) -> list[Chunk]:
+    def _schedule(self) -> list[StepRows]:
         self.limits.note_step()
         self._expire()
-        chunks = self.scheduler.schedule()
-        self._outbox.note_begun(chunks)
-        return chunks
+        batch = self.scheduler.schedule()
+        self._outbox.note_begun(batch)
+        return batch
 
-    def _commit(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[TokenEvent]:
-        self.num_steps += not any(chunk.sequence.request.is_warm_up for chunk in chunks)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    def _commit(self, batch: list[StepRows], sampled: list[Sampled]) -> list[TokenEvent]:
+        self.num_steps += not any(part.sequence.request.is_warm_up for part in batch)
+        sampling = [part.sequence for part in batch if part.samples]
         if self.connector is not None:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
-            self.connector.end_step(chunks, unsound, self.scheduler.retract)
+            self.connector.end_step(batch, unsound, self.scheduler.retract)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 
 from mneme.errors import MnemeError
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
-from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -49,9 +49,9 @@ class Outbox:
         events, self._events = self._events, []
         return events
 
-    def note_begun(self, chunks: Iterable[Chunk]) -> None:
-        """Note when sequences first have rows: in the step of these chunks."""
-        begun = [chunk.sequence for chunk in chunks if chunk.sequence.begun_s is None]
+    def note_begun(self, batch: Iterable[StepRows]) -> None:
+        """Note when sequences first have rows: in the step of this batch."""
+        begun = [part.sequence for part in batch if part.sequence.begun_s is None]
         if begun:
             now_s = self._clock()
             for sequence in begun:

@@ -1,4 +1,4 @@
-"""Runs an engine's steps: owns the tensors, carries out a step's moves, turns its chunks into one forward pass.
+"""Runs an engine's steps: owns the tensors, carries out a step's moves, turns its batch into one forward pass.
 
 The plan of the last step is kept. While the same sequences decode, a step only moves their rows forward and appends the
 pages that were begun (`with_rows`, `append_page`); any other change builds a new plan, with the sequences ordered
@@ -38,7 +38,7 @@ from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import StepRows
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
@@ -103,23 +103,23 @@ class Runner:
         """Whether the tier has time for copies ahead of need."""
         return self._tier.is_idle
 
-    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
         """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first.
 
         saves  chunks of the cache tier that the step completes
         """
         load = self._begin_moves(moves)
-        if not chunks:
+        if not batch:
             if load is not None:  # parts of long histories alone
                 for layer in range(self._decoder.config.num_layers):
                     load.wait_layer(layer)
             return None
-        ordered = self._in_plan_order(chunks)
-        starts, ends = np.array([span for chunk in ordered for span in chunk.spans]).T
+        ordered = self._in_plan_order(batch)
+        starts, ends = np.array([span for part in ordered for span in part.spans]).T
         positions = ranges(starts, ends - starts)
         slots = self._slots(ordered)
-        token_ids = [t for chunk in ordered for start, end in chunk.spans for t in chunk.sequence.context[start:end]]
-        arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(chunks, ordered))
+        token_ids = [t for part in ordered for start, end in part.spans for t in part.sequence.context[start:end]]
+        arrays = (np.array(token_ids, np.int64), positions, slots, _sampled_rows(batch, ordered))
         bucket = None if load is not None else self._bucket(ordered)
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
@@ -149,7 +149,7 @@ class Runner:
         self._tier.close()
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
-        """Logits float32 [rows that sample, vocab], in the order of the chunks."""
+        """Logits float32 [rows that sample, vocab], in the order of the batch."""
         if inputs is None:
             return torch.empty(0, self.vocab_size)
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
@@ -241,9 +241,9 @@ class Runner:
         slots = ranges(page_ids * self.page_size + offsets, counts)
         mark_written(self.pool.slot_position, self._tensor(slots), self._tensor(ranges(starts, counts)))
 
-    def _bucket(self, ordered: list[Chunk]) -> int | None:
+    def _bucket(self, ordered: list[StepRows]) -> int | None:
         """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
-        if self.graphs is None or not all(chunk.num_rows == 1 and chunk.samples for chunk in ordered):
+        if self.graphs is None or not all(part.num_rows == 1 and part.samples for part in ordered):
             return None
         return self.graphs.bucket(len(ordered))
 
@@ -261,21 +261,21 @@ class Runner:
             plan=plan,
         )
 
-    def _in_plan_order(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Order chunks as the kept plan does if it holds the same sequences, else depth-first through the forest."""
-        chunk_by_path = {id(_path(chunk)): chunk for chunk in chunks}
-        kept = [chunk_by_path.get(id(seen.path)) for seen in self._seen]
-        if len(kept) == len(chunks) and all(kept):
-            return [chunk for chunk in kept if chunk is not None]
-        return sorted(chunks, key=lambda chunk: [page_id or 0 for page_id in _path(chunk).page_ids])
+    def _in_plan_order(self, batch: list[StepRows]) -> list[StepRows]:
+        """Order a batch as the kept plan does if it holds the same sequences, else depth-first through the forest."""
+        part_by_path = {id(_path(part)): part for part in batch}
+        kept = [part_by_path.get(id(seen.path)) for seen in self._seen]
+        if len(kept) == len(batch) and all(kept):
+            return [part for part in kept if part is not None]
+        return sorted(batch, key=lambda part: [page_id or 0 for page_id in _path(part).page_ids])
 
-    def _step_plan(self, ordered: list[Chunk], positions: IntArray, bucket: int | None) -> Plan:
+    def _step_plan(self, ordered: list[StepRows], positions: IntArray, bucket: int | None) -> Plan:
         """Plan the step; rows that fill it up to a bucket are at position 0 of sequences that have no pages."""
-        counts = [chunk.num_rows for chunk in ordered]
+        counts = [part.num_rows for part in ordered]
         num_padding = 0 if bucket is None else bucket - len(ordered)
         sequence = np.repeat(np.arange(len(ordered) + num_padding), counts + [1] * num_padding)
         rows = QueryRows(sequence, np.pad(positions, (0, num_padding)) if num_padding else positions)
-        paths = [_path(chunk) for chunk in ordered]
+        paths = [_path(part) for part in ordered]
         plan = self._appended(paths, len(ordered) + num_padding)
         self._plan = self._new_plan(paths, rows, num_padding) if plan is None else plan.with_rows(rows)
         self._seen = [_Seen(path, len(path.page_ids), path.num_changes) for path in paths]
@@ -313,9 +313,9 @@ class Runner:
             cost=self._share_cost,
         )
 
-    def _slots(self, ordered: list[Chunk]) -> IntArray:
+    def _slots(self, ordered: list[StepRows]) -> IntArray:
         """Return where each row's KV is written; the spare slot for a last row without a run."""
-        runs = [run for chunk in ordered for run in [*chunk.runs, *[_SPARE_RUN] * (chunk.num_rows - chunk.num_written)]]
+        runs = [run for part in ordered for run in [*part.runs, *[_SPARE_RUN] * (part.num_rows - part.num_written)]]
         page_ids, offsets, counts = np.array(runs, np.int64).T
         return ranges(page_ids * self.page_size + offsets, counts)
 
@@ -330,9 +330,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _path(chunk: Chunk) -> Path:
-    assert chunk.sequence.path is not None
-    return chunk.sequence.path
+def _path(part: StepRows) -> Path:
+    assert part.sequence.path is not None
+    return part.sequence.path
 
 
 def _run_starts(piece: GraftPiece) -> list[int]:
@@ -353,8 +353,8 @@ def _page_table(path: Path) -> PageTable:
     return PageTable(page_ids, deltas[present], masks[present])
 
 
-def _sampled_rows(chunks: list[Chunk], ordered: list[Chunk]) -> IntArray:
-    """Find the last row of each chunk that samples, in the order of `chunks`."""
-    ends = np.cumsum([chunk.num_rows for chunk in ordered])
-    last_row_by_chunk = {id(chunk): int(end) - 1 for chunk, end in zip(ordered, ends, strict=True)}
-    return np.array([last_row_by_chunk[id(chunk)] for chunk in chunks if chunk.samples], np.int64)
+def _sampled_rows(batch: list[StepRows], ordered: list[StepRows]) -> IntArray:
+    """Find the last row of each sequence that samples, in the order of `batch`."""
+    ends = np.cumsum([part.num_rows for part in ordered])
+    last_row_by_part = {id(part): int(end) - 1 for part, end in zip(ordered, ends, strict=True)}
+    return np.array([last_row_by_part[id(part)] for part in batch if part.samples], np.int64)

@@ -1,6 +1,6 @@
-"""Which rows run in the next step: decodes and prefill chunks in one batch under a token budget (Pensieve 4.2).
+"""Which rows run in the next step: decodes and parts of prompts in one batch under a token budget (Pensieve 4.2).
 
-Running sequences go in order of arrival, one row per decode set aside for each before prefill chunks share what is
+Running sequences go in order of arrival, one row per decode set aside for each before parts of prompts share what is
 left (`step_budget.py`); then waiting ones are admitted, fairly (`schedule/queue.py`). When pages run out the latest
 arrival that has no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and
 finds them again.
@@ -8,7 +8,7 @@ A sequence that fits the pool alone can therefore always finish: the oldest is n
 only as long as each request that was taken fits beside the pinned ones (`engine/pins.py`). A tenth of the pages is left
 to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
 
-Before each chunk the forest is asked again, so a prompt that another sequence is prefilling is computed once:
+Before each part the forest is asked again, so a prompt that another sequence is prefilling is computed once:
 the later one follows the pages as they come.
 
 Policy only: no tensors.
@@ -26,7 +26,7 @@ from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
 from mneme.replicas.schedule.queue import OUTPUT_WEIGHT, WaitingQueue
 from mneme.replicas.schedule.step_budget import StepBudget
-from mneme.replicas.sequence import Chunk, FoundChunks, Sequence
+from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
@@ -120,9 +120,9 @@ class Scheduler:
             sequence.num_retries += 1
         return [sequence for sequence in sequences if sequence.num_retries > _MAX_RETRIES]
 
-    def schedule(self) -> list[Chunk]:
-        """Return the chunks of the next step; every page they write to is taken."""
-        chunks: list[Chunk] = []
+    def schedule(self) -> list[StepRows]:
+        """Return the rows of the next step, by sequence; every page they write to is taken."""
+        batch: list[StepRows] = []
         loading = self._loading()
         with_rows = [s for s in self.running if s not in loading]
         num_decodes = sum(self._num_pending(s) <= 1 for s in with_rows)
@@ -139,27 +139,27 @@ class Scheduler:
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
             limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
-            chunk = self._chunk_or_suspend(sequence, limit, chunks)
-            if chunk is not None:
-                chunks.append(chunk)
+            part = self._take_or_suspend(sequence, limit, batch)
+            if part is not None:
+                batch.append(part)
                 if not is_decode:
-                    budget.take(chunk, self._num_missing_pages)
+                    budget.take(part, self._num_missing_pages)
         for sequence in [s for s in loading if s.path is not None]:
-            self._graft_more(sequence, chunks)
-        self._admit(chunks, budget)
-        self._widen(chunks, budget)
-        for sequence in [chunk.sequence for chunk in chunks if chunk.samples]:
+            self._graft_more(sequence, batch)
+        self._admit(batch, budget)
+        self._widen(batch, budget)
+        for sequence in [part.sequence for part in batch if part.samples]:
             self.waiting.charge(sequence, OUTPUT_WEIGHT)
-        return chunks
+        return batch
 
-    def _admit(self, chunks: list[Chunk], budget: StepBudget) -> None:
+    def _admit(self, batch: list[StepRows], budget: StepBudget) -> None:
         chosen = self.waiting.chosen
         if chosen is not None and chosen.found is not None:
             chosen.found.pause()  # its chunks cost nothing while they are not what it waits for
         while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
-                self._admit_behind(sequence, chunks)
+                self._admit_behind(sequence, batch)
                 return
             if sequence is self._refused and self._rematch_in > 0:
                 self._rematch_in -= 1
@@ -168,9 +168,9 @@ class Scheduler:
                 self._refused, self._rematch_in = sequence, _REMATCH_STEPS
                 return
             self.waiting.pop(self._start(sequence))
-            self._begin(sequence, chunks, has_others=bool(self.waiting))
+            self._begin(sequence, batch, has_others=bool(self.waiting))
 
-    def _admit_behind(self, head: Sequence, chunks: list[Chunk]) -> None:
+    def _admit_behind(self, head: Sequence, batch: list[StepRows]) -> None:
         """While the head waits for its chunks, those of the next few that do not hold it up: their whole prompts are
         computed in this step, and they leave the head its pages and its place among the running."""
         num_kept = self._opener.num_pages(head)
@@ -180,7 +180,7 @@ class Scheduler:
             can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
             if can_run and self._opener.admit(sequence, len(self.running), self._budget, num_kept=num_kept):
                 self.waiting.overtake(sequence, self._start(sequence))
-                self._begin(sequence, chunks, has_others=False)
+                self._begin(sequence, batch, has_others=False)
 
     def _start(self, sequence: Sequence) -> int:
         """Let a sequence that has a path run; returns how many tokens it has to compute."""
@@ -242,45 +242,45 @@ class Scheduler:
                 sequence.drop_found()
         return [s for s in answered if s.found is not None]
 
-    def _graft_more(self, sequence: Sequence, chunks: list[Chunk]) -> None:
+    def _graft_more(self, sequence: Sequence, batch: list[StepRows]) -> None:
         """Graft the next of its chunks. Behind all rows: whose pages these are is not suspended in this step any more.
 
         Those that were found after its first rows may be on their way: it is waited for them only beside others.
         """
         assert sequence.path is not None
-        if sequence.found is not None and not sequence.found.is_ready(is_alone=not chunks):
+        if sequence.found is not None and not sequence.found.is_ready(is_alone=not batch):
             return
         self._forest.extend(sequence.path, sequence.context, len(sequence.context))
         self._graft(sequence)
         with contextlib.suppress(OutOfPages):  # it has rows in the next step, at others' cost
-            self._begin(sequence, chunks, has_others=bool(self.waiting))
+            self._begin(sequence, batch, has_others=bool(self.waiting))
 
-    def _begin(self, sequence: Sequence, chunks: list[Chunk], *, has_others: bool) -> None:
+    def _begin(self, sequence: Sequence, batch: list[StepRows], *, has_others: bool) -> None:
         """Give it its first rows, if all that is loaded of it comes with this step."""
         budget = self._budget
         if sequence.found is not None and not sequence.found.is_looking:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
         elif budget.num_left > 0:
-            chunk = self._take_chunk(sequence, budget.limit(has_others=has_others))
-            if chunk is not None:
-                chunks.append(chunk)
-                budget.take(chunk, self._num_missing_pages)
+            part = self._take_rows(sequence, budget.limit(has_others=has_others))
+            if part is not None:
+                batch.append(part)
+                budget.take(part, self._num_missing_pages)
 
-    def _widen(self, chunks: list[Chunk], budget: StepBudget) -> None:
+    def _widen(self, batch: list[StepRows], budget: StepBudget) -> None:
         """Give the rows that are left to prompts that were cut, the oldest first."""
-        for index, chunk in enumerate(chunks):
-            path, ids = chunk.sequence.path, chunk.sequence.context
+        for index, part in enumerate(batch):
+            path, ids = part.sequence.path, part.sequence.context
             assert path is not None
-            if budget.num_left == 0 or chunk.samples or chunk.sequence.found is not None:
+            if budget.num_left == 0 or part.samples or part.sequence.found is not None:
                 continue
             if self._forest.extend(path, ids, len(ids)):
                 continue
             with contextlib.suppress(OutOfPages):  # it has its share
                 rows = self._forest.take_rows(path, ids, budget.num_left)
-                chunk.sequence.note_rows(rows)
-                chunks[index] = wider = chunk.with_rows(rows)
-                budget.num_left -= wider.num_rows - chunk.num_rows
+                part.sequence.note_rows(rows)
+                batch[index] = wider = part.with_rows(rows)
+                budget.num_left -= wider.num_rows - part.num_rows
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         assert sequence.path is not None
@@ -301,21 +301,21 @@ class Scheduler:
         others = islice(self.waiting, 1, 1 + _NUM_OVERTAKING)
         return sequence.found.is_ready(is_alone=not self.running and all(each.found is None for each in others))
 
-    def _chunk_or_suspend(self, sequence: Sequence, budget: int, chunks: Iterable[Chunk]) -> Chunk | None:
-        """Take the sequence's chunk; suspends later arrivals while pages are short, at last the sequence itself."""
+    def _take_or_suspend(self, sequence: Sequence, budget: int, batch: Iterable[StepRows]) -> StepRows | None:
+        """Take the sequence's rows; suspends later arrivals while pages are short, at last the sequence itself."""
         if budget <= 0:
             return None
         while True:
             try:
-                return self._take_chunk(sequence, budget)
+                return self._take_rows(sequence, budget)
             except OutOfPages:
-                scheduled = {id(chunk.sequence) for chunk in chunks}
+                scheduled = {id(part.sequence) for part in batch}
                 victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
                 self._suspend(victim)
                 if victim is sequence:
                     return None
 
-    def _take_chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+    def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows; None if another prompt, which goes the same way, has them in this step."""
         path, ids = sequence.path, sequence.context
         assert path is not None
@@ -327,13 +327,13 @@ class Scheduler:
             budget = min(budget, found.num_rows_before(path.num_tokens))
         rows = self._forest.take_rows(path, ids, budget)
         sequence.note_rows(rows)
-        chunk = Chunk(sequence, rows.spans, rows.runs, rows.shifts)
+        part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if found is not None:
             found.num_resident = path.num_tokens
-            if chunk.samples:  # it has all its rows: too late
+            if part.samples:  # it has all its rows: too late
                 found.give_up("lookup")
                 sequence.drop_found()
-        return chunk
+        return part
 
     def _put_back(self, sequences: Collection[Sequence]) -> None:
         for sequence in sequences:

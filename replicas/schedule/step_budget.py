@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mneme.replicas.forest.pages import Page, Path
-from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sequence import Sequence, StepRows
 
 
 class _Cut(NamedTuple):
@@ -25,7 +25,7 @@ class _Cut(NamedTuple):
 
 
 class StepBudget:
-    """Rows that are left for prefill chunks, chunks that are loaded, and the prompts that were cut in this step."""
+    """Rows that are left for prompts, chunks that are loaded, and the prompts that were cut in this step."""
 
     def __init__(self, num_rows: int, page_size: int) -> None:
         self.num_left = max(num_rows, 0)
@@ -39,11 +39,11 @@ class StepBudget:
             return self.num_left
         return min(self.num_left, max(self.num_left // 2, self._page_size))
 
-    def take(self, chunk: Chunk, num_new_pages: Callable[[Sequence], int]) -> None:
+    def take(self, part: StepRows, num_new_pages: Callable[[Sequence], int]) -> None:
         """Give these rows; `num_new_pages`: what the rest of a sequence's prompt will take."""
-        self.num_left -= chunk.num_rows
-        if not chunk.samples:
-            self.cut(chunk.sequence, chunk.end, num_new_pages(chunk.sequence))
+        self.num_left -= part.num_rows
+        if not part.samples:
+            self.cut(part.sequence, part.end, num_new_pages(part.sequence))
 
     def cut(self, sequence: Sequence, end: int, num_pages: int) -> None:
         """Note that a sequence goes on from there in later steps, and will take so many pages."""

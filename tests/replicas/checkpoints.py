@@ -16,7 +16,7 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import load_weights
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import StepRows
 
 _SMALL = {
     "vocab_size": 320,
@@ -105,7 +105,7 @@ class RecordingRunner(Runner):
         self.num_rows = self.num_saved = self.num_loaded = 0
         self._sampling: list[str] = []
 
-    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+    def prepare(self, chunks: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
         self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
         self.num_rows += sum(chunk.num_rows for chunk in chunks)
         self.num_saved += len(moves.saves)

@@ -17,7 +17,7 @@ import torch
 from mneme.errors import TransferFailed
 from mneme.replicas.connector.save import SaveJob
 from mneme.replicas.forest.moves import Moves
-from mneme.replicas.sequence import Chunk
+from mneme.replicas.sequence import StepRows
 
 FREE = 2**30
 WRONG = -9  # a token whose KV is not what it should be
@@ -69,7 +69,7 @@ class FakeRunner:
     def close(self) -> None:
         self.can_copy = False
 
-    def prepare(self, chunks: list[Chunk], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[Chunk]:
+    def prepare(self, chunks: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[StepRows]:
         if self.saver is not None:
             self.loader.end()
             self.saver.abandon()
@@ -88,7 +88,7 @@ class FakeRunner:
             self.saver.begin(saves, self.slots)
         return chunks
 
-    def forward(self, chunks: list[Chunk]) -> torch.Tensor:
+    def forward(self, chunks: list[StepRows]) -> torch.Tensor:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is gone")
@@ -118,7 +118,7 @@ class FakeRunner:
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: StepRows) -> None:
         positions = chunk_positions(chunk)
         slots = written_slots(chunk)
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.samples)
@@ -131,7 +131,7 @@ class FakeRunner:
             assert slot not in self.slots, "a slot is written twice"
             self.slots[slot] = (position - shift, chunk.sequence.context[position])
 
-    def _check_context(self, chunk: Chunk, query_position: int) -> list[Slot]:
+    def _check_context(self, chunk: StepRows, query_position: int) -> list[Slot]:
         """The row sees each token of its window once, at its position; what is left of the window may be away.
 
         Returns where it sees them.
@@ -146,7 +146,7 @@ class FakeRunner:
         assert found.keys() == context.keys()
         return [slot for _, slot in seen]
 
-    def _seen(self, chunk: Chunk, query_position: int) -> list[tuple[int, Slot]]:
+    def _seen(self, chunk: StepRows, query_position: int) -> list[tuple[int, Slot]]:
         """What a row sees, in its window: positions in its sequence, and slots."""
         path, first = chunk.sequence.path, self._first_seen(query_position)
         assert path is not None
@@ -162,7 +162,7 @@ class FakeRunner:
     def _first_seen(self, query_position: int) -> int:
         return 0 if self.window is None else max(query_position - self.window + 1, 0)
 
-    def _spread_doubt(self, chunks: list[Chunk]) -> None:
+    def _spread_doubt(self, chunks: list[StepRows]) -> None:
         """KV of rows that see what is not there is wrong, whoever sees it; its slots say so from now on."""
         num_before = 0
         while len(self.doubtful) > num_before:
@@ -175,11 +175,11 @@ class FakeRunner:
             self.slots[slot] = (self.slots[slot][0], WRONG)
 
 
-def chunk_positions(chunk: Chunk) -> list[int]:
+def chunk_positions(chunk: StepRows) -> list[int]:
     return list(itertools.chain(*itertools.starmap(range, chunk.spans)))
 
 
-def written_slots(chunk: Chunk) -> list[Slot]:
+def written_slots(chunk: StepRows) -> list[Slot]:
     return [(page, offset + index) for page, offset, count in chunk.runs for index in range(count)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import DocumentUse
-from mneme.replicas.sequence import Chunk, Sequence
+from mneme.replicas.sequence import Sequence, StepRows
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.schedule.test_engine_policy import make_request
 
@@ -118,7 +118,7 @@ def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int]
     before = runner.num_rows
     while forest.num_pending(path, ids):
         rows = forest.take_rows(path, ids, num_rows)
-        chunk = Chunk(sequence, rows.spans, rows.runs, rows.shifts)
+        chunk = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         runner.forward(runner.prepare([chunk], forest.drain_moves()))
         forest.check()
     return runner.num_rows - before
