@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from mneme.errors import MnemeError
+from tests.cluster.api_fixtures import get
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -32,3 +36,23 @@ def test_the_example_in_the_readme_answers() -> None:
     (example,) = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip()  # it is drawn, so not always the same
+
+
+def test_the_api_page_names_every_route_and_error() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    routes = {
+        f"{method.upper()} {path}"
+        for path, methods in get("/openapi.json").json()["paths"].items()
+        for method in methods
+    }
+    codes = {
+        each.code for each in (MnemeError, *error_classes(MnemeError)) if each.http_status != 500 or each is MnemeError
+    }
+    assert {name for name in routes | codes if f"`{name}`" not in page} == set()
+    assert set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page)) == routes
+
+
+def error_classes(root: type[MnemeError]) -> Iterator[type[MnemeError]]:
+    for each in root.__subclasses__():
+        yield each
+        yield from error_classes(each)
