@@ -132,6 +132,12 @@ def test_bad_timeouts_are_refused(timeout_s: float) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("field", ["max_waiting", "max_waiting_tokens"])
+def test_a_queue_that_holds_nothing_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{field}\b"):
+        EngineConfig(**{field: 0})
+
+
 def ends(events: list[TokenEvent]) -> dict[str, Any]:
     return {event.request_id: event.refusal or event.finish_reason for event in events if event.finish_reason}
 
