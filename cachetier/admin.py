@@ -41,7 +41,7 @@ class Amount(NamedTuple):
 
 
 class PinnedPrefix(NamedTuple):
-    """What one node keeps for a pin."""
+    """Says what one node keeps for a pin."""
 
     pin_id: str
     num_tokens: int  # of the sequence

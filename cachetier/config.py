@@ -14,7 +14,7 @@ LoadPolicy = Literal["auto", "always", "never"]
 
 
 def check_ttl(name: str, ttl_s: float) -> None:
-    """Raises `ConfigError`. 0 is refused: chunks would be served until the first look at their age."""
+    """Check a lifetime; raises `ConfigError`. 0 is refused: chunks would be served until their age is checked."""
     check_range(name, ttl_s, 0, 1e9)
     if not ttl_s:
         raise ConfigError(f"{name}: must be over 0 (got {ttl_s})")

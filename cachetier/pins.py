@@ -16,11 +16,11 @@ class PinName(NamedTuple):
 
 
 class Pin(Protocol):
-    """What one name keeps."""
+    """Says what one name keeps."""
 
     @property
     def expires_at_s(self) -> float:
-        """On the book's clock; infinite: until it is unpinned."""
+        """When it expires, on the book's clock; infinite: when it is unpinned."""
 
 
 P = TypeVar("P", bound=Pin)

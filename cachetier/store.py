@@ -114,7 +114,7 @@ class ChunkStore(Protocol):
         """
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests wait no longer."""
+        """Forget requests that wait no longer."""
 
     def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
         """Which of these chunks need not be put; a guess from what this process has seen, without a call."""

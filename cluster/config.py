@@ -122,7 +122,7 @@ class ClusterConfig:
 
     @property
     def model_name(self) -> str:
-        """The name in the API."""
+        """The model's name in the API."""
         return self.served_name or os.path.basename(os.path.abspath(Path(self.model).expanduser()))
 
     def as_mapping(self) -> dict[str, Any]:

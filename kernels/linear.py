@@ -19,7 +19,7 @@ _STEP_BY_DTYPE = {torch.float32: 1, torch.bfloat16: 2}  # k's of one feature tha
 
 
 class Linear(Protocol):
-    """A projection of rows. Sums are float32 and rounded once."""
+    """Projects rows. Sums are float32 and rounded once."""
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype or, where `out_dtype` is float32, in that one.

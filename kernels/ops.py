@@ -21,7 +21,7 @@ _ACTIVATIONS = get_args(Activation)
 
 
 class _Ops(Protocol):
-    """What a backend module has."""
+    """Lists what a backend module has."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

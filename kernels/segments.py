@@ -69,7 +69,7 @@ def run_lengths(starts: IntArray, total: int) -> IntArray:
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """start, start + 1, ... of each range, one behind the other."""
+    """List start, start + 1, ... of each range, one behind the other."""
     if not len(counts):
         return np.zeros(0, np.int64)
     ends = np.cumsum(counts)

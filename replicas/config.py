@@ -31,7 +31,7 @@ class WarmPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine on one device. Sizes that are None are chosen from the model and the machine."""
+    """Configures one engine on one device. Sizes that are None are chosen from the model and the machine."""
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: load.py: choose_dtype

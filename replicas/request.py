@@ -105,7 +105,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One choice of one request. A request with n = 3 is three of these; the prefix forest shares their prompt."""
+    """Asks for one choice of a request. One with n = 3 is three of these; the prefix forest shares their prompt."""
 
     request_id: str  # unique in the cluster
     prompt_token_ids: tuple[int, ...]

@@ -273,7 +273,7 @@ class Sequence:
 
     @property
     def usage(self) -> PromptUsage:
-        """As far as the prompt has been computed; what was not begun counts as computed."""
+        """Count where the prompt came from, as far as it has been computed; what was not begun counts as computed."""
         num_seen = self.num_prompt - self.num_unseen
         counted = {source: self.origins.num_tokens(num_seen, source) for source in (*_CACHED, "dropped")}
         return PromptUsage(

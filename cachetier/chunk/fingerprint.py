@@ -170,6 +170,6 @@ def _is_digest(text: str) -> bool:
 
 
 def _remember(memory: Path, digests: dict[str, str]) -> None:
-    """As good as it can: what is not remembered is hashed again."""
+    """Remember a digest if that is possible; what is not remembered is hashed again."""
     with suppress(OSError):
         write_private(memory, dict(list(digests.items())[-_MAX_REMEMBERED:]))

@@ -57,7 +57,7 @@ class Miss(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkHeader:
-    """What a chunk is."""
+    """Says what a chunk is."""
 
     key: bytes  # 16
     parent: bytes  # 16; the key of the chunk before, or the lineage's root
@@ -240,7 +240,7 @@ def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
 
 
 def _header(fields: tuple[Any, ...], head: bytes, start: int) -> ChunkHeader | None:
-    """None if a field is out of its bounds. Token ids, positions and checksums lie from `start` on."""
+    """Decode a header; None if a field is out of its bounds. Token ids, positions and checksums lie from `start` on."""
     _, _, _, kind, dtype, num_layers, num_kv_heads, head_dim, chunk_tokens, num_tokens = fields[:10]
     key, parent, tenant, fingerprint = fields[10:14]
     try:

@@ -69,7 +69,7 @@ class FileOperations:
         os.utime(path, follow_symlinks=False)
 
     def make_folder(self, path: str) -> None:
-        """For the owner alone; one that is there is fine if it is a folder of ours that nobody else may write to."""
+        """Make a folder for its owner alone; one of ours that nobody else may write to may be there."""
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
@@ -127,7 +127,7 @@ class HeldLock:
         self._fd: int | None = files.lock(path)
 
     def close(self) -> None:
-        """Release it. Called twice it does nothing: its descriptor may be another's by then."""
+        """Release the lock. Called twice it does nothing: its descriptor may be another's by then."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -135,7 +135,7 @@ class HeldLock:
 
 
 class PatientFiles(FileOperations):
-    """For whoever comes in the place of a process that was ended: it may hold its locks for another moment."""
+    """Waits for locks a while: a process that was ended may hold its own for another moment."""
 
     lock_wait_s = 10.0
 

@@ -64,7 +64,7 @@ class PutAnswer(NamedTuple):
 
 
 class NodeActor:
-    """See the module. Methods raise for no fault of a tier."""
+    """Serves one node's cache to engines and to other nodes; see the module. Methods raise for no fault of a tier."""
 
     def __init__(self, config: CacheConfig, identity: NodeIdentity, *, is_first: bool) -> None:
         """`is_first`: made by an engine that starts, not in the place of one that failed."""
@@ -85,12 +85,12 @@ class NodeActor:
         self._closing: asyncio.Future[None] | None = None
 
     async def ready(self) -> Ready:
-        """When the node can be asked."""
+        """Return when the node can be asked."""
         await self._opening
         return Ready((self._config, self._identity), self._problem, self._is_first and bool(self._problem))
 
     async def locate(self, query: ChainQuery, timeout_s: float) -> Found:
-        """For an engine of this node."""
+        """Find chunks for an engine of this node."""
         cache = self._cache
         if cache is None:
             return Found([], (), {}, self._epoch)
@@ -102,14 +102,14 @@ class NodeActor:
         return Found(here, spans, peers, self._epoch)
 
     async def locate_here(self, query: ChainQuery, timeout_s: float) -> list[Located]:
-        """For another node: what this one has, without the bytes, which `read` gives."""
+        """Say to another node what this one has, without the bytes, which `read` gives."""
         if self._cache is None:
             return []
         found = await self._in(self._lookups, self._cache.locate, query, timeout_s)
         return [each._replace(held=None, path=None) for each in found]
 
     async def read(self, keys: Sequence[bytes]) -> list[Refs | None]:
-        """For another node: objects of these chunks, which stay while they are referred to."""
+        """Give another node objects of these chunks, which stay while they are referred to."""
         if self._cache is None:
             return [None] * len(keys)
         self._num_reads += 1
@@ -158,7 +158,7 @@ class NodeActor:
             self._announcer.changed([Change(key, tier, 0, False) for key in gone for tier in ("host", "disk")])
 
     async def not_reached(self, node: str) -> None:
-        """A node's actor is dead."""
+        """Note that a node's actor is dead."""
         self._peers.drop(node)
         self._directory.not_reached(node)
 
@@ -192,7 +192,7 @@ class NodeActor:
         return self._cache is None or await self._in(self._puts, self._cache.flush, timeout_s)
 
     async def close(self, timeout_s: float) -> None:
-        """Before the actor is ended: write what waits, let the folder go. All callers wait for the first one's."""
+        """Write what waits and let the folder go, before the actor is ended. All callers wait for the first one's."""
         self._closing = self._closing or asyncio.ensure_future(self._close(timeout_s))
         await self._closing
 

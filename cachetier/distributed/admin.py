@@ -38,7 +38,7 @@ class RayCacheAdmin:
         ]
 
     def pin(self, name: PinName, query: ChainQuery, ttl_s: float | None) -> PinnedPrefix | None:
-        """On every node that has some of it, or on none, and then an older one stays."""
+        """Pin on every node that has some of it, or on none, and then an older pin stays."""
         answers = self._ask("pin", name, query, ttl_s)
         pinned = {node: answer for node, answer in answers.items() if isinstance(answer, PinnedPrefix)}
         for answer in answers.values():

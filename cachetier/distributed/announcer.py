@@ -59,7 +59,7 @@ class Announcer:
                 shard.thread.close(timeout_s)
 
     def changed(self, changes: Sequence[Change]) -> None:
-        """To be announced in this order."""
+        """Queue changes; they are announced in this order."""
         for change in changes:
             shard = self.shards[shard_of(change.key, len(self.shards))]
             with shard.lock:
@@ -123,7 +123,7 @@ class ShardAnnouncer:
             self.pending.clear()
 
     def _tell(self, changes: Sequence[Change], is_first: bool = False, is_last: bool = False) -> bool:
-        """Whether to go on."""
+        """Tell the directory what changed; returns whether to go on."""
         said = Announcement(
             node=self._node, epoch=self._epoch, seq=self._seq, changes=changes, is_first=is_first, is_last=is_last
         )

@@ -42,7 +42,7 @@ _MAX_SHARED = 1 << 16
 
 
 class Reply(NamedTuple):
-    """To an announcement."""
+    """Answers an announcement."""
 
     wants_all: bool  # everything is to be announced anew
     epoch: int  # the node's highest known: a node that has a lower one, and lives, takes a higher
@@ -95,7 +95,7 @@ class _Node:
 
 
 class Directory:
-    """One shard."""
+    """Is one shard of the directory."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -198,7 +198,7 @@ class Directory:
         self._buckets[key[-1]][key] = self._shared.setdefault(helds, helds)
 
     def _offered(self) -> dict[int, str]:
-        """Nodes that live, by holder."""
+        """List nodes that live, by holder."""
         oldest_s = self._clock() - SILENT_S
         return {
             holder: name for name, node in self._nodes.items() if node.heard_s >= oldest_s for holder in node.holders
@@ -352,7 +352,7 @@ class DirectoryShards:
         return places
 
     def not_reached(self, node: str) -> None:
-        """Nobody waits for it to arrive."""
+        """Do nothing: nobody waits for it to arrive."""
         for shard in self._shards:
             shard.not_reached.remote(node)
 

@@ -73,7 +73,7 @@ def shutdown_cache_tier(application: str, *, timeout_s: float = 10.0) -> int:
 
 
 def of_this_node(config: CacheConfig) -> CacheConfig:
-    """With the name of the node that this process runs on in the folder's."""
+    """Put the name of the node that this process runs on into the folder's."""
     if config.disk is None:
         return config
     folder = config.disk.folder.replace("%n", _own_node()["NodeName"])

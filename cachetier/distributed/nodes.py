@@ -84,7 +84,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether too many calls in a row have failed."""
+        """Whether calls are held back, as too many in a row have failed."""
         return self._num_failures >= _MAX_FAILURES
 
     def allows(self) -> bool:

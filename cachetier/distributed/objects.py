@@ -78,7 +78,7 @@ class RayMemory:
         return runs if isinstance(runs, Miss) else tuple(layer for run in runs for layer in run)
 
     def drop(self, held: object) -> None:
-        """Do nothing: the last reference in this process frees it, and the last of all frees the memory.
+        """Do nothing: an object is freed with its last reference.
 
         So a reader in another process may have what is no longer counted here.
         """

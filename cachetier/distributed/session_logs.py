@@ -66,7 +66,7 @@ class LogRead(NamedTuple):
 
     @property
     def session(self) -> SessionRow:
-        """Of version 0 if there is none."""
+        """Return a session, of version 0 if there is none."""
         return SessionRow(0) if self.rows is None else self.rows.session
 
 
@@ -100,7 +100,7 @@ class RaySessionLogs:
         return num_deleted
 
     def close(self) -> None:
-        """The node's actor stays."""
+        """Close nothing: the node's actor stays."""
 
     def stats(self) -> dict[str, int]:
         return dict(self._nodes.counters)
@@ -110,7 +110,10 @@ class RaySessionLogs:
 
 
 class NodeSessionLogs:
-    """In a node's actor; lives on its event loop. `open_logs`: None where its folder cannot be used."""
+    """Keeps the session logs of a node, on its actor's event loop.
+
+    `open_logs`: None where its folder cannot be used.
+    """
 
     def __init__(self, open_logs: Callable[[], SessionLogs | None], peers: Nodes) -> None:
         self._open_logs = open_logs
@@ -138,7 +141,7 @@ class NodeSessionLogs:
         return Appended.FAILED if self._logs is None else await self._in(self._logs.append, key, rows)
 
     async def read_here(self, key: LogKey, newer_than: int) -> LogRead:
-        """What this node alone has."""
+        """Read what this node alone has."""
         if self._logs is None:
             return LogRead(None, not self._is_unknown)
         try:
@@ -159,7 +162,7 @@ class NodeSessionLogs:
         return await self._delete("delete", key, at_least, nothing=False)
 
     async def delete(self, key: LogKey, at_least: int, timeout_s: float) -> bool | None:
-        """On all nodes; whether there was a session. None: some node has not answered."""
+        """Delete a session on all nodes; returns whether there was one. None: some node has not answered."""
         read = await self.read(key, 0, timeout_s)
         was_there, version = read.session.num_ids > 0, read.session.version
         if read.rows is not None:
@@ -176,7 +179,7 @@ class NodeSessionLogs:
         return await self._delete("delete_tenant", tenant, nothing=0)
 
     async def delete_tenant(self, tenant: bytes, timeout_s: float) -> int | None:
-        """On all nodes; how many logs there were. None: some node has not answered."""
+        """Delete a tenant's logs on all nodes; returns how many there were. None: some node has not answered."""
         self._copies.forget_tenant(tenant)
         asked = await self._ask_peers(b"", "delete_tenant_here", tenant, timeout_s=timeout_s)
         answers = await asyncio.gather(self.delete_tenant_here(tenant), *asked)
@@ -273,7 +276,7 @@ class LogCopies:
         self._is_some.set()
 
     def note_alone(self) -> None:
-        """There may be a peer now."""
+        """Look for peers again: there may be one now."""
         while self._alone:
             self.note(self._alone.popitem(last=False)[0])
 

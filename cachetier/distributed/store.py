@@ -112,7 +112,7 @@ class RayChunkStore:
         return self._puts.settle(timeout_s)
 
     def close(self) -> None:
-        """The node's actor stays."""
+        """Close nothing: the node's actor stays."""
         self._puts.settle(_CLOSE_TIMEOUT_S)
 
     def _ask_own(self, query: ChainQuery, timeout_s: float, deadline_s: float) -> Found | None:

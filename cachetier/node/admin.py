@@ -213,5 +213,5 @@ def _starts(ids: U32Array, beginning: U32Array) -> bool:
 
 
 def _keys(pin: _Pin | None) -> frozenset[bytes]:
-    """Of what it replaced too."""
+    """List the keys of a pin, and of what it replaced."""
     return frozenset() if pin is None else pin.keys | _keys(pin.replaced)

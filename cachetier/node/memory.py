@@ -61,7 +61,7 @@ class ProcessMemory:
 
 
 def chunk_bytes(header: ChunkHeader) -> int:
-    """In memory: payload and header."""
+    """Count what a chunk takes in memory: payload and header."""
     return header.payload_bytes + header.num_bytes
 
 

@@ -141,7 +141,7 @@ def chunks(view: FolderView, chosen: ChunkFilter, now_s: float, others: Counter[
 
 @dataclass(slots=True)
 class Sum:
-    """Of some chunks."""
+    """Counts some chunks and their bytes."""
 
     num_chunks: int = 0
     num_tokens: int = 0
@@ -205,7 +205,7 @@ class Totals:
         return sums.setdefault(text, Sum())
 
     def _full_tokens(self, seen: SeenFile, name: ChunkName) -> int | None:
-        """From one sound header of each model."""
+        """Read the tokens of a full chunk from one sound header of each model."""
         full = self._full.get(name.model)
         if full is not None or len(self._tries) > MAX_GROUPS or self._tries[name.model] >= _MAX_HEADER_TRIES:
             return full

@@ -36,7 +36,7 @@ class Promoter:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Saving waits while this lasts."""
+        """Let saves wait while this lasts."""
         with self._tiers.lock:
             self._num_loading += 1
         try:
@@ -100,7 +100,7 @@ class Promoter:
             return Located(entry.header, entry.num_tokens, "host", entry.held, None)
 
     def _reserve(self, disk: DiskTier, header: ChunkHeader, spared: Container[bytes] | None) -> bool:
-        """Not what was deleted since it was opened."""
+        """Reserve room in memory, but not for what was deleted since it was opened."""
         with self._tiers.lock:
             is_reserved = header.key in disk and self._tiers.host.make_room(header, spared)
         self._tiers.settle()  # the bytes of what goes for it are free before its own come

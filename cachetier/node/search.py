@@ -22,7 +22,7 @@ _OPEN_SHARE = 0.1  # of a question's time may go into that: what they share with
 
 
 class Located(NamedTuple):
-    """A chunk that a node has."""
+    """Locates a chunk that a node has."""
 
     header: ChunkHeader
     num_usable: int  # of its leading tokens
@@ -39,7 +39,7 @@ class ChainSearch:
         self._lock, self._clock = host.index.lock, host.index.clock
 
     def locate(self, query: ChainQuery, deadline_s: float) -> list[Located]:
-        """From `query.first` on, without a gap; the last may be usable in part."""
+        """Find chunks from `query.first` on, without a gap; the last may be usable in part."""
         open_until_s = self._clock() + _OPEN_SHARE * (deadline_s - self._clock())
         found = self._whole_chunks(query, deadline_s)
         child = None
@@ -72,7 +72,7 @@ class ChainSearch:
         return self._judged(located, num_usable)
 
     def _best_child(self, query: ChainQuery, place: int, open_until_s: float) -> Located | None:
-        """Of the chunks behind the last whole one, one with the longest common beginning.
+        """Find the chunk behind the last whole one that has the longest common beginning.
 
         One that the sequence goes on from is found by its key, however many others begin there; of those that share
         less than they hold, some are compared.
@@ -129,7 +129,7 @@ class ChainSearch:
         return None if isinstance(header, Miss) else Located(header, 0, "disk", None, None)
 
     def _judged(self, located: Located, num_usable: int | Miss) -> Located | None:
-        """With what is usable of it; a miss is counted."""
+        """Return a chunk with what is usable of it; counts a miss."""
         if not isinstance(num_usable, Miss):
             return located._replace(num_usable=num_usable) if num_usable else None
         if located.tier == "host":

@@ -41,7 +41,7 @@ class ChangeLog:
         self._changes.append(change)
 
     def announce(self) -> None:
-        """Outside of all locks. Who comes while another thread is at it leaves its changes to that one."""
+        """Announce changes, outside of all locks. Who comes while another thread is at it leaves its changes to that one."""
         while self._on_change is not None and self._changes and self._announcing.acquire(blocking=False):
             try:
                 self._on_change([self._changes.popleft() for _ in range(len(self._changes))])
@@ -177,7 +177,7 @@ class WaitingRequests:
         return None
 
     def brought(self, request_id: str, key: bytes) -> None:
-        """It is in the host tier now."""
+        """Note that it is in the host tier now."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:

@@ -56,7 +56,7 @@ class Pending:
 
     @property
     def num_bytes(self) -> int:
-        """In whole blocks, as the host tier counts."""
+        """Count bytes in whole blocks, as the host tier does."""
         return blocks_of(chunk_bytes(self.header)) * BLOCK_BYTES
 
 
@@ -130,7 +130,7 @@ class ChunkWriter:
             return self._put_held(header, payload, lineage)
 
     def _put_held(self, header: ChunkHeader, payload: object, lineage: Lineage | None) -> HostPut:
-        """With its parent held: what goes before a chunk is not evicted for it."""
+        """Put a chunk while its parent is held: what goes before a chunk is not evicted for it."""
         is_to_write = self._tiers.disk is not None and header.key not in self._tiers.disk
         until_s = time.monotonic() + self._room_wait_s
         while True:

@@ -30,7 +30,7 @@ Scatter = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # packed, page_ids, 
 
 
 class DevicePool(Protocol):
-    """The pages of an engine."""
+    """Holds the pages of an engine."""
 
     @property
     def k_pages(self) -> Tensor:
@@ -107,7 +107,7 @@ class HostMemory:
 
 
 def _ids(device: IntArray, host: IntArray) -> tuple[Tensor, Tensor, Tensor]:
-    """Of pages in the pool, and of the rows of their keys and of their values in a layer's host memory."""
+    """Return ids of pages in the pool, and of the rows of their keys and their values in a layer's host memory."""
     return torch.from_numpy(device), torch.from_numpy(2 * host), torch.from_numpy(2 * host + 1)
 
 

@@ -61,7 +61,7 @@ _LARGEST = 1e6  # seconds of one row, sequence, chunk or byte
 
 
 class Point(NamedTuple):
-    """What was measured."""
+    """Holds one measurement."""
 
     terms: Terms
     seconds: float
@@ -123,7 +123,7 @@ class LearnedCost:
         return math.exp(self._drifted())
 
     def calibrated_s(self, terms: Terms) -> float:
-        """As it was at the calibration."""
+        """Predict a step's time as at the calibration."""
         return max(sum(c * t for c, t in zip(self.coefficients, terms, strict=True)), _SMALLEST_S)
 
     def seconds(self, terms: Terms) -> float:
@@ -189,7 +189,7 @@ class Calibration:
 
 
 class _Accuracy:
-    """Predicted against actual."""
+    """Compares what was predicted with what was measured."""
 
     __slots__ = ("actual_s", "count", "error", "predicted_s")
 
@@ -244,7 +244,7 @@ class CostModel:
             return self._costs["prefill"].scale, self._costs["decode"].scale
 
     def prefill_s(self, num_new: int, context: int) -> float:
-        """To compute `num_new` rows behind `context` tokens, in as many steps as they take."""
+        """Predict the seconds to compute `num_new` rows behind `context` tokens, in as many steps as they take."""
         if num_new <= 0:
             return 0.0
         num_steps = -(-num_new // self.step_rows)
@@ -255,11 +255,11 @@ class CostModel:
         return self._seconds("decode", (1, batch, context_tokens)) if batch > 0 else 0.0
 
     def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: float = 1) -> float:
-        """To bring the bytes of so many chunks over an edge, with nothing else under way."""
+        """Predict the seconds to bring the bytes of so many chunks over an edge, with nothing else under way."""
         return self._seconds(edge, (1, num_chunks, num_bytes)) if num_chunks > 0 else 0.0
 
     def calibrated_edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: int = 1) -> float:
-        """As it was at the calibration, whatever was measured since."""
+        """Predict an edge's time as at the calibration, whatever was measured since."""
         return self._costs[edge].calibrated_s((1, num_chunks, num_bytes))
 
     def edge_scale(self, edge: CostEdge) -> float:
@@ -316,8 +316,10 @@ class CostModel:
         self.note_edge("save", num_bytes, 1, seconds)
 
     def accuracy(self) -> dict[str, dict[str, float]]:
-        """By kind: how often it was predicted and measured, sums of |predicted - actual| / actual (each at most 10) and
-        of both in seconds, and the scale. Only kinds that were measured."""
+        """Say by kind how often it was predicted and measured, with sums of both in seconds and the scale.
+
+        The errors are sums of |predicted - actual| / actual, each at most 10. Only kinds that were measured are there.
+        """
         with self._lock:
             return {
                 kind: {
@@ -332,7 +334,7 @@ class CostModel:
             }
 
     def as_mapping(self) -> dict[str, Any]:
-        """For JSON; `from_mapping` reads it."""
+        """Return it as JSON has it; `from_mapping` reads that."""
         calibration = self.calibration
         with self._lock:
             return {
@@ -374,7 +376,7 @@ def calibrated(
     step_rows: int,
     kv_bytes_per_token: int,
 ) -> Calibration:
-    """From measured steps, as `note_step` takes them, and edges, whose terms are (1, chunks, bytes).
+    """Fit a model to measured steps, as `note_step` takes them, and edges, whose terms are (1, chunks, bytes).
 
     Raises ValueError unless some steps were prefill only and some decode only.
     """

@@ -172,7 +172,7 @@ class SessionLogs:
         return was_there
 
     def delete_tenant(self, tenant: bytes) -> int:
-        """Looks at every session."""
+        """Delete a tenant's sessions; looks at every session."""
         with self._errors("read_failed", lambda: self._reads), self._read_lock:
             found = self._reads.execute("SELECT name FROM sessions WHERE tenant = ? AND NOT is_deleted", (tenant,))
             keys = [LogKey(name, tenant) for (name,) in found]
@@ -254,7 +254,7 @@ class SessionLogs:
                 self._insert(key, session_id, turn._replace(ids=turn.ids[: NO_IDS.itemsize * (num_ids - turn.start)]))
 
     def _make_room(self, key: LogKey, num_pages: int, session: SessionRow) -> None:
-        """For so many pages more, and one session more if it is new, which is counted already."""
+        """Make room for so many pages more, and one session more if it is new, which is counted already."""
         while self._counts[1] > self._max_tombstones and self._evict_one(1, key):
             continue
         while self._pages() + num_pages > self._max_pages or self._counts[0] > self._max_sessions:
@@ -319,7 +319,7 @@ class SessionLogs:
         return self._now_s() - stored.written_s > limit_s
 
     def _now_s(self) -> float:
-        """By the wall clock at the start, and then by the one that does not jump."""
+        """Tell the time by the wall clock at the start, and then by the one that does not jump."""
         return self._started_s + self._clock()
 
     def _pages(self) -> int:
@@ -402,7 +402,7 @@ class SessionLogs:
         return lock
 
     def _open(self) -> None:
-        """Both connections. A database that is damaged, or of another format, is set aside. Raises `ConfigError`."""
+        """Open both connections. A damaged database, or one of another format, is set aside. Raises `ConfigError`."""
         try:
             try:
                 self._connect_both()

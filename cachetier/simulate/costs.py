@@ -21,8 +21,11 @@ _LARGEST = 1e15  # of any rate or price: far above what there is, so that no fig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of one replica and the tiers under it. The defaults: LLaMA-65B on four A100s, 2,048 tokens in 360 ms, their
-    5 GB from the host in 192 ms, disks of 5 GB/s (AttentionStore 2.4)."""
+    """Holds the speeds of one replica and of the tiers under it.
+
+    The defaults: LLaMA-65B on four A100s, 2,048 tokens in 360 ms, their 5 GB from the host in 192 ms, disks of 5 GB/s
+    (AttentionStore 2.4).
+    """
 
     prefill_tokens_per_s: float = 5_700.0
     host_gb_per_s: float = 26.0
@@ -74,7 +77,7 @@ def stands_still() -> float:
 
 
 def load_costs(path: Path | None, given: Mapping[str, float] | None = None) -> CostModel:
-    """From a JSON object with some of the fields of `Rates`, or from the file in which an engine keeps its cost model.
+    """Read `Rates` from a JSON object with some of the fields, or from the file of an engine's cost model.
 
     `given` fields of `Rates` go before the object's. Raises `ConfigError`.
     """
@@ -87,7 +90,7 @@ def load_costs(path: Path | None, given: Mapping[str, float] | None = None) -> C
 
 
 def load_table(kind: type[Table], path: Path | None) -> Table:
-    """From a JSON object with some of the fields; None gives the defaults. Raises `ConfigError`."""
+    """Read a table from a JSON object with some of the fields; None gives the defaults. Raises `ConfigError`."""
     return kind() if path is None else parse(kind, _read(path), str(path))
 
 

@@ -51,7 +51,7 @@ class TierOutcome:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one run; one entry of `tiers` for each capacity."""
+    """Holds the figures of one run; one entry of `tiers` for each capacity."""
 
     num_requests: int = 0
     num_blocks: int = 0
@@ -115,7 +115,7 @@ class BlockTier(Tier):
         return BLOCK_BYTES
 
     def _removed(self, entry: Entry) -> None:
-        """Nothing is left to be dropped."""
+        """Do nothing: nothing is left to be dropped."""
 
     def admits_block(self, key: bytes) -> bool:
         return self.admits(key, 1, self.max_blocks)
@@ -181,7 +181,7 @@ class BlockTiers:
         return num_moved
 
     def leaves_of(self, requests: Iterable[Sequence[bytes]], tier: int) -> list[bytes | None]:
-        """For each request that waits, where its part of a tier ends; None if it has none."""
+        """Say for each request that waits where its part of a tier ends; None if it has none."""
         return [next((key for key in reversed(keys) if key in self.tiers[tier]), None) for keys in requests]
 
     def _compute(self, chain: Sequence[tuple[bytes, bytes]], tiers: Sequence[BlockTier]) -> None:
@@ -260,7 +260,7 @@ class CacheSimulator:
         outcome.ttft_s.append(timing.ttft_s)
 
     def _prefetch(self, num_readable: float) -> None:
-        """For what waits, in the order of the queue, the request that is played next included."""
+        """Prefetch for what waits, in the order of the queue, the request that is played next included."""
         self._unread = min(self._unread, 1.0) + num_readable  # a block that is begun goes on
         room = self.tiers.tiers[_HOST].capacity
         for request in self._trace[self._place : self._place + self._queue]:

@@ -34,7 +34,7 @@ class TraceRequest(NamedTuple):
 
 
 def read_trace(path: Path, block_tokens: int) -> list[TraceRequest]:
-    """By the name's end: `.jsonl` is Mooncake's format, `.csv` Azure's. Raises `ConfigError`: file, line and rule."""
+    """Read a trace: `.jsonl` is Mooncake's format, `.csv` Azure's. Raises `ConfigError`: file, line and rule."""
     readers = {".jsonl": _read_mooncake, ".csv": _read_azure}
     reader = readers.get(path.suffix.lower())
     if reader is None:

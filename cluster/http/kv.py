@@ -72,7 +72,7 @@ class PromptSelector(Body):
 
 
 class SequenceSelector(PromptSelector):
-    """Or a session's."""
+    """Selects tokens as `PromptSelector` does, or a session's."""
 
     session_id: str | None = None
 
@@ -94,7 +94,7 @@ class PinRequest(SequenceSelector):
 
 
 class UnpinRequest(SequenceSelector):
-    """By name, or by what was pinned."""
+    """Names a pin, or what was pinned."""
 
     pin_id: PinId | None = None
 

@@ -144,7 +144,7 @@ class Message(Body):
     tool_calls: list[Any] | None = None
 
     def for_template(self, index: int) -> dict[str, str]:
-        """As chat templates expect it: plain text, and "developer" under its older name."""
+        """Return the message as chat templates expect it: plain text, and "developer" under its older name."""
         if self.tool_calls:
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "tool calling is not supported")
         if self.content is None and self.role != "assistant":

@@ -239,7 +239,7 @@ def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 async def _close(events: AsyncIterator[TokenEvent]) -> None:
-    """Abort the other choices."""
+    """Abort the choices that still run."""
     close = getattr(events, "aclose", None)
     if close is not None:
         await close()

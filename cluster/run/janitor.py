@@ -26,7 +26,7 @@ _SWEEP_LIMIT_S = 3.0
 
 
 class Janitor:
-    """The parent's end."""
+    """Is the parent's end of the janitor."""
 
     def __init__(self, marker: str, directory: Path) -> None:
         self._directory = directory

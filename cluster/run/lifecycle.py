@@ -216,7 +216,7 @@ class LocalCluster:
             logger.warning("answers were not ended: %s", _first_line(error))
 
     def _await_ready(self, num_replicas: int) -> None:
-        """Every replica is warm."""
+        """Wait until every replica is warm."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while _num_ready(f"{self.url}/ready") < num_replicas:
             if time.monotonic() > deadline:

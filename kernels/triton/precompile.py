@@ -160,7 +160,7 @@ def compile_what_comes(limit_s: int) -> None:
 
 
 class _NotCompiled(Exception):
-    """Triton has not got it."""
+    """Triton was asked for a kernel that it has not compiled."""
 
 
 class _Cached(ASTSource):  # type: ignore[misc]

@@ -45,7 +45,7 @@ class DeviceStep:
         self._staging = [_Staging() for _ in range(_STAGING_BUFFERS)]
 
     def active(self) -> AbstractContextManager[object]:
-        """Launch on this device."""
+        """Let launches go to this device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def prepare(self, plan: Plan, slot_position: Tensor, grid: Grid) -> None:

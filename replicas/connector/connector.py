@@ -32,7 +32,7 @@ from mneme.replicas.sequence import Sequence as RunningSequence
 
 
 class KvConnector:
-    """One engine's use of its store. The engine's thread calls it, but for `stats`."""
+    """Connects one engine to its store. The engine's thread calls it, but for `stats`."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """One chunk on its way."""
+    """Tracks one chunk on its way."""
 
     fetch: Fetch
     given: GraftPiece

@@ -128,7 +128,7 @@ class CpuBatch:
 
 
 class _Slot:
-    """Pinned memory."""
+    """Holds pinned memory."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # uint8

@@ -141,7 +141,7 @@ def token_runs(path: Path, start: int, end: int, page_size: int) -> list[TokenRu
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One chunk on its way out."""
+    """Tracks one chunk on its way out."""
 
     job: SaveJob
     tokens: ChunkTokens
@@ -154,7 +154,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class SaveCounts:
-    """Since the start."""
+    """Counts chunks by outcome, since the start."""
 
     chunks: int = 0  # put into the store
     bytes: int = 0

@@ -53,7 +53,7 @@ _FAILED = "the engine failed; the request was not completed"
 
 
 class Engine:
-    """One model on one device."""
+    """Runs one model on one device."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a model name to a running engine: files, device, dtype, pool size, cache tier."""
+"""Makes a running engine from a model name: files, device, dtype, pool size, cache tier."""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ class PrefixForest(Paths):
         copy_out_below: float = 0.5,
         window: int | None = None,
     ) -> None:
-        """Policies are LRU unless given. `window`: tokens that a row sees on every layer; None if a layer sees all."""
+        """Make an empty forest; policies are LRU unless given.
+
+        `window`: tokens that a row sees on every layer; None if a layer sees all.
+        """
         self.num_pages = num_pages
         self.num_reserved = max(1, num_pages // _RESERVED_SHARE)
         self.roots: dict[str, Root] = {}  # by tenant salt; one engine has one model

@@ -48,7 +48,7 @@ class DocumentUse(NamedTuple):
 
 
 class Paths:
-    """Over the pages of one forest."""
+    """Walks and extends paths over the pages of one forest."""
 
     def __init__(self, tiers: TieredPages, page_size: int, *, sharing: bool, window: int | None) -> None:
         self.page_size = page_size

@@ -26,7 +26,7 @@ class OutOfPages(Exception):
 
 
 class TieredPages:
-    """Both tiers of one forest."""
+    """Holds both tiers of one forest."""
 
     def __init__(
         self,

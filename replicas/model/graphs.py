@@ -228,7 +228,7 @@ class CudaCapture:
         return graph
 
     def _recover(self, current: torch.cuda.Stream) -> None:
-        """After a capture that failed, put right what torch leaves as it was in the midst of it.
+        """Put right what torch leaves as it was in the midst of a capture that failed.
 
         The side stream stays current if the capture cannot even be ended. torch before 2.13 then also takes the pool
         for one that is being captured into, for good: it neither empties its cache nor captures into this pool again.

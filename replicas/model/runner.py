@@ -56,7 +56,7 @@ class _Seen(NamedTuple):
 
 
 class Runner:
-    """One decoder and its pool."""
+    """Runs one decoder over its pool."""
 
     first_page = _SPARE_PAGES
 

@@ -70,7 +70,7 @@ def take_over(sessions: Sessions, recalled: Iterable[Recalled]) -> frozenset[Ses
 
 
 class DurableSessions:
-    """Thread-safe. `model` says whose token ids they are (`log_key`)."""
+    """Keeps sessions in durable logs; thread-safe. `model` says whose token ids they are (`log_key`)."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DurableSessions:
         return [recalled for key, read in reads if (recalled := self._finish_read(key, read, ends_s))]
 
     def restore(self, sessions: Sessions, requests: Iterable[GenerationRequest]) -> None:
-        """For who calls an engine from one thread: its requests' sessions, before it takes the requests."""
+        """Restore the sessions of requests before an engine takes them, for who calls it from one thread."""
         keys = [key for request in requests if (key := session_key(request)) is not None]
         take_over(sessions, self.recall(keys, sessions.version_of))
 
@@ -266,7 +266,7 @@ class SessionLogWriter:
         *,
         deletion: int | None = None,
     ) -> None:
-        """In the place of what waits of the session, but behind its deletion."""
+        """Queue it in the place of what waits of the session, but behind its deletion."""
         with self._condition:
             self._num_changes += 1
             waiting, failed = self._waiting.get(key), self._failed.pop(key, None)
@@ -388,7 +388,7 @@ class _LogReaders:
         self._lock = threading.Lock()
 
     def begin(self, read: Callable[[], _T]) -> Future[_T] | None:
-        """None: it would not be read, as each thread hangs in another read, or all is closed."""
+        """Begin to read; None if it would not be read, as each thread hangs in another read, or all is closed."""
         with self._lock:
             if self._is_closed or len(self._late) >= _NUM_READERS:
                 return None
@@ -397,7 +397,7 @@ class _LogReaders:
         return begun
 
     def result(self, begun: Future[_T], until_s: float) -> _T:
-        """By that time of `time.monotonic`; raises what the read did, `TimeoutError` or `CancelledError`."""
+        """Wait until a time of `time.monotonic`; raises what the read did, `TimeoutError` or `CancelledError`."""
         try:
             return begun.result(max(until_s - time.monotonic(), 0.0))
         except TimeoutError:

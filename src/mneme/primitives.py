@@ -62,7 +62,7 @@ class LazyHeap(Generic[Key]):
 
     @property
     def num_entries(self) -> int:
-        """Stale ones too."""
+        """Count entries, stale ones too."""
         return len(self._entries)
 
     def push(self, key: Key, rank: float) -> None:
