@@ -41,7 +41,7 @@ class ChangeLog:
         self._changes.append(change)
 
     def announce(self) -> None:
-        """Announce changes, outside of all locks. Who comes while another thread is at it leaves its changes to that one."""
+        """Announce changes, outside of all locks. Who comes while another thread is at it leaves its own to it."""
         while self._on_change is not None and self._changes and self._announcing.acquire(blocking=False):
             try:
                 self._on_change([self._changes.popleft() for _ in range(len(self._changes))])
