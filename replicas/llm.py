@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeGuard, TypeVar, overload
 
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
@@ -19,12 +20,14 @@ from mneme.cachetier.pins import PinName
 from mneme.config import parse
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
-from mneme.replicas.text.prompts import ROLES, conversation_prefix, num_system_tokens
+from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
+from mneme.replicas.text.prompts import ROLES, Appended, conversation_prefix, num_system_tokens
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation, resolved
 
@@ -35,9 +38,9 @@ _WRITE_S = 5.0  # at most, until what was said is in the logs of sessions
 
 
 class TextPrompt(TypedDict):
-    """vLLM's form of a prompt that is text."""
+    """vLLM's form of a prompt that is text, or parts of it: `{"type": "text" or "document", "text": ...}`."""
 
-    prompt: str
+    prompt: str | Sequence[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -78,6 +81,7 @@ class RequestMetrics:
     prompt_tokens: int
     cached_tokens: int  # of the first choice
     truncated_tokens: int = 0  # dropped so that the others fit; not part of `prompt_tokens`
+    blend: BlendUsage | None = None  # how its documents were used; None: it had none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +176,16 @@ class LLM:
         session_ids: Sequence[str | None] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text, token ids, or vLLM's mappings of them); one entry of the others per prompt.
 
         One `SamplingParams` is for all; without it an answer has at most 16 tokens. `truncation` (fields of
         `Truncation`) says what happens to what does not fit the window; sessions have `EngineConfig.truncation`
-        without it. `use_tqdm` shows progress on stderr; None: of several prompts in a terminal.
+        without it. `blend` (fields of `BlendOptions`) says how documents among a prompt's parts are used.
+
+        `use_tqdm` shows progress on stderr; None: of several prompts in a terminal.
 
         Raises `InvalidRequest` or another `MnemeError`; nothing of the call runs on then.
         """
@@ -187,7 +194,11 @@ class LLM:
         sessions = _one_per_prompt("session_ids", session_ids, str, len(listed))
         jobs = [
             self._job(
-                *self._encoded(prompt), param or DEFAULT_COMPLETION, session, self._truncation(truncation, session)
+                self._encoded(prompt),
+                param or DEFAULT_COMPLETION,
+                session,
+                self._truncation(truncation, session),
+                BlendOptions.of(blend or {}),
             )
             for prompt, param, session in zip(listed, params, sessions, strict=True)
         ]
@@ -199,9 +210,10 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         session_id: str | None = None,
-        documents: Sequence[str] | None = None,
+        documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput: ...
 
@@ -211,9 +223,10 @@ class LLM:
         messages: Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         session_id: Sequence[str | None] | None = None,
-        documents: Sequence[str] | None = None,
+        documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]: ...
 
@@ -222,22 +235,29 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         session_id: str | Sequence[str | None] | None = None,
-        documents: Sequence[str] | None = None,
+        documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation through the model's chat template, or a list of them in one batch.
 
-        A list is answered by a list, with one entry of `session_id` for each; otherwise as `generate`.
+        A list is answered by a list, with one entry of `session_id` for each; otherwise as `generate`. `documents`
+        (texts, or mappings with a text and perhaps a title and an id) stand where the template puts them, else before
+        the last user's text; messages may have documents among the parts of their content, too.
         """
-        if documents:
-            raise InvalidRequest("documents", len(documents), "reusable documents are not supported yet")
-        conversations, is_one = _conversations(messages)
+        conversations, is_one = _conversations(messages, documents or ())
         params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(conversations))
         sessions = _one_per_prompt("session_id", [session_id] if is_one else session_id, str, len(conversations))
         jobs = [
-            self._chat_job(conversation, param or SamplingParams(), session, self._truncation(truncation, session))
+            self._chat_job(
+                *conversation,
+                param or SamplingParams(),
+                session,
+                self._truncation(truncation, session),
+                BlendOptions.of(blend or {}),
+            )
             for conversation, param, session in zip(conversations, params, sessions, strict=True)
         ]
         outputs = self._run(jobs, use_tqdm)
@@ -269,38 +289,49 @@ class LLM:
             messages = [each for each in prompt if isinstance(each, Mapping)]
             if messages and len(messages) == len(prompt):
                 return conversation_prefix(self.tokenizer.render_chat, self.tokenizer.encode_rendered, messages)
-        return self._encoded(prompt)[1]
+        return self._encoded(prompt).ids
 
-    def _encoded(self, prompt: object) -> tuple[str | None, Sequence[int]]:
-        """Return the text of a prompt, if it has one, and its ids."""
+    def _encoded(self, prompt: object) -> _Encoded:
         form = prompt if isinstance(prompt, Mapping) and len(prompt) == 1 else {}
-        text, ids = form.get("prompt", prompt), form.get("prompt_token_ids", prompt)
-        if isinstance(text, str):
-            return text, self.tokenizer.encode(text, add_special_tokens=True)
+        given, ids = form.get("prompt", prompt), form.get("prompt_token_ids", prompt)
+        if isinstance(given, str) or ("prompt" in form and isinstance(given, list) and not _are_ids(given)):
+            return self._encoded_parts(prompt_parts(given, ()), add_special_tokens=True)
         if _are_ids(ids):
-            return None, ids
+            return _Encoded(None, ids)
         raise InvalidRequest("prompts", prompt, _PROMPT_RULE)
 
     def _truncation(self, given: Mapping[str, Any] | None, session_id: str | None) -> Truncation | None:
         return resolved(given, self._default_truncation, has_session=session_id is not None)
 
     def _chat_job(
-        self, messages: Conversation, params: SamplingParams, session_id: str | None, truncation: Truncation | None
-    ) -> _Job:
-        render, encode = self.tokenizer.render_chat, self.tokenizer.encode_rendered
-        text = render(messages)
-        ids, num_system = encode(text), 0
-        if truncation is not None and truncation.keep == "system":
-            num_system = num_system_tokens(render, encode, messages, ids)
-        return self._job(text, ids, params, session_id, truncation, num_system)
-
-    def _job(
         self,
-        text: str | None,
-        ids: Sequence[int],
+        messages: Conversation,
+        stand_ins: StandIns,
         params: SamplingParams,
         session_id: str | None,
         truncation: Truncation | None,
+        blend: BlendOptions,
+    ) -> _Job:
+        render = partial(self.tokenizer.render_chat, template_variables=stand_ins.variables)
+        text = stand_ins.placed(lambda some: Appended(render(some), 0), messages).text
+        prompt = self._encoded_parts(stand_ins.cut(text))
+        num_system = 0
+        if truncation is not None and truncation.keep == "system":
+            encode = partial(stand_ins.encode_prefix, self.tokenizer)
+            num_system = num_system_tokens(render, encode, messages, prompt.ids)
+        return self._job(prompt, params, session_id, truncation, blend, num_system)
+
+    def _encoded_parts(self, parts: Sequence[Part], *, add_special_tokens: bool = False) -> _Encoded:
+        ids, documents = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
+        return _Encoded("".join(part.text for part in parts), ids, documents)
+
+    def _job(
+        self,
+        prompt: _Encoded,
+        params: SamplingParams,
+        session_id: str | None,
+        truncation: Truncation | None,
+        blend: BlendOptions,
         num_system: int = 0,
     ) -> _Job:
         """Make the requests of a prompt, one per choice."""
@@ -309,13 +340,15 @@ class LLM:
         requests = [
             GenerationRequest(
                 request_id=f"{name}.{index}",
-                prompt_token_ids=tuple(ids),
+                prompt_token_ids=tuple(prompt.ids),
                 sampling=replace(params, seed=seed),
                 choice_index=index,
                 session_id=session_id,
-                prompt_text=text,
+                prompt_text=prompt.text,
                 truncation=truncation,
                 num_system=num_system,
+                documents=prompt.documents,
+                blend=blend,
             )
             for index in range(params.n)
         ]
@@ -361,6 +394,14 @@ class LLM:
             raise
 
 
+class _Encoded(NamedTuple):
+    """A prompt's text, if it has one, its ids, and where its documents are."""
+
+    text: str | None
+    ids: Sequence[int]
+    documents: tuple[DocumentSpan, ...] = ()
+
+
 def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
         return False
@@ -376,25 +417,26 @@ def _listed(prompts: object) -> list[object]:
     return list(prompts)
 
 
-def _conversations(messages: object) -> tuple[list[Conversation], bool]:
-    """Return the conversations as templates expect them, and whether it is one alone."""
+def _conversations(messages: object, documents: Sequence[object]) -> tuple[list[tuple[Conversation, StandIns]], bool]:
+    """Return the conversations as templates expect them, with their documents, and whether it is one alone."""
     listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
     if any(isinstance(each, Mapping) for each in listed):
-        return [_checked(listed, "messages")], True
+        return [_checked(listed, "messages", StandIns(documents))], True
     if not listed:
         raise InvalidRequest("messages", messages, _CONVERSATION_RULE)
-    return [_checked(each, f"messages[{index}]") for index, each in enumerate(listed)], False
+    return [_checked(each, f"messages[{i}]", StandIns(documents)) for i, each in enumerate(listed)], False
 
 
-def _checked(messages: object, where: str) -> Conversation:
+def _checked(messages: object, where: str, stand_ins: StandIns) -> tuple[Conversation, StandIns]:
     """Check one conversation; an `InvalidRequest` names the message by `where` and its index."""
     if not (isinstance(messages, Sequence) and messages and all(isinstance(each, Mapping) for each in messages)):
         raise InvalidRequest(where, messages, _CONVERSATION_RULE)
-    return [_checked_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+    return [_checked_message(message, where, i, stand_ins) for i, message in enumerate(messages)], stand_ins
 
 
-def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _checked_message(message: Mapping[str, Any], where: str, index: int, stand_ins: StandIns) -> Mapping[str, Any]:
     """Join content that is given in parts, as OpenAI's clients do; templates expect one text."""
+    where = f"{where}[{index}]"
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role", role, f"each message says who speaks: one of {', '.join(ROLES)}")
@@ -404,12 +446,9 @@ def _checked_message(message: Mapping[str, Any], where: str) -> Mapping[str, Any
         message = {**message, "role": "system"}  # its older name, which templates know
     if content is None or isinstance(content, str):
         return message
-    parts = content if isinstance(content, list) else [content]
-    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    if len(texts) < len(parts):
-        rule = 'must be text, or a list of parts {"type": "text", "text": ...}'
-        raise InvalidRequest(f"{where}.content", content, rule)
-    return {**message, "content": "\n".join(texts)}
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}.content", content, "must be text, or a list of parts")
+    return {**message, "content": stand_ins.content(content, f"{where}.content", group=index)}
 
 
 def _one_per_prompt(name: str, value: object, kind: type[_T], num_prompts: int) -> list[_T | None]:
@@ -481,8 +520,11 @@ class _Job:
             prompt_tokens=self._usage.prompt_tokens,
             cached_tokens=self._usage.cached_tokens,
             truncated_tokens=self._usage.truncated_tokens,
+            blend=self._usage.blend,
         )
         first = self.requests[0]
+        if metrics.blend is not None:
+            first = first.in_order(metrics.blend.order)
         return RequestOutput(
             request_id=first.request_id.partition(".")[0],
             prompt=first.prompt_text,

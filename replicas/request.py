@@ -11,10 +11,11 @@ Torch-free and Ray-free.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from mneme.errors import InvalidRequest, MnemeError
+from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.truncation import Truncation
 
 WARM_UP_SALT = "warm-up"  # no tenant's: see `tenancy.kv_salt`
@@ -124,6 +125,30 @@ class GenerationRequest:
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
     taken_s: float = 0.0  # when the engine took it, by the engine's clock
+    documents: tuple[DocumentSpan, ...] = ()  # in order, apart; of the engine's sequence: of what that sees
+    blend: BlendOptions = field(default_factory=BlendOptions)
+    document_order: tuple[int, ...] = ()  # `BlendUsage.order`, from when an engine took it
+
+    def in_order(self, order: Sequence[int]) -> GenerationRequest:
+        """Put its documents in this order, for good; what stands between them stays in its place."""
+        spans, ids, text = self.documents, self.prompt_token_ids, self.prompt_text or ""
+        new_ids, new_text, placed = list(ids[: spans[0].start]), text[: spans[0].char_start], []
+        for slot, index in enumerate(order):
+            span, start, char_start = spans[index], len(new_ids), len(new_text)
+            new_ids += ids[span.start : span.end]
+            new_text += text[span.char_start : span.char_end]
+            placed.append(DocumentSpan(start, len(new_ids), span.name, char_start, len(new_text), span.group))
+            follows = spans[slot + 1] if slot + 1 < len(spans) else None
+            new_ids += ids[spans[slot].end : follows and follows.start]
+            new_text += text[spans[slot].char_end : follows and follows.char_start]
+        return replace(
+            self,
+            prompt_token_ids=tuple(new_ids),
+            prompt_text=None if self.prompt_text is None else new_text,
+            documents=tuple(placed),
+            blend=replace(self.blend, order="given"),
+            document_order=tuple(order),
+        )
 
     @property
     def is_warm_up(self) -> bool:
@@ -147,6 +172,7 @@ class PromptUsage(NamedTuple):
     peer_tokens: int = 0  # and those from another node
     queue_s: float = 0.0  # from when the engine took the request to its first rows
     prefill_s: float = 0.0  # from then to its first token
+    blend: BlendUsage | None = None  # None: it had no documents
 
     def kv_details(self) -> dict[str, int]:
         """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections.abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.replicas.documents import BlendUsage, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
@@ -206,6 +207,7 @@ class Sequence:
         if self.num_output == 0:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
+        self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
         if self.chain is not None:
             self.chain.restart()
         self.drop_found()  # KV of what it saw before
@@ -284,7 +286,25 @@ class Sequence:
             truncated_tokens=self.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
+            blend=self._blend_usage(num_seen),
         )
+
+    def _blend_usage(self, num_seen: int) -> BlendUsage | None:
+        request = self.request
+        if not request.document_order:
+            return None
+        cached = [each for each in self.origins.ranges(num_seen) if each.source in _CACHED]
+        documents = (
+            DocumentUsage(
+                each.name,
+                each.start,
+                each.end - each.start,
+                sum(max(min(found.end, each.end) - max(found.start, each.start), 0) for found in cached),
+            )
+            for each in request.documents
+        )
+        why = "blend.mode is off" if request.blend.mode == "off" else "this version reuses exact prefixes only"
+        return BlendUsage("off", why, request.document_order, tuple(documents))
 
 
 @dataclass(frozen=True, slots=True)

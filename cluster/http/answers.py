@@ -141,7 +141,9 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
         known = usage_by_prompt.setdefault(choice.prompt_index, choice.usage)
         if choice.usage.cached_tokens < known.cached_tokens:
             usage_by_prompt[choice.prompt_index] = choice.usage
-    usage = PromptUsage(*map(sum, zip(*usage_by_prompt.values(), strict=True)))
+    usages = list(usage_by_prompt.values())
+    usage = PromptUsage._make([*map(sum, zip(*(each[:-1] for each in usages), strict=True)), usages[0].blend])
+    blend = {} if usage.blend is None else {"blend": usage.blend.as_json()}  # documents come with one prompt only
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": num_completion,
@@ -150,7 +152,7 @@ def usage_object(choices: Iterable[Choice]) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
         },
-        "kv_details": usage.kv_details(),
+        "kv_details": {**usage.kv_details(), **blend},
     }
 
 

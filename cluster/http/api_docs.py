@@ -56,6 +56,23 @@ class PromptTokensDetails(TypedDict):
     cache_write_tokens: int
 
 
+class DocumentUsage(TypedDict):
+    """A document's place in the prompt, in tokens, and how many of them were found as a part of an exact prefix."""
+
+    id: str
+    start: int
+    tokens: int
+    exact: int
+
+
+class BlendUsage(TypedDict):
+    """How the KV of the prompt's documents was used, and why so; as they stand in the prompt."""
+
+    mode: Literal["off"]
+    why: str
+    documents: list[DocumentUsage]
+
+
 class KvDetails(TypedDict):
     """Tokens of the prompt by where their KV came from; `truncated` ones are no longer part of it."""
 
@@ -66,6 +83,7 @@ class KvDetails(TypedDict):
     recomputed: int
     dropped: int
     truncated: int
+    blend: NotRequired[BlendUsage]
 
 
 class Usage(TypedDict):
@@ -252,6 +270,7 @@ class ExplainedChoice(TypedDict):
     prompt_tokens: int
     kv_details: KvDetails
     ranges: list[ExplainedRange]
+    blend: NotRequired[BlendUsage]
 
 
 class Explanation(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,9 @@ from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from mneme.replicas.text.prompts import conversation_prefix, num_system_tokens, render_appended
+from mneme.replicas.documents import DocumentSpan
+from mneme.replicas.text.parts import Part, StandIns, encode_parts
+from mneme.replicas.text.prompts import Appended, conversation_prefix, num_system_tokens, render_appended
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
@@ -44,6 +46,7 @@ class Prompt(NamedTuple):
     text: str | None  # None where the client gave ids
     num_closing_chars: int = 0  # of what is appended: they close the answer before it
     num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
+    documents: tuple[DocumentSpan, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,21 +92,28 @@ class ApiState:
         template_variables: Mapping[str, Any] | None = None,
         appends: bool = False,
         truncation: Truncation | None = None,
+        documents: Sequence[object] = (),
     ) -> Prompt:
-        """The prompt of a conversation, or what it grows by; the template runs off the event loop."""
-        render = partial(
-            self.tokenizer.render_chat,
-            add_generation_prompt=add_generation_prompt,
-            template_variables=template_variables,
-        )
+        """The prompt of a conversation, or what it grows by; the template runs off the event loop.
+
+        documents  those that are in no message
+        """
 
         def work() -> Prompt:
-            said = conversation(messages)
-            text, num_closing_chars = render_appended(render, said) if appends else (render(said), 0)
-            prompt = self.encode("messages", text, model, add_special_tokens=False, truncation=truncation)
+            stand_ins = StandIns(documents)
+            render = partial(
+                self.tokenizer.render_chat,
+                add_generation_prompt=add_generation_prompt,
+                template_variables={**(template_variables or {}), **stand_ins.variables},
+            )
+            said = conversation(messages, stand_ins)
+            how = partial(render_appended, render) if appends else lambda some: Appended(render(some), 0)
+            text, num_closing_chars = stand_ins.placed(how, said)
+            parts = stand_ins.cut(text)
+            prompt = self.encode("messages", parts, model, add_special_tokens=False, truncation=truncation)
             if appends or truncation is None or truncation.keep != "system":
                 return prompt._replace(num_closing_chars=num_closing_chars)
-            encode = self.tokenizer.encode_rendered
+            encode = partial(stand_ins.encode_prefix, self.tokenizer)
             return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
@@ -115,7 +125,9 @@ class ApiState:
         render = partial(self.tokenizer.render_chat, template_variables=template_variables)
 
         def work() -> tuple[int, ...]:
-            return tuple(conversation_prefix(render, self.tokenizer.encode_rendered, conversation(messages)))
+            stand_ins = StandIns()
+            encode = partial(stand_ins.encode_prefix, self.tokenizer)
+            return tuple(conversation_prefix(render, encode, conversation(messages, stand_ins)))
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 
@@ -128,19 +140,21 @@ class ApiState:
     def encode(
         self,
         field: str,
-        text: str,
+        given: str | Sequence[Part],
         model: ServedModel,
         *,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
     ) -> Prompt:
         """A text prompt; raises `ContextLengthExceeded` without tokenizing what can never fit."""
+        parts = [Part(given)] if isinstance(given, str) else given
+        text = "".join(part.text for part in parts)
         if self.tokenizer.min_num_tokens(text) >= _max_given(model, truncation):
             raise _too_long(field, f"{len(text)} characters", model, truncation)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids, spans = encode_parts(self.tokenizer, parts, add_special_tokens=add_special_tokens)
         if not ids:
             raise InvalidRequest(field, text, "must have at least one token")
-        return Prompt(tuple(ids), text)
+        return Prompt(tuple(ids), text, documents=spans)
 
     def take_ids(self, field: str, ids: list[int], model: ServedModel, truncation: Truncation | None = None) -> Prompt:
         """A prompt of token ids."""

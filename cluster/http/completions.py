@@ -19,6 +19,7 @@ from mneme.cluster.http.protocol import (
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.errors import DeadlineExceeded, InvalidRequest
+from mneme.replicas.documents import BlendOptions
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.truncation import Truncation, resolved
 
@@ -35,6 +36,7 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
         template_variables=template_variables(body.chat_template_kwargs),
         appends=body.appends,
         truncation=turn.truncation,
+        documents=body.documents_beside,
     )
     answer = ChatAnswer(
         f"chatcmpl-{request.state.request_id}",
@@ -58,12 +60,13 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
 
     def take(index: int) -> Prompt:
         name, prompt, truncation = names[index], given[index], turn.truncation_of(index)
-        if isinstance(prompt, str):
+        if not isinstance(prompt, list):
             special = body.add_special_tokens and not body.appends
             return api.encode(name, prompt, model, add_special_tokens=special, truncation=truncation)
         return api.take_ids(name, prompt, model, truncation)
 
-    prompts = await api.off_loop(sum(map(len, given)), lambda: list(map(take, range(len(given)))))
+    size = sum(len(prompt) if isinstance(prompt, str | list) else sum(len(p.text) for p in prompt) for prompt in given)
+    prompts = await api.off_loop(size, lambda: list(map(take, range(len(given)))))
     answer = CompletionAnswer(
         f"cmpl-{request.state.request_id}",
         "text_completion",
@@ -145,6 +148,7 @@ def _run(
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(api, request, body)
     timeout_s = _time_left_s(api, request, body)
+    blend = BlendOptions() if body.blend is None else body.blend.options()
     choices: list[Choice] = []
     for i, prompt in enumerate(prompts):
         for j in range(params.n):
@@ -162,6 +166,8 @@ def _run(
                 session_ttl_s=body.session.ttl_s if body.session is not None else None,
                 truncation=turn.truncation_of(i),
                 num_system=prompt.num_system,
+                documents=prompt.documents,
+                blend=blend,
                 timeout_s=timeout_s,
             )
             choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i]))

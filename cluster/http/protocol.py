@@ -22,7 +22,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
+from mneme.replicas.documents import MAX_DOCUMENTS, BlendOptions, Mode, Order, Selector
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from mneme.replicas.text.parts import Part, StandIns, prompt_parts
 from mneme.replicas.truncation import Keep, Strategy
 
 MAX_MESSAGES = 4096
@@ -31,7 +33,9 @@ MAX_SEQUENCES = 128  # prompts x n of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
-_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "none"})  # pydantic puts them into error paths
+_UNION_BRANCHES = frozenset(
+    {"str", "int", "float", "bool", "none", "GivenDocument"}
+)  # pydantic puts them into error paths
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -73,6 +77,10 @@ class TruncationOptions(Body):
         return self.model_dump(include=self.model_fields_set)
 
 
+class PromptParts(Body):
+    prompt: Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+
+
 class SamplingBody(Body):
     """What both completion APIs take."""
 
@@ -101,6 +109,8 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     truncation: TruncationOptions | None = None
+    documents: Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)] | None = None
+    blend: BlendBody | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
@@ -121,6 +131,11 @@ class SamplingBody(Body):
         )
 
     @property
+    def documents_beside(self) -> list[Any]:
+        """The documents that stand in no message and no prompt."""
+        return [each if isinstance(each, str) else each.model_dump() for each in self.documents or ()]
+
+    @property
     def appends(self) -> bool:
         return self.session is not None and self.session.append
 
@@ -129,27 +144,55 @@ class SamplingBody(Body):
             raise InvalidRequest("stream_options", None, "only allowed when stream is true")
 
 
-class TextPart(Body):
-    type: Literal["text"]
+class ContentPart(Body):
+    """Text, or a document: its `title` is its first line, usage and explanations call it by its `id`."""
+
+    type: Literal["text", "document"]
     text: str
+    title: str | None = None
+    id: str | None = None
+
+
+class GivenDocument(Body):
+    text: Text
+    title: str | None = None
+    id: str | None = None
+
+
+class BlendBody(Body):
+    """How the KV of documents is used. Ranges: `BlendOptions`."""
+
+    model_config = ConfigDict(extra="forbid")  # ours alone: a name that is not known is misspelt
+
+    mode: Mode = "auto"
+    selector: Selector | None = None
+    ratio: float | None = None
+    min_tokens: int = 64
+    order: Order = "given"
+
+    def options(self) -> BlendOptions:
+        return BlendOptions(**self.model_dump())
 
 
 class Message(Body):
     """One message of a conversation; `content` may be null only where an assistant said nothing."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
 
-    def for_template(self, index: int) -> dict[str, str]:
+    def for_template(self, index: int, stand_ins: StandIns) -> dict[str, str]:
         """Return the message as chat templates expect it: plain text, and "developer" under its older name."""
         if self.tool_calls:
             raise InvalidRequest(f"messages[{index}].tool_calls", None, "tool calling is not supported")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
-        text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        text = self.content or ""
+        if isinstance(text, list):
+            parts = [part.model_dump() for part in text]
+            text = stand_ins.content(parts, f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         others = {"name": self.name, "tool_call_id": self.tool_call_id}
         return message | {name: value for name, value in others.items() if value is not None}
@@ -186,7 +229,7 @@ class ChatRequest(SamplingBody):
 
 
 class CompletionRequest(SamplingBody):
-    prompt: Any  # str | list[str] | list[int] | list[list[int]]: see `parse_prompts`
+    prompt: Any  # str | list[str] | list[int] | list[list[int]] | list[ContentPart]: see `prompts`
     echo: bool | None = None
     best_of: int | None = None
     logprobs: int | None = None
@@ -205,9 +248,16 @@ class CompletionRequest(SamplingBody):
             raise InvalidRequest("echo", True, "log-probabilities of the prompt are not supported")
         return self.sampling(logprobs=self.logprobs, max_tokens=limit, seed=seed)
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int] | tuple[Part, ...]]:
         """One entry per prompt, none empty."""
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], dict):
+            parts = validate(PromptParts, {"prompt": self.prompt}).prompt
+            return [prompt_parts([part.model_dump() for part in parts], self.documents_beside)]
         prompts = parse_prompts(self.prompt)
+        if self.documents:
+            if len(prompts) > 1 or not isinstance(prompts[0], str):
+                raise InvalidRequest("documents", len(self.documents), "only with one prompt, of text or of parts")
+            return [prompt_parts(prompts[0], self.documents_beside)]
         if len(prompts) * (self.n or 1) > MAX_SEQUENCES:
             raise InvalidRequest("prompt", len(prompts), f"prompts x n may be {MAX_SEQUENCES}")
         return prompts
@@ -237,12 +287,12 @@ def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
 
 
-def conversation(messages: list[Message]) -> list[dict[str, str]]:
-    """The messages as chat templates expect them."""
-    return [message.for_template(i) for i, message in enumerate(messages)]
+def conversation(messages: list[Message], stand_ins: StandIns) -> list[dict[str, str]]:
+    """The messages as chat templates expect them; `stand_ins` takes their documents."""
+    return [message.for_template(i, stand_ins) for i, message in enumerate(messages)]
 
 
-def parse_prompts(prompt: Any) -> list[str | list[int]]:
+def parse_prompts(prompt: Any) -> list[Any]:
     """A string, token ids, or a list of either, as a list of prompts; the first element says which.
 
     Done by hand because a union of four list types would collect an error for each of a million elements.
@@ -355,7 +405,6 @@ _REFUSED: dict[str, tuple[Accepts, str]] = {
     "truncate_prompt_tokens": (_is_off, "not supported; `truncation` says what happens to a prompt that is too long"),
     "continue_final_message": (_is_off, "not supported"),
     "chat_template": (_is_off, "the model's own template is used"),
-    "documents": (_is_off, "documents are not supported"),
     "suffix": (_one_of(None, ""), "suffixes are not supported"),
 }
 

@@ -79,6 +79,8 @@ class PlacedChoice:
         self.is_finished = event.finish_reason is not None
         usage = event.usage if self.usage is None else None
         self.usage = self.usage or event.usage
+        if usage is not None and usage.blend is not None:  # it stays in the order in which it began
+            self.request = self.request.in_order(usage.blend.order)
         return event._replace(request_id=self.request.request_id, usage=usage)
 
     def remaining(self) -> GenerationRequest:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
+from mneme.replicas.documents import check_spans
 from mneme.replicas.forest.pages import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
@@ -30,6 +32,7 @@ def check_request(request: GenerationRequest, vocab_size: int, window: int, *, i
     is_windowed  whether some of the model's layers do not see the whole context
     """
     _check_token_ids(request, vocab_size)
+    check_spans(request.documents, len(request.prompt_token_ids) - request.output_offset)
     _check_truncation(request, window, is_windowed)
     _check_timeout(request)
 
@@ -78,7 +81,7 @@ def make_sequence(
     """Make the sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
     params, truncation = request.sampling, request.truncation
     sequence = Sequence(
-        request=request,
+        request=replace(request, documents=prompt.documents) if request.documents else request,
         owner=owner,
         ids=prompt.ids,
         num_prompt=len(prompt.ids),

@@ -32,6 +32,7 @@ from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.fuse.order import best_order
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -135,6 +136,8 @@ class Engine:
         check_request(request, self.runner.vocab_size, self.max_context, is_windowed=self.runner.is_windowed)
         # Sessions and forest keep the salt: once per tenant.
         request = replace(request, salt=sys.intern(request.salt), taken_s=self.clock())
+        if request.documents:
+            request = request.in_order(best_order(request, self.forest))
         try:
             prompt = self.sessions.begin(request)
         except Overloaded as error:  # too many turns of its session

@@ -142,6 +142,8 @@ class Explanations:
             "kv_details": usage.kv_details(),
             "ranges": ranges,
         }
+        if usage.blend is not None:
+            explanation["blend"] = usage.blend.as_json()
         self._entries.append((request.salt, explanation))
         self._num_ranges += len(ranges)
         while len(self._entries) > MAX_EXPLANATIONS or self._num_ranges > MAX_RANGES:

@@ -257,7 +257,7 @@ class PrefixForest(Paths):
         root = self.roots.get(salt)
         if root is None:
             return
-        page, position = _follow(root, ids)
+        page, position = follow(root, root.start, ids)
         if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
             self.tiers.drop_up(page, position)
             return
@@ -364,10 +364,8 @@ class PrefixForest(Paths):
             self.roots.pop(root.salt, None)
 
 
-def _follow(root: Root, ids: Sequence[int]) -> tuple[Page, int]:
-    """Find the last page that has some of `ids`, and how many of them there are up to there."""
-    page: Page = root
-    position = root.start
+def follow(page: Page, position: int, ids: Sequence[int]) -> tuple[Page, int]:
+    """Find the last page that has some of `ids`, from `position` in `page` on, and how many there are up to there."""
     while True:
         position += common_prefix(page.tokens, position - page.start, ids, position, len(ids))
         child = page.children.get((position, ids[position])) if position < len(ids) else None

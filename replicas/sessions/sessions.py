@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mneme.cachetier.sessions.rows import SessionState
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.primitives import LazyHeap
+from mneme.replicas.documents import shifted
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.sessions.token_log import (
     FinishedTurn,
@@ -105,7 +106,7 @@ class Sessions:
         if request.append and (not log.ids or (request.output_offset and not is_again)):
             raise _not_found(key)  # also an older copy of the session, which has not seen the turn begin
         num_base = log.num_base if is_again else len(log.ids)
-        ids, num_marks = self._ids(log, request, num_base)
+        ids, num_marks, num_chars = self._ids(log, request, num_base)
         if running is None:
             running = log.running = RunningTurn(turn, num_base, num_marks)
         running.name, running.num_base, running.num_marks = turn, num_base, num_marks
@@ -114,7 +115,8 @@ class Sessions:
         self._touch(key, log, request.session_ttl_s)
         if self._journal is not None and request.choice_index == 0:
             self._journal.began(key, log, running, request)
-        return log.prompt(ids)
+        new = [each for each in request.documents if each.char_start >= num_chars]
+        return log.prompt(ids, shifted(new, len(ids) - len(request.prompt_token_ids)))
 
     def end(self, request: GenerationRequest, turn: FinishedTurn | None) -> list[GenerationRequest]:
         """End a request; `turn` is None if nothing of it is to be kept.
@@ -272,8 +274,8 @@ class Sessions:
         log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
-    def _ids(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int]:
-        """Return the ids to run, and how many of the log's marks they begin with.
+    def _ids(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int, int]:
+        """Return the ids to run, how many of the log's marks they begin with, and how much of the text the log has.
 
         As many of the log's exact ids as the text agrees with, then its own; appended ids follow the first `num_base`.
         """
@@ -282,25 +284,37 @@ class Sessions:
         resumed = list(given[len(own) :])  # output so far, of a request that was moved here
         if request.append:
             ids = [*log.ids[:num_base], *self._continuation(log, request, own, num_base)]
-            return [*ids, *resumed], log.marks_up_to(num_base)
-        ids, num_marks = self._matched(log, request.prompt_text, own)
-        return [*ids, *resumed], num_marks
+            return [*ids, *resumed], log.marks_up_to(num_base), 0
+        ids, num_marks, num_chars = self._matched(log, request, own)
+        return [*ids, *resumed], num_marks, num_chars
 
-    def _matched(self, log: TokenLog, text: str | None, own: list[int]) -> tuple[list[int], int]:
+    def _matched(self, log: TokenLog, request: GenerationRequest, own: list[int]) -> tuple[list[int], int, int]:
         """Return the log's ids up to the last mark that the text agrees with and goes on from, or the request's own."""
+        text = request.prompt_text
         if text is None:
-            return own, 0
+            return own, 0, 0
         marks = log.matching_marks(text)
         num_known = len(marks)
         marks += self._end(log, text, marks)
         for num_marks in range(len(marks), max(len(marks) - _MAX_SEAMS, 0), -1):
             num_chars, num_ids = marks[num_marks - 1]
-            rest = self._encode(text[num_chars:]) if num_chars < len(text) else []
+            rest = self._behind(request, own, num_chars)
+            if rest is None:
+                continue
             # Behind the whole log the stored ids always stand. Elsewhere the text goes on otherwise than it did, maybe
             # in the middle of a word: then only where its own tokens have a seam too.
             if num_ids == len(log.ids) or own[len(own) - len(rest) :] == rest:
-                return [*log.ids[:num_ids], *rest], min(num_marks, num_known)
-        return own, 0
+                return [*log.ids[:num_ids], *rest], min(num_marks, num_known), num_chars
+        return own, 0, 0
+
+    def _behind(self, request: GenerationRequest, own: list[int], num_chars: int) -> list[int] | None:
+        """Return the ids of the text behind so many characters, its documents' as they are; None: it begins in one."""
+        text = request.prompt_text or ""
+        document = next((each for each in request.documents if each.char_end > num_chars), None)
+        if document is not None and document.char_start < num_chars:
+            return None
+        rest = text[num_chars : document and document.char_start]
+        return [*(self._encode(rest) if rest else []), *(own[document.start :] if document else [])]
 
     def _end(self, log: TokenLog, text: str, marks: list[Mark]) -> list[Mark]:
         """Return the end of the log, if the text agrees up to there with what was appended behind the last mark."""
@@ -316,8 +330,8 @@ class Sessions:
         if text is None:
             return own
         closing = self._encode(text[: request.num_closing_chars]) if request.num_closing_chars else []
-        rest = text[request.num_closing_chars :]
-        return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (self._encode(rest) if rest else [])
+        rest = self._behind(request, own, request.num_closing_chars)
+        return closing[self._num_closed(log.ids[:num_base].tolist(), closing) :] + (rest or [])
 
     def _num_closed(self, ids: list[int], closing: list[int]) -> int:
         """Count the closing ids that the answer has itself: up to the model's end of turn, or what it wrote."""
@@ -343,7 +357,7 @@ def _without_session(request: GenerationRequest) -> TurnPrompt:
     if request.append:
         raise SessionNotFound("session_id", None)
     ids = list(request.prompt_token_ids)
-    return TurnPrompt(ids, ids, None, 0)
+    return TurnPrompt(ids, ids, None, 0, request.documents)
 
 
 class TurnQueue:

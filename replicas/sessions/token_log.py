@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mneme.cachetier.sessions.rows import SessionState
+from mneme.replicas.documents import DocumentSpan, shifted
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
 
@@ -54,6 +55,7 @@ class TurnPrompt(NamedTuple):
     context: list[int]  # what is seen of it
     root: Root | None  # as in `Seen`
     num_history: int  # of `context`, what was there before the turn
+    documents: tuple[DocumentSpan, ...] = ()  # of `context`, those of this turn
 
 
 class Said(NamedTuple):
@@ -149,13 +151,14 @@ class TokenLog(Owner):
         self.ids, self.seen = array("i", turn.ids), turn.seen
         self.num_turns += 1
 
-    def prompt(self, ids: list[int]) -> TurnPrompt:
+    def prompt(self, ids: list[int], documents: tuple[DocumentSpan, ...] = ()) -> TurnPrompt:
         """Return what a turn of these ids sees: if they go on from all of the log, what that saw."""
         num_known = len(self.ids)
         if self.seen is None or array("i", ids[:num_known]) != self.ids:
-            return TurnPrompt(ids, ids, None, min(num_known, len(ids)))
+            return TurnPrompt(ids, ids, None, min(num_known, len(ids)), documents)
         context = [*self.seen.ids, *ids[num_known:]]
-        return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids))
+        new = shifted([each for each in documents if each.start >= num_known], len(context) - len(ids))
+        return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids), new)
 
     def note_hit(self, num_prompt: int, num_cached: int) -> None:
         self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]

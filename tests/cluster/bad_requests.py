@@ -202,6 +202,58 @@ _MODEL_AND_SAMPLING = [
     _case("timeout 10**400", "timeout_s", timeout_s=10**400),
     _case("timeout text", "timeout_s", timeout_s="60"),
     _case("timeout true", "timeout_s", timeout_s=True),
+    *(
+        _case(f"document {value!r:.30}", param, documents=[value])
+        for value, param in (
+            ("", "documents[0]"),
+            (5, "documents[0]"),
+            (None, "documents[0]"),
+            ({}, "documents[0].text"),
+            ({"text": ""}, "documents[0].text"),
+            ({"text": "a", "title": 5}, "documents[0].title"),
+        )
+    ),
+    _case("documents a text", "documents", documents="a"),
+    _case("10,000 documents", "documents", documents=["a"] * 10_000),
+    BadRequest(
+        name="a document as long as the context",
+        body=lambda t: chat(documents=["the fox " * t.max_context]),
+        param="messages",
+    ),
+    _case("a gigantic document", "messages", documents=["a" * MIB]),
+    _case("documents without a user", "documents", documents=["a"], messages=[{"role": "system", "content": "a"}]),
+    BadRequest(
+        name="document part empty",
+        body=content([{"type": "document", "text": ""}]),
+        param="messages[0].content[0].text",
+    ),
+    BadRequest(
+        name="document part without text", body=content([{"type": "document"}]), param="messages[0].content[0].text"
+    ),
+    _completion("documents with two prompts", "documents", prompt=["a", "b"], documents=["a"]),
+    _completion("documents with token ids", "documents", prompt=[5, 6], documents=["a"]),
+    _completion("prompt of an image", "prompt[0].type", prompt=[{"type": "image", "text": "a"}]),
+    _completion("prompt part empty", "prompt[0].text", prompt=[{"type": "document", "text": ""}]),
+    *(
+        _case(f"blend {name} {value!r}", f"blend.{name}", documents=["a"], blend={name: value})
+        for name, value in (
+            ("mode", "best"),
+            ("mode", "selective"),
+            ("mode", "full_reuse"),
+            ("selector", "best"),
+            ("ratio", -0.1),
+            ("ratio", 1.1),
+            ("ratio", True),
+            ("ratio", "0.5"),
+            ("min_tokens", -1),
+            ("min_tokens", True),
+            ("order", "best"),
+            ("order", None),
+            ("ordre", "any"),
+        )
+    ),
+    BadRequest(name="blend a ratio of NaN", body=_chat_json('"documents": ["a"], "blend": {"ratio": NaN}'), param=None),
+    _case("blend a word", "blend", documents=["a"], blend="auto"),
     _case("timeout a list", "timeout_s", timeout_s=[60]),
     BadRequest(name="timeout NaN", body=_chat_json('"timeout_s": NaN'), param=None),
     BadRequest(name="timeout Infinity", body=_chat_json('"timeout_s": Infinity'), param=None),

@@ -44,11 +44,12 @@ LEVELS = {
         "distributed",
     ),
     "replicas": (
-        "forest truncation",
+        "documents forest truncation",
         "config request",
         "text",
         "sequence",
         "connector",
+        "fuse",
         "model sessions",
         "schedule",
         "engine",

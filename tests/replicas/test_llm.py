@@ -324,7 +324,8 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match=re.escape(f"messages{field}: a conversation is a list of messages")):
             llm.chat(messages)  # type: ignore[call-overload]
     bad: list[tuple[dict[str, object], str]] = [
-        *(({**said, "content": content}, "content") for content in (5, [5], [{"type": "image_url"}])),
+        *(({**said, "content": content}, r"content\[0\]") for content in ([5], [{"type": "image_url"}])),
+        ({**said, "content": 5}, "content"),
         *(({**said, "role": role}, "role") for role in (5, None, "narrator", ["user"])),
         ({"content": "a"}, "role"),
         ({"role": "user"}, "content"),
@@ -341,8 +342,12 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     for stop in (5, {"a"}, ["a", 5]):
         with pytest.raises(InvalidRequest, match="stop: must be a string or a list of strings"):
             SamplingParams(stop=stop)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="documents"):
-        llm.chat([{"role": "user", "content": "a"}], documents=["d"])
+    with pytest.raises(InvalidRequest, match=r"documents\[1\]"):
+        llm.chat([{"role": "user", "content": "a"}], documents=["d", ""])
+    with pytest.raises(InvalidRequest, match=r"blend\.mode"):
+        llm.chat([{"role": "user", "content": "a"}], documents=["d"], blend={"mode": "selective"})
+    with pytest.raises(InvalidRequest, match=r"prompt\[0\]"):
+        llm.generate({"prompt": [{"type": "image", "text": "a"}]})
     assert llm.stats["pages"]["in_use"] == 0
     assert llm.stats["requests"] == {"running": 0, "waiting": 0, "suspended_total": 0}
 
@@ -380,3 +385,37 @@ def test_a_truncation_that_breaks_a_rule_is_refused(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a"}], truncation={"strategy": "reuse_kv"})
     with pytest.raises(ConfigError, match=r"engine\.truncation\.keep_first"):
         LLM("mneme-tiny", config={"max_context": 64, "truncation": {"keep_first": 33}})
+
+
+def test_documents_are_found_in_another_order_and_change_nothing_else(llm: LLM) -> None:
+    documents = [f"Fact {i}: the {color} house has {i + 2} doors." for i, color in enumerate(("red", "blue", "green"))]
+    messages = [{"role": "user", "content": "How many doors has the blue house?"}]
+    first = llm.chat(messages, GREEDY, documents=documents)
+    second = llm.chat(messages, GREEDY, documents=documents[::-1], blend={"order": "any"})
+    assert second.outputs == first.outputs
+    assert second.prompt_token_ids == first.prompt_token_ids
+    assert second.prompt == first.prompt
+    assert second.metrics.blend is not None
+    assert second.metrics.blend.order == (2, 1, 0)
+    assert all(each.exact == each.tokens for each in second.metrics.blend.documents)
+    other = llm.chat(messages, GREEDY, documents=documents[::-1]).metrics.blend
+    assert other is not None
+    assert not all(each.exact == each.tokens for each in other.documents)
+
+
+def test_a_conversation_about_documents_goes_on(llm: LLM) -> None:
+    content = [{"type": "document", "text": "The house is red."}, {"type": "text", "text": "Hm?"}]
+    said: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    first = llm.chat(said, GREEDY, session_id="with documents")
+    said += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And then?"}]
+    second = llm.chat(said, GREEDY, session_id="with documents")
+    num_known = len(first.prompt_token_ids) + len(first.outputs[0].token_ids)
+    assert second.metrics.cached_tokens >= num_known - 1
+
+
+def test_a_text_may_begin_with_documents(llm: LLM) -> None:
+    parts = [{"type": "document", "text": "A fox."}, {"type": "text", "text": "Who?"}]
+    (output,) = llm.generate({"prompt": parts}, GREEDY)
+    encode = llm.tokenizer.encode_continuation
+    assert output.prompt_token_ids == (*llm.tokenizer.encode(""), *encode("A fox."), *encode("Who?"))
+    assert output.prompt == "A fox.Who?"

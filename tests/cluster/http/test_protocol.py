@@ -23,6 +23,7 @@ from mneme.cluster.http.protocol import (
 )
 from mneme.cluster.tenancy import PUBLIC, authenticate, kv_salt, session_key, tenants
 from mneme.errors import InvalidRequest, MnemeError, Unauthorized
+from mneme.replicas.text.parts import StandIns
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -47,7 +48,7 @@ def read_whole(body: ChatRequest | CompletionRequest) -> None:
     if isinstance(body, CompletionRequest):
         body.prompts()
     else:
-        conversation(body.messages)
+        conversation(body.messages, StandIns(body.documents_beside))
         template_variables(body.chat_template_kwargs)
 
 
@@ -127,7 +128,7 @@ def test_errors_do_not_repeat_collections() -> None:
 def test_an_assistant_may_have_said_nothing() -> None:
     messages = [*BASE["messages"], {"role": "assistant"}, {"role": "user", "content": "a", "name": "Bo"}]
     body = validate(TokenizeRequest, {"messages": messages})
-    assert conversation(body.messages or [])[1:] == [
+    assert conversation(body.messages or [], StandIns())[1:] == [
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "a", "name": "Bo"},
     ]

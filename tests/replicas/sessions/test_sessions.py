@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
+from mneme.replicas.documents import DocumentSpan
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sessions.sessions import MAX_QUEUED_PER_SESSION, Sessions
-from mneme.replicas.sessions.token_log import FinishedTurn, Said
+from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 
 
 class Clock:
@@ -397,3 +399,65 @@ def test_a_session_in_which_nothing_was_said_yet_can_be_forked_later() -> None:
     end(sessions, request, ids, [1000], "c")
     sessions.fork(("", "s"), ("", "f"), None)
     assert len(sessions) == 2
+
+
+def with_documents(name: str, parts: list[str], **more: Any) -> GenerationRequest:
+    """A turn of these parts, of which every second is a document; ids of documents are their characters' and 500."""
+    ids: list[int] = []
+    spans, num_chars = [], 0
+    for index, part in enumerate(parts):
+        start = len(ids)
+        ids += [500 * (index % 2) + ord(character) for character in part]
+        if index % 2:
+            spans.append(DocumentSpan(start, len(ids), part, num_chars, num_chars + len(part)))
+        num_chars += len(part)
+    request = turn(name, "s", "".join(parts), **more)
+    return replace(request, prompt_token_ids=tuple(ids), documents=tuple(spans))
+
+
+def test_a_turn_finds_its_history_with_documents_and_keeps_the_tokens_of_new_ones() -> None:
+    sessions, _ = make()
+    first = with_documents("1", ["ab", "DOC", "c"])
+    prompt = sessions.begin(first)
+    assert prompt is not None
+    assert prompt.documents == first.documents
+    end(sessions, first, prompt.ids, [1000], "xyz")
+    second = with_documents("2", ["ab", "DOC", "cxyzq", "NEW", "r"])
+    prompt = sessions.begin(second)
+    assert prompt is not None
+    new = encode("q") + [500 + token_id for token_id in encode("NEW")]
+    assert prompt.ids == [*first.prompt_token_ids, 1000, *new, *encode("r")]
+    (span,) = prompt.documents
+    assert (span.start, span.end, span.name) == (8, 11, "NEW")
+
+
+def test_a_document_that_a_mark_lies_in_is_not_cut() -> None:
+    sessions, _ = make()
+    answer(sessions, turn("1", "s", "ab"), [1000], "cd")
+    request = with_documents("2", ["a", "bcdef", "g"])
+    prompt = sessions.begin(request)
+    assert prompt is not None
+    assert (tuple(prompt.ids), prompt.documents) == (request.prompt_token_ids, request.documents)
+
+
+def test_appended_documents_keep_their_tokens() -> None:
+    sessions, _ = make(end_token_ids=[1000])
+    answer(sessions, turn("1", "s", "ab"), [7, 1000], "c")
+    request = replace(with_documents("2", [";\nq", "NEW", "r"]), append=True, num_closing_chars=2)
+    prompt = sessions.begin(request)
+    assert prompt is not None
+    assert prompt.ids == [97, 98, 7, 1000, *encode(";\nq"), *(500 + i for i in encode("NEW")), ord("r")]
+    assert [(span.start, span.end) for span in prompt.documents] == [(7, 10)]
+
+
+def test_documents_of_a_turn_behind_a_truncation_stand_in_what_it_sees() -> None:
+    sessions, _ = make()
+    first = turn("1", "s", "abcdef")
+    ids = begin(sessions, first)
+    assert ids is not None
+    seen = Seen(array("i", [101, 102, 1000]), None)
+    sessions.end(first, FinishedTurn([*ids, 1000], len(ids), 0, Said("x", 1), seen))
+    prompt = sessions.begin(with_documents("2", ["abcdefxq", "NEW", "r"]))
+    assert prompt is not None
+    assert prompt.context == [101, 102, 1000, ord("q"), *(500 + i for i in encode("NEW")), ord("r")]
+    assert [(span.start, span.end) for span in prompt.documents] == [(4, 7)]

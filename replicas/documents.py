@@ -1,0 +1,141 @@
+"""Documents of a prompt: texts that are tokenized on their own, so that their tokens are the same in every prompt.
+
+Plain values, safe to send between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from mneme.errors import InvalidRequest
+
+MAX_DOCUMENTS = 1024  # of one request
+MIN_TOKENS_LIMIT = 2**31 - 1
+
+Mode = Literal["auto", "off", "selective", "full_reuse"]
+Selector = Literal["hkvd", "query", "query+first-k", "first-k", "random", "none", "all"]
+Order = Literal["given", "any"]
+
+_NOT_BUILT = 'this version computes documents, or finds them as an exact prefix: "auto" or "off"'
+_RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendOptions:
+    """What a request says about the KV of its documents.
+
+    mode        "auto" and "off": every token's KV is exact
+    selector    which tokens would be recomputed; None: the engine chooses
+    ratio       their share, from 0 to 1; None: the engine chooses
+    min_tokens  shorter documents would be computed as any text
+    order       "any": documents of one message may change places, so that more of them are found as an exact prefix
+
+    Raises `InvalidRequest` with the field, the value and the rule; also for modes that reuse KV behind other text.
+    """
+
+    mode: Mode = "auto"
+    selector: Selector | None = None
+    ratio: float | None = None
+    min_tokens: int = 64
+    order: Order = "given"
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mode", Mode), ("order", Order), ("selector", Selector)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and not (name == "selector" and value is None):
+                raise InvalidRequest(f"blend.{name}", value, f"must be one of {', '.join(get_args(kind))}")
+        is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if self.ratio is not None and not (is_number and 0 <= self.ratio <= 1):  # NaN fails every comparison
+            raise InvalidRequest("blend.ratio", self.ratio, "must be a number from 0 to 1")
+        if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= MIN_TOKENS_LIMIT:
+            raise InvalidRequest(
+                "blend.min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}"
+            )
+        if self.mode not in ("auto", "off"):
+            raise InvalidRequest("blend.mode", self.mode, _NOT_BUILT)
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> BlendOptions:
+        """Make the options of a mapping of them; raises `InvalidRequest` for names that are none, too."""
+        if not isinstance(given, Mapping):
+            raise InvalidRequest("blend", given, "must be a mapping of options")
+        for name in given:
+            if name not in BlendOptions.__dataclass_fields__:
+                raise InvalidRequest(f"blend.{name}", given[name], "is not an option of blending")
+        return BlendOptions(**given)
+
+
+class Document(NamedTuple):
+    """A text that is tokenized on its own."""
+
+    text: str  # its title is its first line
+    name: str  # what usage and explanations call it
+    group: int = 0  # documents of one group may change places
+
+    @staticmethod
+    def of(given: object, where: str, *, index: int, group: int = 0) -> Document:
+        """Make a document of a text or a mapping; raises `InvalidRequest` that names it by `where`.
+
+        index  in its request: the name of one that has no id
+        """
+        fields = {"text": given} if isinstance(given, str) else given
+        if not isinstance(fields, Mapping):
+            raise InvalidRequest(where, given, _RULE)
+        text, title, name = (fields.get(key) for key in ("text", "title", "id"))
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{where}.text" if fields is given else where, text, _RULE)
+        for key, value in (("title", title), ("id", name)):
+            if not isinstance(value, str | None):
+                raise InvalidRequest(f"{where}.{key}", value, "must be a string")
+        if index >= MAX_DOCUMENTS:
+            raise InvalidRequest("documents", index + 1, f"a request has at most {MAX_DOCUMENTS} documents")
+        return Document(f"{title}\n{text}" if title else text, name or f"document-{index}", group)
+
+
+class DocumentSpan(NamedTuple):
+    """Where a document stands in a prompt: tokens [start, end), characters [char_start, char_end)."""
+
+    start: int
+    end: int
+    name: str
+    char_start: int
+    char_end: int
+    group: int = 0
+
+
+class DocumentUsage(NamedTuple):
+    """What one document of a prompt cost."""
+
+    id: str
+    start: int
+    tokens: int
+    exact: int  # of them, those whose KV was found: as a part of an exact prefix
+
+
+class BlendUsage(NamedTuple):
+    """How the documents of a prompt were used."""
+
+    mode: Literal["off"]
+    why: str
+    order: tuple[int, ...]  # of the documents as they were given, as they stand in the prompt
+    documents: tuple[DocumentUsage, ...]  # as they stand; without those of a session's earlier turns
+
+    def as_json(self) -> dict[str, Any]:
+        """What `usage.kv_details.blend` says."""
+        return {"mode": self.mode, "why": self.why, "documents": [each._asdict() for each in self.documents]}
+
+
+def check_spans(spans: Sequence[DocumentSpan], num_ids: int) -> None:
+    """Raise `InvalidRequest` unless the spans lie in the prompt, in order, apart, none empty."""
+    end = 0
+    for span in spans:
+        if not end <= span.start < span.end <= num_ids:
+            raise InvalidRequest("documents", span.name, f"[{span.start}, {span.end}) must be behind {end}")
+        end = span.end
+
+
+def shifted(spans: Sequence[DocumentSpan], by: int) -> tuple[DocumentSpan, ...]:
+    """Return the spans `by` tokens further behind."""
+    return tuple(span._replace(start=span.start + by, end=span.end + by) for span in spans)
