@@ -62,7 +62,7 @@ test-torch: $(DEV_READY)
 	MNEME_NATIVE=0 $(PYTEST) -m "not slow and not gpu" $(TORCH_TESTS) $(PYTEST_ARGS)
 
 kernels-compile: $(DEV_READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton_compile
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.triton_compile
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

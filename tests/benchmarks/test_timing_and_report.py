@@ -11,8 +11,8 @@ from attention.machine import Ceilings, measure_ceilings
 from attention.timing import Arm, Timings, interleaved
 from harness import at_least, at_most, closing_checks, geometric_mean, rounded
 
+from tests.replicas.model.played_cuda import play_cuda
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
-from tests.replicas.played_cuda import play_cuda
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mneme.kernels.linear import PackedLinear, PlainLinear, make_linear
-from tests.kernels.native_variants import VARIANTS, use_variant
+from tests.kernels.native.native_variants import VARIANTS, use_variant
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Rows, inputs, outputs: one and many tiles of rows, panels that are full and cut, inputs that are odd.

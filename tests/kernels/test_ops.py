@@ -12,7 +12,7 @@ from torch import Tensor
 from mneme.kernels import ops
 from mneme.kernels.native import ops as native_ops
 from mneme.kernels.torch import ops as torch_ops
-from tests.kernels.native_variants import VARIANTS, use_variant
+from tests.kernels.native.native_variants import VARIANTS, use_variant
 
 DTYPES = (torch.float32, torch.bfloat16)
 EPS = 1e-5

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -131,13 +132,25 @@ def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
             assert LEVEL[room_of(parts)] < LEVEL[own], name
 
 
-def test_a_room_says_what_it_is() -> None:
-    rooms = {path.parent for path in python_files(*FOLDERS) if path.parent.name not in FOLDERS}
-    for room in rooms:
-        body = ast.parse((room / "__init__.py").read_text()).body
-        assert len(body) == 1, f"{room}: its __init__.py is a docstring"
-        assert isinstance(body[0], ast.Expr), room
-        assert "Public: " in ast.unparse(body[0]), room
+@pytest.mark.parametrize(
+    "room", sorted({path.parent for path in python_files(*FOLDERS)} - {ROOT / f for f in FOLDERS}), ids=ids
+)
+def test_a_room_says_what_is_public_and_has_it(room: Path) -> None:
+    text = (room / "__init__.py").read_text()
+    assert ast.get_docstring(ast.parse(text)) == ast.literal_eval(text.strip()).strip(), "an __init__.py is a docstring"
+    (listed,) = re.findall(r"Public: (.+?)\.(?:\s|$)", text, re.DOTALL)
+    names = re.findall(r"`([\w.]+)`", listed)
+    assert names
+    for name in names:
+        module, _, defined = name.partition(".")
+        tree = ast.parse((room / f"{module}.py").read_text())
+        assert not defined or defined in {getattr(node, "name", None) for node in tree.body}, name
+
+
+def test_a_folder_has_at_most_fourteen_files() -> None:
+    """`benchmarks/` has a command for each file."""
+    counts = Counter(path.parent for path in python_files(*FOLDERS, "src/mneme", "tests") if not path.is_symlink())
+    assert {str(folder): count for folder, count in counts.items() if count > 14} == {}
 
 
 @pytest.mark.parametrize("path", [*python_files(*FOLDERS), *python_files("src/mneme")], ids=ids)

@@ -122,12 +122,15 @@ def test_pages_out_of_range_harm_nobody() -> None:
     tier.close()
 
 
-def test_a_load_of_nothing_is_there() -> None:
-    tier = HostMemory(make_pool(), 4)
+def test_a_load_of_nothing_is_there_and_changes_nothing() -> None:
+    pool = make_pool(12)
+    tier = HostMemory(pool, 4)
+    before = [pool.page(page).clone() for page in range(12)]
     none = np.array([], np.int64)
     tier.save(none, none)
     tier.before_reuse(none)
     wait_all(tier.load(none, none))
+    assert all(torch.equal(pool.page(page), kept) for page, kept in enumerate(before))
     tier.close()
 
 

@@ -23,9 +23,9 @@ from mneme.cachetier.distributed.store import RayChunkStore
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.engine.engine import Engine
 from tests.e2e.nodes.cache_cluster import CALL_LIMIT_S
+from tests.replicas.cache_faults.kill_engine import load
 from tests.replicas.chunk_stores import CHUNK_TOKENS, SlowRows, fingerprint_of, make_cached_engine
 from tests.replicas.faulty_tier import NUM_NEW, check_engine, run_bounded
-from tests.replicas.kill_engine import load
 from tests.replicas.tiered_engine import answers, submit, usages
 
 ROW_S = 0.05  # that a row is said to take: lookups have 0.5 s then, loads 10 s, and are always worth it

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mneme.kernels.attention import PageRef, PageTable, QueryRows, RopeTable, build_plan
 from mneme.kernels.native import library as native_library
 from tests.kernels.cases import Scene, assert_close, make_scene, needs_native, scenes
-from tests.kernels.native_variants import VARIANTS, use_variant
+from tests.kernels.native.native_variants import VARIANTS, use_variant
 
 pytestmark = needs_native
 

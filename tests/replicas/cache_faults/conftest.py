@@ -8,7 +8,7 @@ import pytest
 
 from mneme.cachetier.node import folder
 from mneme.replicas.model.decoder import Decoder
-from tests.replicas.saved_turn import NextTurn, Saved, save_turn
+from tests.replicas.cache_faults.saved_turn import NextTurn, Saved, save_turn
 from tests.replicas.tiered_engine import load_decoder
 
 NUM_FOLDERS = 4  # or most of the time would go into making, listing and removing 256 of them

@@ -18,8 +18,8 @@ from mneme.cachetier.chunk.header import Chunk, Placement, checksum, encode_head
 from mneme.cachetier.node.folder import name_of
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunk.test_chunk_file import BIG, FIELDS, with_field
+from tests.replicas.cache_faults.saved_turn import FILES, NextTurn, chunk_in
 from tests.replicas.chunk_stores import fingerprint_of
-from tests.replicas.saved_turn import FILES, NextTurn, chunk_in
 
 
 @pytest.mark.parametrize("field", FIELDS)

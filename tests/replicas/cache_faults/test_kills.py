@@ -14,10 +14,10 @@ from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import chunk_files, folder_bytes
+from tests.replicas.cache_faults.kill_engine import CAPACITY_BYTES, NUM_HISTORIES, config_in, load, prompt
 from tests.replicas.checkpoints import write_checkpoint
 from tests.replicas.chunk_stores import make_cached_engine
 from tests.replicas.faulty_tier import check_rest, counters_of, faults_in, nothing_left_open, run_bounded
-from tests.replicas.kill_engine import CAPACITY_BYTES, NUM_HISTORIES, config_in, load, prompt
 from tests.replicas.tiered_engine import answers, full_prefill, submit, usages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,14 @@ class Kills:
 
     def kill(self, seed: int) -> None:
         """Let an engine serve for a while."""
-        command = [sys.executable, "-m", "tests.replicas.kill_engine", str(self.model), str(self.folder), str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.replicas.cache_faults.kill_engine",
+            str(self.model),
+            str(self.folder),
+            str(seed),
+        ]
         # 256 folders here: the other process does not know of fewer
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])}
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:

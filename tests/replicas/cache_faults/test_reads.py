@@ -18,9 +18,9 @@ from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.nodes import Clock, RefusingMemory
+from tests.replicas.cache_faults.saved_turn import NextTurn, Saved
 from tests.replicas.chunk_stores import SlowRows
 from tests.replicas.faulty_tier import NUM_NEW, WAIT_S, HookedFiles, ask, check_folder, config_of, faults_in
-from tests.replicas.saved_turn import NextTurn, Saved
 from tests.replicas.tiered_engine import draw, full_prefill
 
 PAGE = 4096

@@ -13,6 +13,7 @@ from mneme.cachetier.node.sources import ProcessChunkStore
 from mneme.errors import ConfigError
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunks import FailingFiles, chunk_files, failing_at
+from tests.replicas.cache_faults.saved_turn import NextTurn
 from tests.replicas.chunk_stores import make_cached_engine
 from tests.replicas.connector.test_chunk_cache import wait_for_store
 from tests.replicas.faulty_tier import (
@@ -28,7 +29,6 @@ from tests.replicas.faulty_tier import (
     nothing_left_open,
     run_bounded,
 )
-from tests.replicas.saved_turn import NextTurn
 from tests.replicas.tiered_engine import answers, draw, full_prefill, submit
 
 WRITES = ("create", "write", "rename", "unlink")

@@ -20,9 +20,9 @@ from mneme.replicas.forest.pages import Path
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
 from tests.replicas.fake_runner import FakeRunner, continuation
 from tests.replicas.losses import lose
-from tests.replicas.played_chunks import PlayedCache, make_played_engine
 
 NUM_STEPS = 40  # in which requests arrive
 TRUNCATIONS = [None, None, None, Truncation(), Truncation(strategy="recompute")]

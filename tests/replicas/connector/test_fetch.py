@@ -17,7 +17,7 @@ from mneme.replicas.forest.moves import Graft, GraftPiece
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of
 from tests.cachetier.cost_cases import PlayedClock
 from tests.replicas.chunk_stores import FakeStore, SlowRows
-from tests.replicas.played_chunks import PlayedWorkers
+from tests.replicas.connector.played_chunks import PlayedWorkers
 
 IDS = list(range(3 * CHUNK_TOKENS))
 NUM_LAYERS = FINGERPRINT.layout.num_layers

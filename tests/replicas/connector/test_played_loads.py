@@ -15,8 +15,8 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams, TokenEvent
 from mneme.replicas.truncation import Truncation
 from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.connector.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
 from tests.replicas.fake_runner import FakeRunner, continuation
-from tests.replicas.played_chunks import CHUNK_TOKENS, PlayedCache, make_played_engine
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
 IDS = [(7 * i + i // 5) % 5 for i in range(60)]

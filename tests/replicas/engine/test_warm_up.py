@@ -27,8 +27,8 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.engine.test_engine_loop import subscribe, until_finished
+from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
-from tests.replicas.played_device import PlayedDevice
 from tests.replicas.schedule.test_engine_policy import run
 
 CONFIG = EngineConfig(page_size=16, max_batch_tokens=64, max_running=8)
@@ -178,7 +178,7 @@ def test_the_variants_that_are_compiled_are_those_that_traffic_launches(model: s
     write_checkpoint(model, tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.replicas.played_triton", str(tmp_path), dtype],
+        [sys.executable, "-m", "tests.replicas.engine.played_triton", str(tmp_path), dtype],
         cwd=Path(__file__).resolve().parents[3], env=environment, capture_output=True, text=True, timeout=280,
         check=False,
     )  # fmt: skip

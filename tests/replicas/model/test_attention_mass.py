@@ -13,7 +13,7 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.truncation import Truncation
 from tests.replicas.checkpoints import write_checkpoint
-from tests.replicas.dense_session import DenseSession
+from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.schedule.test_truncating_model import (
     REUSE,
     check_turn,

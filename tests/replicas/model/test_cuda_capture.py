@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mneme.replicas.model.graphs import CudaCapture
-from tests.replicas.played_cuda import PlayedCuda, play_cuda
+from tests.replicas.model.played_cuda import PlayedCuda, play_cuda
 
 
 @pytest.fixture

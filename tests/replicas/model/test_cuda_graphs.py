@@ -27,7 +27,7 @@ from mneme.replicas.model.runner import Runner
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, fingerprint_of
-from tests.replicas.played_device import PlayedDevice
+from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.tiered_engine import run
 
 TOLERANCE = 2e-4  # of float32 logits, as against `transformers`

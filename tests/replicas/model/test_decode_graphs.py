@@ -12,8 +12,8 @@ import torch
 
 from mneme.replicas.model.decoder import StepInputs
 from mneme.replicas.model.graphs import MAX_BUCKET, DecodeGraphs, Graph, bucket_of
+from tests.replicas.model.played_device import PlayedDevice
 from tests.replicas.model.test_cuda_capture import out_of_shared_memory
-from tests.replicas.played_device import PlayedDevice
 
 
 def make_graphs(device: PlayedDevice, **options: Any) -> DecodeGraphs:

@@ -18,7 +18,7 @@ from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParam
 from mneme.replicas.truncation import Truncation
 from tests.replicas.asked import answer
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
-from tests.replicas.dense_session import DenseSession
+from tests.replicas.model.dense_session import DenseSession
 from tests.replicas.model.test_parity import teacher_forced
 
 WINDOW = 48

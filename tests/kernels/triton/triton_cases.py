@@ -15,7 +15,7 @@ from mneme.kernels.triton.configs import HEAD_DIMS, Config, Phase, candidates, c
 from mneme.kernels.triton.kv import write_constants, write_kv_kernel
 from mneme.kernels.triton.ops import add_rms_norm_kernel, gated_kernel, num_warps_of, rms_norm_kernel, rows_per_tile
 from mneme.kernels.triton.sampling import best_kernel, draw_kernel, gather_kernel, weigh_kernel
-from tests.kernels.triton_compile import ARCHITECTURES, Case
+from tests.kernels.triton.triton_compile import ARCHITECTURES, Case
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}

@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.triton_compile import Case, Report, faults_of, product_loops
+from tests.kernels.triton.triton_compile import Case, Report, faults_of, product_loops
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_sample_compiles_within_its_bounds() -> None:
     """In a process of its own: kernels of this one may be interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_compile", "--sample"],
+        [sys.executable, "-m", "tests.kernels.triton.triton_compile", "--sample"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

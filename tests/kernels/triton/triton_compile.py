@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not here, and reads what the assembler made of them.
 
 `triton_cases.CASES` has every kernel; `compile_case` gives its `Report`, and `faults_of` says in words what breaks a
-bound. `python -m tests.kernels.triton_compile` compiles all cases for all architectures and prints one line per report
-(`make kernels-compile`).
+bound. `python -m tests.kernels.triton.triton_compile` (`make kernels-compile`) compiles all cases for all
+architectures and prints one line per report.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def product_loops(sass: list[str]) -> Iterator[list[str]]:
 
 def main() -> int:
     """Compile what was asked for, one line each; 1 if any kernel has a fault."""
-    from tests.kernels.triton_cases import CASES
+    from tests.kernels.triton.triton_cases import CASES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", action="store_true", help="only the cases that `make test` compiles")
