@@ -40,11 +40,12 @@ from mneme.errors import (
 )
 from mneme.replicas.engine import commands
 from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.text.parts import Part
 
 _MAX_LISTED_CHUNKS = 10_000
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.25
 _WARM_TIMEOUT_S = 600.0
-_PROMPTS = ("prompt", "prompt_token_ids", "token_ids", "messages")
+_PROMPTS = ("prompt", "prompt_token_ids", "token_ids", "messages", "document")
 
 _PIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -59,13 +60,17 @@ PinId = Annotated[str, AfterValidator(_check_pin_id), Field(json_schema_extra={"
 
 
 class PromptSelector(Body):
-    """One of `prompt`, `prompt_token_ids` (also called `token_ids`) and `messages` says which tokens."""
+    """One of `prompt`, `prompt_token_ids` (also called `token_ids`), `messages` and `document` says which tokens.
+
+    `document` means what a text prompt begins with that begins with this document.
+    """
 
     model: str | None = None
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
     token_ids: TokenIds | None = None
     messages: Messages | None = None
+    document: Text | TokenIds | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
@@ -100,7 +105,6 @@ class UnpinRequest(SequenceSelector):
 
 
 class DropRequest(SequenceSelector):
-    document: Text | TokenIds | None = None  # as it was given with requests
     tenant: Literal[True] | None = None  # all of the API key's
 
 
@@ -173,17 +177,12 @@ def _device_pin(described: dict[str, Any], replicas: Sequence[str]) -> dict[str,
 
 async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, Any]:
     """Forget KV; what runs or is pinned on a device stays there until it is let go."""
-    field = _one_given(body, "session_id", "document", "tenant")
+    field = _one_given(body, "session_id", "tenant")
     salt = kv_salt(request.state.tenant, None if field == "tenant" else body.cache_salt)
     if field == "tenant":
         of_engines, of_tier = commands.delete_tenant_pages(salt), commands.delete_tenant_kv(salt)
-    elif body.document is not None:  # it is encoded on its own, behind the model's BOS alone
-        ids = await _token_ids(api, field, body.document, api.model(body.model), special=False)
-        bos = api.tokenizer.bos_token_id
-        of_engines = commands.settle_saves()
-        of_tier = commands.delete_kv(salt, ids, sink_ids=() if bos is None else (bos,))
     else:
-        chosen = await _select(api, request, body, visible=False, others=("document", "tenant"))
+        chosen = await _select(api, request, body, visible=False, others=("tenant",))
         of_engines = commands.delete_sequence_pages(salt, chosen.token_ids, chosen.session)
         of_tier = commands.delete_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
     engines = await api.client.query(of_engines)
@@ -323,6 +322,9 @@ async def _select(
 async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:
     """The tokens of a prompt, given ids, or what all conversations begin with that begin with these messages."""
     model, salt = api.model(body.model), kv_salt(request.state.tenant, body.cache_salt)
+    if body.document is not None:
+        ids = await _token_ids(api, field, body.document, model, special=False, goes_on=True)
+        return Selection(field, salt, _bounded(field, (*api.tokenizer.sink_ids, *ids), model))
     if body.messages is None:
         ids = await _token_ids(api, field, getattr(body, field), model, special=body.add_special_tokens)
         return Selection(field, salt, ids)
@@ -333,13 +335,14 @@ async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, 
 
 
 async def _token_ids(
-    api: ApiState, field: str, given: str | list[int], model: ServedModel, *, special: bool
+    api: ApiState, field: str, given: str | list[int], model: ServedModel, *, special: bool, goes_on: bool = False
 ) -> tuple[int, ...]:
-    """Ids of a text, or ids that were given."""
+    """Ids of a text, perhaps one that `goes_on` behind another, or ids that were given."""
 
     def take() -> Prompt:
         if isinstance(given, str):
-            return api.encode(field, given, model, add_special_tokens=special)
+            parts = [Part(""), Part(given)] if goes_on else given
+            return api.encode(field, parts, model, add_special_tokens=special)
         return api.take_ids(field, given, model)
 
     return _bounded(field, (await api.off_loop(len(given), take)).token_ids, model)

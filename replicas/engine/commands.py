@@ -29,7 +29,7 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import Lineage, document_lineage, prefix_lineage, tenant_id, tenant_of
+from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id, tenant_of
 from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
@@ -58,9 +58,9 @@ class KvTier:
     tenant_bytes: int | None = None  # each tenant's quota in each tier of a node
     settle_saves: Callable[[float], bool] = lambda _timeout_s: True
 
-    def chain(self, salt: str, ids: Sequence[int], lineage: Lineage | None = None) -> ChainQuery:
-        """The chunks of these tokens under a tenant's salt, as a prompt begins unless another lineage is given."""
-        lineage = lineage or prefix_lineage(self.fingerprint, salt)
+    def chain(self, salt: str, ids: Sequence[int]) -> ChainQuery:
+        """The chunks of these tokens under a tenant's salt, as a prompt begins."""
+        lineage = prefix_lineage(self.fingerprint, salt)
         return ChainQuery.of(lineage, self.fingerprint.digest, ids, self.fingerprint.layout.chunk_tokens)
 
 
@@ -284,17 +284,12 @@ def delete_kv(
     token_ids: tuple[int, ...],
     *,
     spares_longer: bool = False,
-    sink_ids: tuple[int, ...] | None = None,
 ) -> Any:
-    """Delete the tier's chunks of a sequence, with all that begins with it unless `spares_longer`.
-
-    sink_ids  the tokens are a document's, encoded behind these
-    """
+    """Delete the tier's chunks of a sequence, with all that begins with it unless `spares_longer`."""
     tier = asked.kv_tier
     if tier is None:
         return None
-    lineage = None if sink_ids is None else document_lineage(tier.fingerprint, salt, sink_ids)
-    return _shown_amount(tier.admin.delete(tier.chain(salt, token_ids, lineage), spares_longer=spares_longer))
+    return _shown_amount(tier.admin.delete(tier.chain(salt, token_ids), spares_longer=spares_longer))
 
 
 @KvCommand

@@ -104,6 +104,11 @@ class Tokenizer:
         ids = self.encode_rendered(self.token_text(marker) + text)
         return ids[1:] if ids[:1] == [marker] else self.encode_rendered(text)
 
+    @property
+    def sink_ids(self) -> list[int]:
+        """What every text prompt begins with: the model's BOS, or nothing."""
+        return self.encode("", add_special_tokens=True)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

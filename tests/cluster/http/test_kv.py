@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mneme.cachetier.chunk.keys import document_lineage, tenant_id
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session
-from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
-PUBLIC = ""
 IDS = list(range(5, 37))  # four chunks
-BOS = TOKENIZER.bos_token_id
 
 
 @pytest.fixture
@@ -131,18 +128,21 @@ def test_a_prefix_is_deleted_with_what_begins_with_it(client: TestClient, engine
     assert (on_replicas(found), found["tier"]["tokens"]) == ([(26, 0), (0, 0)], 26)
 
 
-def test_a_document_is_deleted_and_no_prompt_with_its_tokens(client: TestClient, engines: TwoEngines) -> None:
-    ids = TOKENIZER.encode("the quick brown fox jumps", add_special_tokens=False)
-    document = document_lineage(FINGERPRINT, PUBLIC, [] if BOS is None else [BOS])
+def test_a_document_is_deleted_and_no_prompt_that_only_has_its_tokens(client: TestClient, engines: TwoEngines) -> None:
+    ids = TOKENIZER.encode_continuation("the quick brown fox jumps")
     for text_or_ids in ("the quick brown fox jumps", ids):
-        engines.save(ids, lineage=document)
-        engines.save(ids)
-        num_kept = engines.kept()
+        for saved in ([*TOKENIZER.sink_ids, *ids], ids):
+            engines.save(saved)
+            engines.compute("a", saved)
+        num_tokens = len(TOKENIZER.sink_ids) + len(ids)
+        assert on_replicas(call(client, "/lookup", document=text_or_ids)) == [(num_tokens, 0), (0, 0)]
         gone = drop(client, document=text_or_ids)
-        assert (gone["by"], gone["replicas"]) == ("document", [])
-        assert gone["tier"]["chunks"] == -(-len(ids) // CHUNK_TOKENS)
-        assert engines.kept() == num_kept - gone["tier"]["chunks"]
-        assert call(client, "/lookup", token_ids=ids)["tier"]["tokens"] == len(ids)
+        assert gone["by"] == "document"
+        assert gone["tier"]["chunks"] > 0
+        found = call(client, "/lookup", document=text_or_ids)
+        assert (on_replicas(found), found["tier"]["tokens"]) == ([(0, 0), (0, 0)], 0)
+        found = call(client, "/lookup", token_ids=ids)
+        assert (on_replicas(found), found["tier"]["tokens"]) == ([(len(ids), 0), (0, 0)], len(ids))
 
 
 def salts(key: int) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from mneme.cluster.http import kv
 from mneme.replicas.engine.commands import Query
+from mneme.replicas.text.parts import encode_parts, prompt_parts
 from tests.cluster.api_fixtures import TOKENIZER, api
 from tests.cluster.real_engines import KEYS, ONE, TWO, TwoEngines, over
 
@@ -131,3 +132,11 @@ def test_pins_are_the_key_s_own_and_so_many() -> None:
         salts = {salt for *_, salt in engines.noted}
         assert len(salts) == 4
         assert len({pin["id"] for pin in mine}) == 3
+
+
+def test_a_warm_document_is_what_a_text_that_begins_with_it_finds(client: TestClient, engines: TwoEngines) -> None:
+    document = "the quick brown fox jumps over the lazy dog. " * 3
+    made = warm(client, document=document)
+    ids, spans = encode_parts(TOKENIZER, prompt_parts("who?", [document]), add_special_tokens=True)
+    assert made["num_tokens"] == spans[0].end
+    assert engines.cached("a", ids) == spans[0].end
