@@ -32,12 +32,7 @@ def write_kv(
     `slot_position` is for all layers; `mark_written` updates it once per step. Raises ValueError for shapes that do not
     fit and for a rope that rotates more than head_dim.
     """
-    if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
-        raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
-    if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
-        raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
-    if rope is not None and rope.rotary_dim > k.shape[2]:
-        raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
+    check_rows(k, v, slots, positions, k_pages, rope)
     triton_kv = triton_module("kv") if k.is_cuda else None
     if triton_kv is not None:
         triton_kv.write_kv(k, v, slots, positions, k_pages, v_pages, rope)
@@ -50,6 +45,16 @@ def write_kv(
     index = slots.to(torch.int64)
     k_pages.view(pool).index_copy_(1, index, rotated.to(k_pages.dtype).transpose(0, 1))
     v_pages.view(pool).index_copy_(1, index, v.to(v_pages.dtype).transpose(0, 1))
+
+
+def check_rows(k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, k_pages: Tensor, rope: RopeTable | None) -> None:
+    """Raise ValueError where rows of keys and values do not fit a pool, or a rope does not fit a head."""
+    if k.shape != v.shape or k.shape[1:] != (k_pages.shape[0], k_pages.shape[3]):
+        raise ValueError(f"k, v: must fit the pool {tuple(k_pages.shape)} (got {tuple(k.shape)}, {tuple(v.shape)})")
+    if slots.shape != k.shape[:1] or positions.shape != k.shape[:1]:
+        raise ValueError(f"slots, positions: one each for {len(k)} rows (got {len(slots)}, {len(positions)})")
+    if rope is not None and rope.rotary_dim > k.shape[2]:
+        raise ValueError(f"rope: rotates {rope.rotary_dim} dimensions, head_dim is {k.shape[2]}")
 
 
 def new_slot_position(num_slots: int, device: torch.device | str = "cpu") -> Tensor:
@@ -74,3 +79,10 @@ def mark_free(slot_position: Tensor, slots: Tensor) -> None:
     """Make slots invisible to everyone; to be called before a page is handed out again."""
     with following(slot_position, slots):
         slot_position.index_fill_(0, slots.to(torch.int64), FREE_SLOT_POSITION)
+
+
+def copy_slots(source: Tensor, target: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    """Copy keys and values of slots (int [n]) to other slots of one layer's pool, as they are rotated."""
+    for pages in (k_pages, v_pages):
+        slots = pages.view(pages.shape[0], -1, pages.shape[3])
+        slots[:, target.to(torch.int64)] = slots[:, source.to(torch.int64)]

@@ -69,6 +69,35 @@ def write_kv(
 
     Raises ValueError for a slot or position out of range, before anything is written.
     """
+    _call("mneme_write_kv", k, v, slots, positions, k_pages, v_pages, rope)
+
+
+def kv_deviation(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rope: RopeTable | None,
+) -> Tensor:
+    """See `mneme.kernels.kv_deviation.kv_deviation`; takes and refuses what `write_kv` does."""
+    deviation = torch.empty(len(k), 2)
+    _call("mneme_kv_deviation", k, v, slots, positions, k_pages, v_pages, rope, deviation.data_ptr())
+    return deviation
+
+
+def _call(
+    name: str,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rope: RopeTable | None,
+    *more: int,
+) -> None:
     if not (v.is_cpu and slots.is_cpu and positions.is_cpu and k_pages.is_cpu and v_pages.is_cpu):
         raise ValueError("k, v, slots, positions, k_pages, v_pages: must be on one device")
     if rope is not None and not rope.table.is_cpu:
@@ -76,7 +105,7 @@ def write_kv(
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     slots, positions = slots.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
     num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    write = _Write(
+    rows = _Write(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         slots.data_ptr(), positions.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
         None if rope is None else rope.table.data_ptr(),
@@ -84,7 +113,7 @@ def write_kv(
         num_kv_heads, head_dim, 0 if rope is None else rope.rotary_dim // 2, DTYPE_NUMBERS[k.dtype],
         num_threads(),
     )  # fmt: skip
-    row = native_function("mneme_write_kv")(ctypes.byref(write))
+    row = native_function(name)(ctypes.byref(rows), *more)
     if row >= 0:
         raise ValueError(f"slots, positions: row {row} is out of range (got {int(slots[row])}, {int(positions[row])})")
 

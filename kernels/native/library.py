@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "mneme_attend": ((*[POINTER] * 2, COUNT, *[POINTER] * 2, COUNT, *[POINTER] * 3, NUMBER), None),
     "mneme_attend_prepare": ((POINTER,), COUNT),
     "mneme_write_kv": ((POINTER,), COUNT),
+    "mneme_kv_deviation": ((POINTER, POINTER), COUNT),
     "mneme_copy_pages": ((*[POINTER] * 4, *[COUNT] * 4, NUMBER), None),
     "mneme_copy_tokens": ((*[POINTER] * 4, *[COUNT] * 6, NUMBER), COUNT),
     "mneme_linear": ((*[POINTER] * 2, *[COUNT] * 2, POINTER, *[NUMBER] * 2), None),

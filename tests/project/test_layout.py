@@ -33,6 +33,7 @@ LEVELS = {
         "plan",
         "native reference torch triton",
         "kv_write linear ops sampling",
+        "kv_deviation",
         "attention",
     ),
     "cachetier": (
