@@ -18,7 +18,8 @@ Mode = Literal["auto", "off", "selective", "full_reuse"]
 Selector = Literal["hkvd", "query", "query+first-k", "first-k", "random", "none", "all"]
 Order = Literal["given", "any"]
 
-_NOT_BUILT = 'this version computes documents, or finds them as an exact prefix: "auto" or "off"'
+BUILT_SELECTORS: tuple[Selector, ...] = ("first-k", "random", "none", "all")
+_NOT_BUILT = f"this version has {', '.join(BUILT_SELECTORS)}"
 _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
 
 
@@ -26,13 +27,14 @@ _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?
 class BlendOptions:
     """What a request says about the KV of its documents.
 
-    mode        "auto" and "off": every token's KV is exact
-    selector    which tokens would be recomputed; None: the engine chooses
+    mode        "auto" and "off": every token's KV is exact. "selective": that of documents is reused wherever they
+                stand, but for some tokens; "full_reuse": for none. Neither has been measured on the model
+    selector    which tokens are recomputed; None: the engine chooses
     ratio       their share, from 0 to 1; None: the engine chooses
-    min_tokens  shorter documents would be computed as any text
+    min_tokens  shorter documents are computed as any text
     order       "any": documents of one message may change places, so that more of them are found as an exact prefix
 
-    Raises `InvalidRequest` with the field, the value and the rule; also for modes that reuse KV behind other text.
+    Raises `InvalidRequest` with the field, the value and the rule.
     """
 
     mode: Mode = "auto"
@@ -53,8 +55,8 @@ class BlendOptions:
             raise InvalidRequest(
                 "blend.min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}"
             )
-        if self.mode not in ("auto", "off"):
-            raise InvalidRequest("blend.mode", self.mode, _NOT_BUILT)
+        if self.selector is not None and self.selector not in BUILT_SELECTORS:
+            raise InvalidRequest("blend.selector", self.selector, _NOT_BUILT)
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> BlendOptions:
@@ -112,19 +114,28 @@ class DocumentUsage(NamedTuple):
     start: int
     tokens: int
     exact: int  # of them, those whose KV was found: as a part of an exact prefix
+    reused: int = 0  # and those whose KV was computed behind other text
 
 
 class BlendUsage(NamedTuple):
     """How the documents of a prompt were used."""
 
-    mode: Literal["off"]
+    mode: Mode  # "off": every token's KV is exact
     why: str
     order: tuple[int, ...]  # of the documents as they were given, as they stand in the prompt
     documents: tuple[DocumentUsage, ...]  # as they stand; without those of a session's earlier turns
+    selector: Selector | None = None
+    ratio: float | None = None
+    reused: int = 0  # tokens of documents whose KV was computed behind other text
+    recomputed: int = 0  # tokens of documents that the selector chose
 
     def as_json(self) -> dict[str, Any]:
         """What `usage.kv_details.blend` says."""
-        return {"mode": self.mode, "why": self.why, "documents": [each._asdict() for each in self.documents]}
+        told: dict[str, Any] = {"mode": self.mode, "why": self.why}
+        if self.selector is not None:
+            told |= {"selector": self.selector, "ratio": self.ratio, "measured": False}
+            told |= {"reused": self.reused, "recomputed": self.recomputed}
+        return told | {"documents": [each._asdict() for each in self.documents]}
 
 
 def check_spans(spans: Sequence[DocumentSpan], num_ids: int) -> None:

@@ -14,6 +14,7 @@ from mneme.replicas.documents import BlendUsage, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
+from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
 
@@ -180,6 +181,8 @@ class Sequence:
     num_unseen: int = 0  # of the prompt, when its first token is drawn
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
+    blend: Blend | None = None  # how it reuses documents, if it does
+    parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
@@ -208,6 +211,7 @@ class Sequence:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
+        self.blend = None
         if self.chain is not None:
             self.chain.restart()
         self.drop_found()  # KV of what it saw before
@@ -294,16 +298,18 @@ class Sequence:
         if not request.document_order:
             return None
         cached = [each for each in self.origins.ranges(num_seen) if each.source in _CACHED]
-        documents = (
-            DocumentUsage(
-                each.name,
-                each.start,
-                each.end - each.start,
-                sum(max(min(found.end, each.end) - max(found.start, each.start), 0) for found in cached),
-            )
-            for each in request.documents
-        )
-        why = "blend.mode is off" if request.blend.mode == "off" else "this version reuses exact prefixes only"
+        blend, documents = self.blend, []
+        for span in request.documents:
+            num_cached = sum(max(min(found.end, span.end) - max(found.start, span.start), 0) for found in cached)
+            num_reused = 0 if blend is None else blend.num_reused_in(span.start, span.end)
+            num_exact = max(num_cached - num_reused, 0)  # what was computed for it just now is reused, and not cached
+            documents.append(DocumentUsage(span.name, span.start, span.end - span.start, num_exact, num_reused))
+        if blend is not None and len(blend.reused):
+            why, order = "the request asks for it", request.document_order
+            usage = BlendUsage(blend.options.mode, why, order, tuple(documents), blend.selector, blend.ratio)
+            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen)
+        known = {"off": "blend.mode is off", "auto": "this version reuses exact prefixes only"}
+        why = known.get(request.blend.mode, "nothing was there to be reused behind other text")
         return BlendUsage("off", why, request.document_order, tuple(documents))
 
 

@@ -57,19 +57,33 @@ class PromptTokensDetails(TypedDict):
 
 
 class DocumentUsage(TypedDict):
-    """A document's place in the prompt, in tokens, and how many of them were found as a part of an exact prefix."""
+    """A document's place in the prompt, in tokens.
+
+    Of them `exact` were found as a part of an exact prefix, and for `reused` ones KV stands that was computed behind
+    other text.
+    """
 
     id: str
     start: int
     tokens: int
     exact: int
+    reused: int
 
 
 class BlendUsage(TypedDict):
-    """How the KV of the prompt's documents was used, and why so; as they stand in the prompt."""
+    """How the KV of the prompt's documents was used, and why so; as they stand in the prompt.
 
-    mode: Literal["off"]
+    Where some was reused behind other text: by which selector and ratio, whether their quality was measured on this
+    model, and document tokens that were reused and that the selector chose to recompute.
+    """
+
+    mode: Literal["off", "selective", "full_reuse"]
     why: str
+    selector: NotRequired[str]
+    ratio: NotRequired[float]
+    measured: NotRequired[bool]
+    reused: NotRequired[int]
+    recomputed: NotRequired[int]
     documents: list[DocumentUsage]
 
 

@@ -82,6 +82,8 @@ class KvConnector:
         sequence.chain = ChunkChain(self._saves.lineage(salt))
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
+        if sequence.blend is not None:  # what it reuses is asked for by itself
+            return
         resident = forest.resident(salt, context)
         num_resident = resident.device + resident.host
         if len(context) - num_resident < self.config.min_load_tokens:
@@ -108,7 +110,8 @@ class KvConnector:
         """
         lost = self.loader.end()
         is_warm_up = any(part.sequence.request.is_warm_up for part in batch)
-        if lost is None and batch and not is_warm_up:  # else it may have waited
+        is_sparse = any(any(part.shifts) for part in batch)  # its rows see less than those of a prompt
+        if lost is None and batch and not is_warm_up and not is_sparse:  # else it may have waited
             rows = [(part.num_rows, part.end - part.num_rows) for part in batch]
             self._costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
-from mneme.replicas.forest.pages import Owner
+from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence, TokenCounts
@@ -88,7 +88,7 @@ def make_sequence(
         max_tokens=max_output_tokens(request, len(prompt.context), capacity),
         arrival=arrival,
         context=prompt.context,
-        root=prompt.root if truncation is not None and truncation.strategy == "reuse_kv" else None,
+        root=_root(request, prompt),
         window=None if truncation is None else capacity,
         num_history=prompt.num_history,
         end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
@@ -99,6 +99,15 @@ def make_sequence(
     if params.presence_penalty or params.frequency_penalty:
         sequence.drawn = TokenCounts(sequence.output_ids)
     return sequence
+
+
+def _root(request: GenerationRequest, prompt: TurnPrompt) -> Root | None:
+    """Return where the turn goes on, if it may go on from KV that is approximate."""
+    truncation = request.truncation
+    if prompt.root is not None and prompt.root.is_blend:
+        is_wanted = request.blend.mode != "off"
+        return prompt.root if is_wanted and (truncation is None or truncation.strategy == "reuse_kv") else None
+    return prompt.root if truncation is not None and truncation.strategy == "reuse_kv" else None
 
 
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:

@@ -29,9 +29,10 @@ from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
-from mneme.replicas.engine.pins import Pins
+from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
@@ -91,6 +92,7 @@ class Engine:
             on_delete=partial(delete_pages, self.forest),
             journal=None if durable is None else durable.writer,
         )
+        self._can_blend = config.prefix_sharing and not runner.is_windowed
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -123,7 +125,8 @@ class Engine:
     def in_flight(self) -> dict[str, int]:
         """Every request that was taken and has not ended, by id, with its output tokens so far."""
         queued = dict.fromkeys(self.sessions.queued.request_ids, 0)
-        return queued | {request_id: s.num_output for request_id, s in self._sequence_by_id.items()}
+        started = {request_id: s.num_output for request_id, s in self._sequence_by_id.items() if s.parent is None}
+        return queued | started
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request; its events come from `step`.
@@ -200,13 +203,13 @@ class Engine:
         """End every request with "error" after a step that raised; no page is trusted any more."""
         if self.connector is not None:
             self.connector.abandon()
-        for sequence in list(self._sequence_by_id.values()):
-            self._finish(sequence, "error", message)
+        for sequence in [each for each in self._sequence_by_id.values() if each.parent is None]:
+            self._finish(sequence, "error", message)  # and what is computed for it
         self.forest.forget_all()
         self.pins.renew()
         return self.take_events()
 
-    def _start(self, request: GenerationRequest, prompt: TurnPrompt) -> None:
+    def _start(self, request: GenerationRequest, prompt: TurnPrompt, parent: Sequence | None = None) -> None:
         sequence = make_sequence(
             request,
             prompt,
@@ -216,10 +219,28 @@ class Engine:
             arrival=next(self._arrivals),
             eos_token_ids=self._eos_token_ids,
         )
+        sequence.parent = parent
+        missing: list[list[int]] = []
+        if sequence.request.documents and self._can_blend:
+            sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
+            sequence.blend = make_blend(sequence.request, sink_ids, capacity=self.capacity)
+        if sequence.blend is not None:
+            has_history = sequence.root is not None
+            missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
+            sequence.blend.num_missing = len(missing)
         if self.connector is not None:
             self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
         self.scheduler.add(sequence)
         self._sequence_by_id[request.request_id] = sequence
+        for index, ids in enumerate(missing):
+            child = GenerationRequest(
+                request_id=f"{request.request_id}/child-{index}",
+                prompt_token_ids=tuple(ids),
+                sampling=ONE_TOKEN,
+                salt=request.salt,
+                taken_s=request.taken_s,
+            )
+            self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
 
     def _schedule(self) -> list[StepRows]:
         self.limits.note_step()
@@ -291,12 +312,26 @@ class Engine:
         if request.is_warm_up:
             self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
         del self._sequence_by_id[request.request_id]
+        if sequence.parent is not None:
+            self._end_child(sequence, sequence.parent)
+            return
+        if sequence.blend is not None and sequence.blend.num_missing:
+            for child in [each for each in self._sequence_by_id.values() if each.parent is sequence]:
+                self._finish(child, "abort")
         self._outbox.report(sequence, reason, error)
         self.pins.finished(request.request_id, reason, error)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
         following = self.sessions.end(request, kept)
         abandon_roots(self.forest, before, sequence)
         self._begin_next(following)
+
+    def _end_child(self, child: Sequence, parent: Sequence) -> None:
+        """Note that what a sequence waits for has ended, perhaps in vain, and where its KV came from."""
+        if parent.blend is not None:
+            first, shift = parent.blend.place(child.ids[: child.num_prompt], parent.context)
+            for start, end, source in child.origins.ranges(child.num_prompt):
+                parent.note_origin(max(start + shift, first), end + shift, source)
+        self.scheduler.note_gathered(parent)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, seed=0)
 _OUTCOME_S = 60.0  # how long the outcome of what is not pinned can be asked for
 
 
@@ -183,7 +183,7 @@ class Pins:
 
     def _compute(self, entry: _Entry) -> None:
         request = GenerationRequest(
-            request_id=entry.request_id, prompt_token_ids=entry.ids, sampling=_ONE_TOKEN, salt=entry.salt
+            request_id=entry.request_id, prompt_token_ids=entry.ids, sampling=ONE_TOKEN, salt=entry.salt
         )
         self._engine.submit(request)
         self._entry_by_request[entry.request_id] = entry
@@ -210,7 +210,7 @@ def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int =
 
 
 def _num_kept_tokens(engine: Engine, num_tokens: int) -> int:
-    started = [*engine.scheduler.waiting, *engine.scheduler.running]
+    started = [*engine.scheduler.gathering, *engine.scheduler.waiting, *engine.scheduler.running]
     queued = _num_queued_tokens(engine.sessions, started, engine.capacity)
     return max([num_tokens, queued, *map(_num_needed_tokens, started)])
 

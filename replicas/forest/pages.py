@@ -89,7 +89,7 @@ class Kept(NamedTuple):
     def resident(self) -> Resident:
         """The tokens with KV."""
         device, host = (max(min(self.page.start + filled, self.end) - self.start, 0) for filled in self.page.filled)
-        return Resident(device, max(host - device, 0))
+        return Resident(max(device - self.hidden.bit_count(), 0), max(host - device, 0))
 
     def mask(self, page_size: int) -> int:
         """The slots of the page that are seen, and no others: somebody else may go on behind them."""

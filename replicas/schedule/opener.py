@@ -38,7 +38,12 @@ class PathOpener:
         if path is None:
             path, sequence.root = self._forest.open_path(sequence.request.salt), None
         self._forest.extend(path, sequence.context, len(sequence.context))
-        return self.shorten(sequence, path, sequence.num_history) if sequence.is_over else path
+        if sequence.is_over:
+            return self.shorten(sequence, path, sequence.num_history)
+        if sequence.blend is not None:
+            path = sequence.blend.open(path, sequence.context, self._forest)
+            sequence.root = path.root if path.root.is_own else None
+        return path
 
     def admit(self, sequence: Sequence, num_running: int, budget: StepBudget, *, num_kept: int = 0) -> bool:
         """Give the sequence a path with what is resident, if the rest of its tokens fits too, beside so many pages.
@@ -60,7 +65,7 @@ class PathOpener:
         It is tried again without them, and finally with an empty cache.
         """
         if sequence.root is not None:
-            sequence.root = None  # what it sees is computed anew
+            sequence.root = sequence.blend = None  # what it sees is computed anew
             path = self.open(sequence)
             if self._fits(path, sequence, 0, budget):
                 return path
@@ -112,7 +117,7 @@ class PathOpener:
 
         The last token of a turn has none yet, and no mass.
         """
-        is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path)
+        is_known = path.num_tokens >= num_history - 1 and self._forest.is_settled(path) and not path.root.is_blend
         if truncation.keep != "important" or self._attention_mass is None or not is_known:
             return None
         try:

@@ -51,6 +51,7 @@ class Scheduler:
         self._max_running = max_running
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of arrival
+        self.gathering: list[Sequence] = []  # neither: documents that they reuse are computed first
         self.num_suspensions = 0
         self.num_retracted = 0  # sequences that went back because their chunks did not come
         # The head that did not fit, and the steps before it is tried again; any release of pages forgets it. Only that
@@ -65,11 +66,24 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence)
+        if sequence.blend is not None and sequence.blend.num_missing:
+            self.gathering.append(sequence)
+        else:
+            self.waiting.add(sequence)
+
+    def note_gathered(self, sequence: Sequence) -> None:
+        """Note that one of the prompts that a sequence waits for has ended, if it still does."""
+        if sequence in self.gathering and sequence.blend is not None:
+            sequence.blend.num_missing -= 1
+            if not sequence.blend.num_missing:
+                self.gathering.remove(sequence)
+                self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
-        if sequence.path is None:
+        if sequence in self.gathering:
+            self.gathering.remove(sequence)
+        elif sequence.path is None:
             self._refused = None
             self.waiting.remove(sequence)
         else:
@@ -88,7 +102,9 @@ class Scheduler:
             pinned = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
         finally:
             self._forest.release(path)
-        _limit_output([*self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size)
+        _limit_output(
+            [*self.gathering, *self.waiting, *self.running], self._forest.num_unpinned * self._forest.page_size
+        )
         return pinned
 
     def unpin(self, pinned: Path) -> None:

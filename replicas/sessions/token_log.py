@@ -185,7 +185,7 @@ class TokenLog(Owner):
         return SessionState(
             version=self.version,
             ids=self.ids,
-            seen_ids=None if self.seen is None else self.seen.ids,
+            seen_ids=None if self.seen is None or self.seen.ids == self.ids else self.seen.ids,
             marks=self.marks,
             mark_key=self.mark_key,
             hits=self.hits,

@@ -238,8 +238,8 @@ _MODEL_AND_SAMPLING = [
         _case(f"blend {name} {value!r}", f"blend.{name}", documents=["a"], blend={name: value})
         for name, value in (
             ("mode", "best"),
-            ("mode", "selective"),
-            ("mode", "full_reuse"),
+            ("mode", "reuse"),
+            ("selector", "hkvd"),
             ("selector", "best"),
             ("ratio", -0.1),
             ("ratio", 1.1),

@@ -48,10 +48,9 @@ LEVELS = {
     "replicas": (
         "documents forest truncation",
         "config request",
-        "text",
+        "fuse text",
         "sequence",
         "connector",
-        "fuse",
         "model sessions",
         "schedule",
         "engine",

@@ -345,7 +345,7 @@ def test_bad_requests_leave_nothing_behind(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"documents\[1\]"):
         llm.chat([{"role": "user", "content": "a"}], documents=["d", ""])
     with pytest.raises(InvalidRequest, match=r"blend\.mode"):
-        llm.chat([{"role": "user", "content": "a"}], documents=["d"], blend={"mode": "selective"})
+        llm.chat([{"role": "user", "content": "a"}], documents=["d"], blend={"mode": "reuse"})
     with pytest.raises(InvalidRequest, match=r"prompt\[0\]"):
         llm.generate({"prompt": [{"type": "image", "text": "a"}]})
     assert llm.stats["pages"]["in_use"] == 0
@@ -385,6 +385,24 @@ def test_a_truncation_that_breaks_a_rule_is_refused(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a"}], truncation={"strategy": "reuse_kv"})
     with pytest.raises(ConfigError, match=r"engine\.truncation\.keep_first"):
         LLM("mneme-tiny", config={"max_context": 64, "truncation": {"keep_first": 33}})
+
+
+def test_documents_are_reused_behind_other_text(llm: LLM) -> None:
+    documents = [f"Note {i}: the {color} ship has {i + 2} masts." for i, color in enumerate(("red", "blue", "green"))]
+    messages = [{"role": "user", "content": "How many masts has the blue ship?"}]
+    blend = {"mode": "full_reuse", "min_tokens": 1}
+    llm.chat(messages, GREEDY, documents=documents, blend=blend)
+    for order, selector in ((1, "none"), (-1, "random")):
+        blend = {"mode": "selective", "selector": selector, "ratio": 0.25, "min_tokens": 1}
+        told = llm.chat(messages, GREEDY, documents=documents[1:] + documents[:1][::order], blend=blend).metrics.blend
+        assert told is not None
+        assert (told.mode, told.selector) == ("selective", selector)
+        assert told.reused + told.recomputed == sum(each.tokens for each in told.documents)
+        assert (told.recomputed == 0) == (selector == "none")
+    exact = llm.chat(messages, GREEDY, documents=documents[1:] + documents[:1])
+    assert exact.metrics.blend is not None
+    assert exact.metrics.blend.reused == 0
+    assert not any(each.exact for each in exact.metrics.blend.documents)  # what is behind a blend is nobody's
 
 
 def test_documents_are_found_in_another_order_and_change_nothing_else(llm: LLM) -> None:

@@ -81,7 +81,7 @@ def test_the_same_request_without_documents_is_as_ever() -> None:
 
 
 def test_options_of_blending_reach_the_engine() -> None:
-    blend = {"mode": "off", "selector": "hkvd", "ratio": 0.5, "min_tokens": 0, "order": "any"}
+    blend = {"mode": "off", "selector": "random", "ratio": 0.5, "min_tokens": 0, "order": "any"}
     assert chat(documents=["a"], blend=blend).blend == BlendOptions(**blend)  # type: ignore[arg-type]
     assert chat(documents=["a"]).blend == BlendOptions()
     assert completion(documents=["a"], blend={"order": "any"}).blend.order == "any"

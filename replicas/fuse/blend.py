@@ -1,0 +1,137 @@
+"""Decides what of a sequence's documents is reused in place, and opens the path that reuses it (CacheBlend).
+
+A document is computed once, alone behind the attention sink, as the prompt that it then is: found by content, exact,
+evicted, saved and loaded like any other. A sequence that reuses documents waits until those that its engine lacks are
+computed, and what stands before the first. Then it has a path of its own (`PrefixForest.blend`): documents where they
+stand in it, and private slots for the text between them and for the tokens that the selector chose. What it computes
+from there on is approximate, and nobody else's.
+
+Whatever of a document is gone again by then is computed with the text around it. Policy only: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mneme.kernels.page_table import IntArray
+from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
+from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.pages import Path, Root
+from mneme.replicas.forest.paths import DocumentUse
+from mneme.replicas.fuse.selectors import Wanted, choose
+from mneme.replicas.request import GenerationRequest
+
+DEFAULT_SELECTOR: Selector = "first-k"
+DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Blend:
+    """How one sequence reuses documents."""
+
+    options: BlendOptions
+    spans: tuple[DocumentSpan, ...]  # in order, of what the sequence sees; without those that are too short
+    salt: str
+    seed: int
+    sink_ids: tuple[int, ...]  # what documents are computed behind
+    num_missing: int = 0  # prompts that are being computed for it
+    root: Root | None = field(default=None, repr=False)  # of its path
+    reused: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)  # positions, in order
+    num_chosen: int = 0  # document tokens that the selector chose
+
+    @property
+    def selector(self) -> Selector:
+        return "none" if self.options.mode == "full_reuse" else self.options.selector or DEFAULT_SELECTOR
+
+    @property
+    def ratio(self) -> float:
+        """The share of a document's tokens that is computed anew."""
+        given = DEFAULT_RATIO if self.options.ratio is None else self.options.ratio
+        return {"none": 0.0, "all": 1.0}.get(self.selector, given)
+
+    def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
+        """List the prompts to be computed before it can be opened: of documents, and what is before the first.
+
+        has_history  whether that is a session's, which goes on from KV that is approximate
+        """
+        num_exact = 0 if has_history else sum(forest.resident(self.salt, context))
+        prompts = [self._alone(span, context) for span in self.spans if span.end > num_exact]
+        if not has_history:
+            prompts.insert(0, list(context[: self.spans[0].start]))
+        distinct = {tuple(ids): ids for ids in prompts if ids}
+        return [ids for ids in distinct.values() if sum(forest.resident(self.salt, ids)) < len(ids)]
+
+    def open(self, path: Path, context: Sequence[int], forest: PrefixForest) -> Path:
+        """Return a path that goes on from this one, which is given back, behind the documents; or the path itself.
+
+        The last token is never a document's: it is drawn from.
+        """
+        if self.root is not None and path.root is self.root:  # it goes on
+            return path
+        first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
+        self.reused, self.num_chosen = np.empty(0, np.int64), 0
+        uses = [] if first >= end else self._uses(first, end, context, forest)
+        if not uses:
+            return path
+        chosen = choose(self.selector, [Wanted(use.start, use.end) for use in uses], self.ratio, self.seed).tolist()
+        reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen)
+        private = [position for position in range(first, end) if position not in reused]
+        blended = forest.blend(path, uses, private, context, end)
+        for use in uses:
+            forest.release(use.path)
+        if blended is None:
+            return path
+        forest.release(path)
+        if self.root is not None:  # what it had computed there is gone, in part
+            forest.abandon(self.root, blended.root)
+        self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
+        return blended
+
+    def num_reused_in(self, start: int, end: int) -> int:
+        """Count the positions in [start, end) whose KV was computed behind other text."""
+        low, high = np.searchsorted(self.reused, (start, end))
+        return int(high - low)
+
+    def place(self, ids: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
+        """Return where one of `missing` stands first in the sequence, and how far that is behind its own place."""
+        for span in self.spans:
+            if self._alone(span, context) == ids:
+                return span.start, span.start - len(self.sink_ids)
+        return 0, 0
+
+    def _alone(self, span: DocumentSpan, context: Sequence[int]) -> list[int]:
+        return [*self.sink_ids, *context[span.start : span.end]]
+
+    def _uses(self, first: int, end: int, context: Sequence[int], forest: PrefixForest) -> list[DocumentUse]:
+        """Open the documents, or parts of them, in [first, end) of which nothing is missing."""
+        uses = []
+        for span in self.spans:
+            low, high = max(span.start, first), min(span.end, end)
+            if low >= high:
+                continue
+            ids, path = self._alone(span, context), forest.open_path(self.salt)
+            forest.extend(path, ids, len(ids))
+            if forest.num_pending(path, ids):
+                forest.release(path)
+            else:
+                uses.append(DocumentUse(path, low, high, span.start - len(self.sink_ids)))
+        return uses
+
+
+def make_blend(request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int) -> Blend | None:
+    """Return how a request's documents are reused in place; None if it does not ask for that, or has none for it."""
+    options = request.blend
+    if options.mode not in ("selective", "full_reuse"):
+        return None
+    spans = tuple(
+        span
+        for span in request.documents
+        if span.end - span.start >= max(options.min_tokens, 1) and span.end - span.start + len(sink_ids) < capacity
+    )
+    if not spans:
+        return None
+    seed = request.sampling.seed or 0
+    return Blend(options=options, spans=spans, salt=request.salt, seed=seed, sink_ids=sink_ids)

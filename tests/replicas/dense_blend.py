@@ -1,0 +1,81 @@
+"""What a blended prompt's logits must be, computed densely in float64 with the weights of a `transformers` model.
+
+Each document's KV is computed alone behind the sink, its keys kept as they were before rotation. Then the rows that are
+computed anew go through the layers together: in each, their KV takes its places, and all keys are rotated to where
+their tokens stand (CacheBlend 4.2). No pages, deltas or masks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class DenseBlend:
+    """Computes prompts of a Llama or Qwen model."""
+
+    def __init__(self, model: Any, sink: Sequence[int] = ()) -> None:
+        self._model = copy.deepcopy(model).double()
+        self._inv_freq = model.model.rotary_emb.inv_freq.double()
+        self._sink = list(sink)
+
+    def logits(self, ids: Sequence[int], spans: Sequence[tuple[int, int]], computed: Collection[int] = ()) -> Tensor:
+        """Logits float64 [rows, vocab] of what is behind the last document.
+
+        computed  positions in documents that are computed anew
+        """
+        num_layers = len(self._model.model.layers)
+        cached: list[list[Tensor]] = [[torch.empty(0)] * len(ids) for _ in range(2 * num_layers)]
+        for start, end in spans:
+            alone, empty = [*self._sink, *ids[start:end]], [[torch.empty(0)] * (end - start + 16) for _ in cached]
+            self._compute(alone, range(len(alone)), empty)
+            for ours, theirs in zip(cached, empty, strict=True):
+                ours[start:end] = theirs[len(self._sink) : len(alone)]
+        reused = {position for span in spans for position in range(*span)}.difference(computed)
+        rows = [position for position in range(len(ids)) if position not in reused]
+        return self._compute(ids, rows, cached)[-(len(ids) - spans[-1][1]) :]
+
+    @torch.no_grad()
+    def _compute(self, ids: Sequence[int], rows: Sequence[int], cached: list[list[Tensor]]) -> Tensor:
+        """Compute the rows; `cached` has the keys, then the values of each layer by position, float64 [Hkv, D]."""
+        body = self._model.model
+        hidden = body.embed_tokens(torch.tensor([ids[row] for row in rows]))
+        for index, layer in enumerate(body.layers):
+            keys, values = cached[2 * index : 2 * index + 2]
+            hidden = hidden + self._attend(layer.self_attn, layer.input_layernorm(hidden), rows, keys, values, len(ids))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits: Tensor = self._model.lm_head(body.norm(hidden))
+        return logits
+
+    def _attend(
+        self, attention: Any, hidden: Tensor, rows: Sequence[int], keys: list[Tensor], values: list[Tensor], num: int
+    ) -> Tensor:
+        head_dim = attention.head_dim
+        q, k, v = (
+            project(hidden).view(len(rows), -1, head_dim)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        for row, own_key, own_value in zip(rows, k, v, strict=True):
+            keys[row], values[row] = own_key, own_value
+        num_groups = q.shape[1] // k.shape[1]
+        at, places = torch.tensor(list(rows)), torch.arange(num)
+        turned = self._rotated(torch.stack(keys[:num]), places).repeat_interleave(num_groups, 1)
+        scores = torch.einsum("tHd,lHd->Htl", self._rotated(q, at), turned) / head_dim**0.5
+        scores.masked_fill_(places > at[:, None], -torch.inf)
+        seen = torch.stack(values[:num]).repeat_interleave(num_groups, 1)
+        projected: Tensor = attention.o_proj(torch.einsum("Htl,lHd->tHd", scores.softmax(-1), seen).flatten(1))
+        return projected
+
+    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        angles = places.double()[:, None] * self._inv_freq
+        factor = self._model.model.rotary_emb.attention_scaling
+        cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,0 +1,140 @@
+"""Documents reused in place on a real decoder: the logits are those of the dense computation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mneme.cachetier.chunk.header import Miss
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.fuse.selectors import Wanted, choose
+from mneme.replicas.request import GenerationRequest, SamplingParams
+from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
+from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.dense_blend import DenseBlend
+from tests.replicas.tiered_engine import PAGE_SIZE, answers, draw, full_prefill, logits_of, run, submit, usages
+
+TOLERANCE = 1e-4
+SINK = (7,)
+SYSTEM, DOCUMENTS, QUESTION = [*SINK, *draw(1, 21)], [draw(2, 50), draw(3, 37), draw(4, 64)], draw(5, 9)
+
+
+@pytest.fixture(scope="module", params=["llama-2", "llama-yarn", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, write_checkpoint(request.param, directory)
+
+
+def engine_of(directory: Path, num_pages: int = 64, **options: Any) -> Engine:
+    runner = RecordingRunner(decoder_of(directory), num_pages, PAGE_SIZE, num_host_pages=64)
+    tokenizer: Any = SimpleNamespace(sink_ids=SINK, decode=None)
+    return Engine(runner, tokenizer, EngineConfig(page_size=PAGE_SIZE, **options))
+
+
+def prompt_of(order: list[int], text: tuple[int, ...] = (11, 12, 13)) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and document spans of a prompt with text between its documents."""
+    ids, spans = list(SYSTEM), []
+    for index in order:
+        spans.append((len(ids), len(ids) + len(DOCUMENTS[index])))
+        ids += [*DOCUMENTS[index], *text]
+    return ids[: len(ids) - len(text)] + QUESTION, spans
+
+
+def ask(
+    engine: Engine, name: str, prompt: tuple[list[int], list[tuple[int, int]]], num_new: int = 4, **blend: Any
+) -> None:
+    ids, spans = prompt
+    documents = tuple(DocumentSpan(start, end, "", start, end) for start, end in spans)
+    options = BlendOptions(**{"mode": "selective", "min_tokens": 1, **blend})
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, seed=5)
+    request = {"request_id": name, "prompt_token_ids": tuple(ids), "sampling": params}
+    engine.submit(GenerationRequest(**request, documents=documents, blend=options))
+
+
+def dense(
+    model: Any, prompt: tuple[list[int], list[tuple[int, int]]], output: list[int], selector: Any, ratio: float
+) -> torch.Tensor:
+    ids, spans = prompt
+    computed = choose(selector, [Wanted(*span) for span in spans], ratio, 5).tolist()
+    return DenseBlend(model, SINK).logits([*ids, *output[:-1]], spans, computed)[-len(output) :]
+
+
+def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("selector", "ratio", "max_batch_tokens"),
+    [("none", 0.0, 2048), ("first-k", 0.2, 2048), ("random", 0.3, 40), ("random", 0.9, 64), ("first-k", 0.0, 24)],
+)
+def test_logits_are_those_of_the_dense_computation(
+    checkpoint: tuple[Path, Any], selector: str, ratio: float, max_batch_tokens: int
+) -> None:
+    directory, model = checkpoint
+    engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
+    for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 2, 1])):
+        prompt = prompt_of(order)
+        ask(engine, name, prompt, selector=selector, ratio=ratio)
+        output = answers(run(engine))[name]
+        assert error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999)])
+def test_where_all_is_computed_anew_it_equals_a_full_prefill(
+    checkpoint: tuple[Path, Any], selector: str, ratio: float | None
+) -> None:
+    directory, _ = checkpoint
+    engine = engine_of(directory)
+    prompt = prompt_of([1, 0, 2])
+    ask(engine, "a", prompt, selector=selector, ratio=ratio)
+    output = answers(run(engine))["a"]
+    expected, logits = full_prefill(decoder_of(directory), prompt[0], 4)
+    assert output == expected
+    assert error_of(logits_of(engine, "a"), logits.double()) <= TOLERANCE
+
+
+def test_others_in_the_batch_answer_as_without_it(checkpoint: tuple[Path, Any]) -> None:
+    directory, model = checkpoint
+    prompts = {"ordinary": draw(9, 70), "shared": SYSTEM + draw(8, 30), "exact": prompt_of([2, 1])[0]}
+    alone = {name: full_prefill(decoder_of(directory), ids, 6) for name, ids in prompts.items()}
+    engine = engine_of(directory, max_batch_tokens=48, max_running=8)
+    blends = {"x": prompt_of([1, 2, 0]), "y": prompt_of([0, 0, 1])}
+    for name, prompt in blends.items():
+        ask(engine, name, prompt, 6, selector="random", ratio=0.2)
+    for name, ids in prompts.items():
+        submit(engine, name, ids, 6)
+    said = answers(run(engine))
+    for name, (tokens, logits) in alone.items():
+        assert said[name] == tokens
+        assert error_of(logits_of(engine, name), logits.double()) <= TOLERANCE
+    for name, prompt in blends.items():
+        assert error_of(logits_of(engine, name), dense(model, prompt, said[name], "random", 0.2)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
+    checkpoint: tuple[Path, Any], fails: bool
+) -> None:
+    """A lost layer is a document computed here."""
+    directory, model = checkpoint
+    prompt, store, decoder = prompt_of([2, 0], ()), FakeStore(), decoder_of(directory)
+    for name in ("first", "again"):
+        engine = make_cached_engine(decoder, store)
+        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+        ask(engine, name, prompt, selector="first-k", ratio=0.1)
+        events = run(engine)
+        output = answers(events)[name]
+        assert error_of(logits_of(engine, name), dense(model, prompt, output, "first-k", 0.1)) <= TOLERANCE
+        assert (usages(events)[name].host_tokens > 64) == (name == "again" and not fails)
+        engine.close()
+        exact = [[*SINK, *DOCUMENTS[0]], [*SINK, *DOCUMENTS[2]], SYSTEM]
+        for chunk in store.chunks.values():
+            assert any(chunk.header.token_ids.tolist() in (ids[:64], ids[64:]) for ids in exact)
+        if fails:
+            store.fault = lambda header, layer: Miss.SHORT if layer == 1 else None

@@ -1,0 +1,234 @@
+"""Engines that reuse documents in place, against the fake runner: every row sees its whole context, once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.replicas.engine.commands import delete_session, fork_session
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
+from tests.replicas.asked import answer
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.losses import lose
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
+
+REUSE = BlendOptions(mode="full_reuse", min_tokens=1)
+OFF = BlendOptions(mode="off")
+A, B = [1, 2, 3, 4, 0, 1, 2, 3, 3], [4, 4, 2, 0, 1, 1]
+
+
+def engine_of(num_pages: int = 64, **options: Any) -> Engine:
+    return make_engine(runner=FakeRunner(num_pages, 4, num_host_pages=options.pop("num_host_pages", 0)), **options)
+
+
+def blended(
+    name: str, parts: list[list[int] | tuple[int, ...]], blend: BlendOptions = REUSE, num_tokens: int = 4, **more: Any
+) -> GenerationRequest:
+    """A request of texts (tuples) and documents (lists)."""
+    ids: list[int] = []
+    spans = []
+    for part in parts:
+        if isinstance(part, list):
+            spans.append(DocumentSpan(len(ids), len(ids) + len(part), f"d{len(spans)}", len(ids), len(ids) + len(part)))
+        ids += part
+    params = SamplingParams(temperature=0, max_tokens=num_tokens)
+    return make_request(name, ids, params, documents=tuple(spans), blend=blend, **more)
+
+
+def usage_of(events: list[TokenEvent]) -> PromptUsage:
+    return next(event.usage for event in events if event.usage is not None)
+
+
+def num_rows(engine: Engine) -> int:
+    runner: Any = engine.runner
+    count: int = runner.num_rows
+    return count
+
+
+def test_documents_are_computed_once_and_reused_in_any_order() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
+    first = run(engine)
+    assert {event.request_id for event in first} == {"first"}  # nobody hears of what is computed for it
+    before = num_rows(engine)
+    request = blended("second", [(0, 1), B, (3,), A, (2, 2)])
+    engine.submit(request)
+    events = run(engine)
+    assert tokens_of(events, "second") == continuation(list(request.prompt_token_ids), 4, 5)
+    assert num_rows(engine) - before == 1 + 2 + 3  # the text between, the question, later output
+    usage = usage_of(events)
+    assert (usage.prompt_tokens, usage.cached_tokens) == (20, 17)
+    assert usage.blend is not None
+    assert (usage.blend.mode, usage.blend.selector, usage.blend.reused) == ("full_reuse", "none", 15)
+    assert engine.forest.num_in_use == 0
+
+
+def test_chosen_tokens_are_computed_anew() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
+    run(engine)
+    before = num_rows(engine)
+    blend = BlendOptions(mode="selective", selector="first-k", ratio=0.3, min_tokens=1)
+    engine.submit(blended("second", [(0, 1), B, A, (2, 2)], blend, 1))
+    usage = usage_of(run(engine))
+    assert num_rows(engine) - before == 2 + 3 + 2
+    assert usage.blend is not None
+    assert (usage.blend.reused, usage.blend.recomputed) == (10, 5)
+
+
+def test_nothing_behind_a_blend_is_found_by_another() -> None:
+    engine = engine_of()
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
+    run(engine)
+    exact = blended("exact", [(0, 1), A, B, (2, 2)], OFF)
+    engine.submit(exact)
+    assert usage_of(run(engine)).cached_tokens == 2  # the text before the documents
+    assert not engine.forest.kept_roots
+
+
+def test_a_session_goes_on_from_its_blend_and_nobody_else_does() -> None:
+    engine = engine_of()
+    request = blended("a", [(0, 1), A, B, (2, 2)], session_id="s")
+    engine.submit(request)
+    said = tokens_of(run(engine), "a")
+    ids = [*request.prompt_token_ids, *said]
+    before = num_rows(engine)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    engine.submit(make_request("b", [3], params, session_id="s", append=True))
+    events = run(engine)
+    assert tokens_of(events, "b") == continuation([*ids, 3], 1, 5)
+    assert num_rows(engine) - before == 2  # the last output had no KV yet
+    answer(engine, fork_session(("", "s"), "t"))
+    engine.submit(make_request("fork", [3], params, session_id="t", append=True))
+    assert usage_of(run(engine)).cached_tokens == 2
+    answer(engine, delete_session(("", "s")))
+    engine.forest.check()
+    assert not engine.forest.kept_roots
+
+
+def test_a_turn_that_asks_for_exact_kv_does_not_see_the_blend() -> None:
+    engine = engine_of()
+    engine.submit(blended("a", [(0, 1), A, B, (2, 2)], session_id="s"))
+    run(engine)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    engine.submit(make_request("b", [3], params, session_id="s", append=True, blend=OFF))
+    assert usage_of(run(engine)).cached_tokens == 2
+
+
+def test_a_later_turn_adds_documents() -> None:
+    engine = engine_of()
+    first = blended("a", [(0, 1), A, (2, 2)], session_id="s")
+    engine.submit(first)
+    ids = [*first.prompt_token_ids, *tokens_of(run(engine), "a")]
+    second = blended("b", [(3,), B, A, (1,)], session_id="s", append=True)
+    before = num_rows(engine)
+    engine.submit(second)
+    events = run(engine)
+    assert num_rows(engine) - before == len(B) + 1 + 2 + 3  # the last output had no KV; the new text; later output
+    assert tokens_of(events, "b") == continuation([*ids, *second.prompt_token_ids], 4, 5)
+    usage = usage_of(events)
+    assert usage.blend is not None
+    assert usage.blend.reused == len(A) + len(B)
+
+
+def test_an_abort_while_documents_are_computed_ends_them_too() -> None:
+    engine = engine_of(max_batch_tokens=16)
+    engine.submit(blended("a", [(0,), A * 3, B * 3, (2,)]))
+    engine.step()
+    engine.abort("a")
+    run(engine)
+    assert not engine.in_flight
+    assert engine.forest.num_in_use == 0
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_failed_step_is_computed_again(at: int) -> None:
+    engine = engine_of()
+    runner: Any = engine.runner
+    request = blended("a", [(0,), A, B, (2,)])
+    engine.submit(request)
+    events = []
+    for step in itertools.count():
+        if not engine.has_work:
+            break
+        runner.num_failing_transfers = int(step == at)
+        events += engine.step()
+        engine.forest.check()
+    assert tokens_of(events, "a") == continuation(list(request.prompt_token_ids), 4, 5)
+
+
+traffic = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # the step at which it arrives
+        st.lists(
+            st.one_of(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=5).map(tuple)), min_size=1, max_size=5
+        ),
+        st.sampled_from(["full_reuse", "selective", "off"]),
+        st.sampled_from(["first-k", "random", "none", "all"]),
+        st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+        st.integers(1, 8),  # max_tokens
+        st.one_of(st.none(), st.none(), st.integers(0, 9)),  # steps until it is aborted
+        st.sampled_from([None, None, "s", "t"]),  # session
+    ),
+    min_size=1,
+    max_size=8,
+)
+POOL = [A, B, [2] * 11, [0, 3]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    traffic,
+    st.integers(14, 40),
+    st.integers(8, 40),
+    st.integers(1, 6),
+    st.sampled_from([0, 0, 20]),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 1000)), max_size=8),
+)
+def test_any_traffic_computes_what_each_request_alone_would(
+    requests: list[Any],
+    num_pages: int,
+    max_batch_tokens: int,
+    max_running: int,
+    num_host_pages: int,
+    losses: list[tuple[int, int]],
+) -> None:
+    engine = engine_of(
+        num_pages, max_batch_tokens=max(max_batch_tokens, 16), max_running=max_running, num_host_pages=num_host_pages
+    )
+    events: list[TokenEvent] = []
+    expected: dict[str, tuple[Any, int]] = {}
+    for step in itertools.count():
+        for index, (arrival, parts, mode, selector, ratio, num_tokens, abort_after, session) in enumerate(requests):
+            if arrival == step:
+                options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
+                content = [POOL[part] if isinstance(part, int) else part for part in parts] + [(index % 5,)]
+                request = blended(f"r{index}", content, options, num_tokens, session_id=session)
+                if len(request.prompt_token_ids) + num_tokens <= engine.capacity:
+                    engine.submit(request)
+                    if abort_after is None:
+                        expected[request.request_id] = request.prompt_token_ids, num_tokens
+            if abort_after is not None and arrival + abort_after == step:
+                engine.abort(f"r{index}")
+        for at, which in losses:
+            if at == step:
+                lose(engine, which)
+        events += engine.step()
+        engine.forest.check()
+        if step > 45 and not engine.has_work:
+            break
+        assert step < 3_000, "some request never ends"
+    for name, (ids, num_tokens) in expected.items():
+        assert tokens_of(events, name) == continuation(list(ids), num_tokens, 5)
+    assert engine.forest.num_in_use == 0
+    for key in ("s", "t"):
+        if engine.sessions.get(("", key)) is not None:
+            answer(engine, delete_session(("", key)))
+    engine.forest.check()
+    assert not engine.forest.kept_roots
