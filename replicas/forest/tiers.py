@@ -74,6 +74,7 @@ class TieredPages:
         for page in reversed(pages):
             if not page.filled[DEVICE] and self.device.has(page) and not page.refs:
                 self.device.remove(page)
+                self._note(page)
             self.settle(page)
         for page in pages:
             for tier in self._tiers:
