@@ -25,6 +25,7 @@ from mneme.primitives import Bounded
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system
 MODEL_BYTES = 8  # of the fingerprint, in an entry and in a file's name
 _MAX_PAST_KEYS = 1 << 17  # some 20 MB
+_PAST_PER_CHUNK, _MIN_PAST_KEYS = 4, 1024  # of what was here longer ago, that it comes again says little
 _FEW_SIBLINGS = 16  # that are compared one by one
 
 
@@ -118,6 +119,8 @@ class NodeIndex:
     def note_gone(self, key: bytes) -> None:
         """A chunk is gone, or did not come: if it comes again it is a return."""
         self._past[key] = True
+        if len(self._past) > max(_MIN_PAST_KEYS, _PAST_PER_CHUNK * max(map(len, self.tiers), default=0)):
+            self._past.popitem(last=False)
 
     def take_back(self, key: bytes) -> bool:
         """Whether a chunk that is here again was known as gone; it no longer is."""
