@@ -25,7 +25,7 @@ from mneme.primitives import Bounded
 BLOCK_BYTES = 4096  # a file takes whole blocks of the file system
 MODEL_BYTES = 8  # of the fingerprint, in an entry and in a file's name
 _MAX_PAST_KEYS = 1 << 17  # some 20 MB
-_PAST_PER_CHUNK, _MIN_PAST_KEYS = 4, 1024  # of what was here longer ago, that it comes again says little
+_PAST_PER_CHUNK, _MIN_PAST_KEYS = 4, 1024  # whatever went longer ago is new when it comes again
 _FEW_SIBLINGS = 16  # that are compared one by one
 
 

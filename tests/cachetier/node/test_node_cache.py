@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from mneme.cachetier.chunk.header import Chunk
 from mneme.cachetier.chunk.keys import encoded, prefix_lineage
 from mneme.cachetier.node.cache import NodeCache
-from mneme.cachetier.node.index import Change, descendants
+from mneme.cachetier.node.index import Change, NodeIndex, descendants
 from mneme.cachetier.node.memory import ProcessMemory
 from mneme.cachetier.node.search import num_common
+from mneme.cachetier.policy.eviction import make_policy
+from mneme.cachetier.simulate.simulator import BlockTier
 from tests.cachetier.chunks import (
     CHUNK_TOKENS,
     FINGERPRINT,
@@ -656,3 +658,16 @@ def _check_located(
         children = [c.header.token_ids for c in model.values() if c.header.parent == wanted.parent(num_whole)]
         num_partial = max((num_common(child, rest) for child in children), default=0)
         assert sum(each.num_usable for each in located) == num_whole * CHUNK_TOKENS + num_partial
+
+
+@pytest.mark.parametrize(("num_chunks", "num_known"), [(1, 1024), (600, 2400)])
+def test_a_node_knows_four_gone_chunks_for_each_that_it_has_and_at_least_a_thousand(
+    num_chunks: int, num_known: int
+) -> None:
+    index = NodeIndex(Clock())
+    tier = BlockTier(index, "host", num_chunks, make_policy("lru", Clock(), num_chunks))
+    assert all(tier.take(number.to_bytes(8), b"") for number in range(num_chunks))
+    gone = [b"gone %d" % number for number in range(3000)]
+    for key in gone:
+        index.note_gone(key)
+    assert [index.was_here(key) for key in gone] == [False] * (3000 - num_known) + [True] * num_known
