@@ -21,7 +21,7 @@ class Wanted(NamedTuple):
 
 def count(num_tokens: int, ratio: float) -> int:
     """Count the tokens that are computed anew: rounded up."""
-    return min(math.ceil(num_tokens * ratio), num_tokens)
+    return min(math.ceil(num_tokens * ratio - 1e-9), num_tokens)  # 100 * .07 is a bit more than 7
 
 
 def choose(selector: Selector, documents: Sequence[Wanted], ratio: float, seed: int) -> IntArray:
