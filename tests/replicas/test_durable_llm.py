@@ -97,3 +97,22 @@ def test_what_saves_take_is_learned(tmp_path: Path) -> None:
     assert learned["count"] == counts.chunks > 0
     assert learned["actual_s"] > 0
     llm.close()
+
+
+def test_a_session_that_reused_documents_is_computed_exactly_after_a_restart(tmp_path: Path) -> None:
+    texts = ["Anna went to the old tower by the river. " * 3, "Bert has sold a red boat to Karl. " * 3]
+    documents = [{"type": "document", "text": text} for text in texts]
+    question = {"type": "text", "text": "Who has the boat?"}
+    llm = load(tmp_path)
+    reuse = {"mode": "full_reuse", "min_tokens": 4}
+    (first,) = llm.generate([{"prompt": [*documents, question]}], GREEDY, session_ids=["s"], blend=reuse)
+    ids = session_ids(llm)
+    llm.close()
+    question["text"] += first.outputs[0].text + TURNS[3]
+    llm, exact = load(tmp_path), load(None)
+    (again,) = llm.generate([{"prompt": [*documents, question]}], GREEDY, session_ids=["s"])
+    assert list(again.prompt_token_ids[: len(ids)]) == ids
+    (expected,) = exact.generate([{"prompt_token_ids": list(again.prompt_token_ids)}], GREEDY)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    exact.close()
+    llm.close()
