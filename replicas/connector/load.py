@@ -170,8 +170,8 @@ class ChunkLoader:
         self.num_lost = 0  # chunks that were to be loaded and did not come
         self._num_layers, self._pages = num_layers, pages
         self._load: ChunkLoad | None = None  # of the step that has begun
-        readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
-        self._take_all: Callable[..., object] = map if readers is None else readers.map
+        self._readers = ThreadPoolExecutor(pages.num_readers, "kv-chunk-takes") if pages.num_readers > 1 else None
+        self._take_all: Callable[..., object] = map if self._readers is None else self._readers.map
         self._thread = Workers("kv-chunk-loads", 1)
 
     def begin(self, grafts: Sequence[Graft]) -> ChunkLoad:
@@ -196,6 +196,8 @@ class ChunkLoader:
 
     def close(self) -> None:
         self.end()
+        if self._readers is not None:
+            self._thread.run(partial(self._readers.shutdown, wait=False))  # behind a load that may hang
         self._thread.close(0.0)
 
 

@@ -299,6 +299,7 @@ def test_engines_of_a_path_that_is_gone_end(decoder: Decoder, tmp_path: Path) ->
     for thread in threading.enumerate():
         if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(60)
+            assert not thread.is_alive(), thread.name
     assert threading.active_count() <= before
 
 

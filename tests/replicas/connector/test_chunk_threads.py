@@ -74,6 +74,7 @@ def check_closed(engine: Engine, store: FakeStore, *, hung: bool = False) -> Non
     for thread in threading.enumerate():
         if thread.name.startswith(("kv-look", "kv-read", "kv-chunk")):
             thread.join(WAIT_S)
+            assert not thread.is_alive(), thread.name
     connector = engine.connector
     assert connector is not None
     assert store.num_open == 0
