@@ -97,7 +97,7 @@ class NodeIndex:
         self.tiers: list[Tier] = []  # from the top
         self.holds: Counter[bytes] = Counter()
         self.pinned_until_s: dict[bytes, float] = {}
-        self._past = Bounded[bytes, bool](_MAX_PAST_KEYS)
+        self._past = Bounded[bytes, bool](_MIN_PAST_KEYS)  # see `note_gone`
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in self.tiers)
@@ -118,9 +118,9 @@ class NodeIndex:
 
     def note_gone(self, key: bytes) -> None:
         """A chunk is gone, or did not come: if it comes again it is a return."""
+        most = max(_MIN_PAST_KEYS, _PAST_PER_CHUNK * max(map(len, self.tiers), default=0))
+        self._past.max_items = min(most, _MAX_PAST_KEYS)
         self._past[key] = True
-        if len(self._past) > max(_MIN_PAST_KEYS, _PAST_PER_CHUNK * max(map(len, self.tiers), default=0)):
-            self._past.popitem(last=False)
 
     def take_back(self, key: bytes) -> bool:
         """Whether a chunk that is here again was known as gone; it no longer is."""

@@ -103,11 +103,11 @@ def make_sequence(
 
 def _root(request: GenerationRequest, prompt: TurnPrompt) -> Root | None:
     """Return where the turn goes on, if it may go on from KV that is approximate."""
-    truncation = request.truncation
+    strategy = None if request.truncation is None else request.truncation.strategy
+    may_go_on = strategy == "reuse_kv"
     if prompt.root is not None and prompt.root.is_blend:
-        is_wanted = request.blend.mode != "off"
-        return prompt.root if is_wanted and (truncation is None or truncation.strategy == "reuse_kv") else None
-    return prompt.root if truncation is not None and truncation.strategy == "reuse_kv" else None
+        may_go_on = strategy in (None, "reuse_kv") and request.blend.mode != "off"
+    return prompt.root if may_go_on else None
 
 
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:
