@@ -67,7 +67,7 @@ def rss_bytes() -> int:
 
 
 def measured_bytes(num_chunks: int) -> float:
-    """Of this process, for each chunk that a shard knows."""
+    """Measure how this process grows for each chunk that a shard knows."""
     before, directory = rss_bytes(), Directory()
     told = changes(num_chunks)
     for seq, start in enumerate(range(0, num_chunks, BATCH_CHANGES)):

@@ -116,7 +116,7 @@ class Talker:
 
 
 def session_bytes(case: Case) -> float:
-    """Of one idle session, without its ids."""
+    """Measure one idle session, without its ids."""
     num_turns, num_warm = MAX_MARKS // 2 + 1, max(case.num_sessions // 8, 8)
     pages = (case.num_sessions + 2 * num_warm) * (case.num_tokens // PAGE_SIZE + 3)
     talker = Talker(pages if case.is_cached else 2 * BATCH * (case.num_tokens // PAGE_SIZE + 3), 10**6)

@@ -123,7 +123,7 @@ def _last_full_chunk_ms(model: Model, chunk: int, grid: Grid) -> float:
 
 
 def first_token_ms(model: Model, chunk: int, prompts: dict[str, int]) -> dict[str, float]:
-    """Of each prompt, by name, all submitted at once; `prompts` has their lengths."""
+    """Time each prompt, by name, all submitted at once; `prompts` has their lengths."""
     engine, found = model.engine(chunk), dict[str, float]()
     started = time.perf_counter()
     for name, num_tokens in prompts.items():

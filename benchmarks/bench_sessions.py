@@ -233,7 +233,7 @@ def _reading_rows(readings: dict[str, Reading | None]) -> list[dict[str, Any]]:
 
 
 def _ratio(reading: Reading | None, base: Reading | None) -> float | None:
-    """Of the throughputs; None where it could be less than it seems."""
+    """Compare the throughputs; None where the ratio could be less than it seems."""
     if reading is None or base is None or base.is_at_least:
         return None
     return reading.served_per_s / base.served_per_s

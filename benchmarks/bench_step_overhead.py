@@ -31,7 +31,7 @@ _SHAPE = {
 
 
 def step_times_ms(batch: int, num_steps: int) -> np.ndarray:
-    """Of steps in which all requests decode."""
+    """Time steps in which all requests decode."""
     engine = Engine(Runner(make_decoder(_SHAPE), 1024, 32), None, EngineConfig())
     for index, ids in enumerate(make_prompts(WORKLOADS["W"]._replace(num_requests=batch))):
         engine.submit(request(str(index), ids, num_steps + 8))

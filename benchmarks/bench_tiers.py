@@ -134,7 +134,7 @@ class Tiers:
 
 
 def row_of(name: str, ran: Ran) -> dict[str, Any]:
-    """Of one arm."""
+    """Make the row of one arm."""
     ttfts = sorted(each.ttft_s for each in ran.turns)
     shares = {tier: ran.tokens_from(tier) / ran.prompt_tokens for tier in ("device", "host", "disk")}
     return {

@@ -139,7 +139,7 @@ def thoughts_of(logits: torch.Tensor, wanted: torch.Tensor) -> list[Thought]:
 
 
 class Heard(NamedTuple):
-    """Of one turn."""
+    """What one turn heard."""
 
     thoughts: list[Thought]  # of its output
     usage: PromptUsage
@@ -439,7 +439,7 @@ def compared(means: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 
 def spent(heard: Sequence[Heard]) -> dict[str, Any]:
-    """Of the turns behind the first; one that dropped tokens before its answer is a truncation."""
+    """Sum up the turns behind the first; one that dropped tokens before its answer is a truncation."""
     dropped = [each.usage.truncated_tokens for each in heard]
     is_truncation = [after > before for before, after in pairwise(dropped)]
     times = list(zip(is_truncation, (each.ttft_s * 1e3 for each in heard[1:]), strict=True))

@@ -55,7 +55,7 @@ class CachedModel(NamedTuple):
 
 
 def cache_config(folder: Path, *, host_bytes: int = HOST_BYTES, **more: Any) -> CacheConfig:
-    """Of a node with its files in this folder."""
+    """Configure a node with its files in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return CacheConfig(
         host_bytes=host_bytes, disk=DiskTierConfig(folder=str(folder), capacity_bytes=DISK_BYTES), **more
@@ -93,7 +93,7 @@ def make_model(shape: str, max_context: int, disk_folder: Path, seed: int) -> Ca
 
 
 def pages_for(num_tokens: int, share: float = 1.25) -> int:
-    """Of a pool in which so many tokens find room beside the reserve."""
+    """Count the pages of a pool in which so many tokens find room beside the reserve."""
     return int(share * num_tokens / PAGE_SIZE) + 8
 
 
@@ -123,7 +123,7 @@ def make_engine(
 
 
 class Answer(NamedTuple):
-    """Of one request."""
+    """What one request got."""
 
     ttft_s: float  # from submission
     total_s: float  # to the last token
@@ -201,7 +201,7 @@ class RestartableStore:
         self._inner = ProcessChunkStore(self._config, files=self._files)
 
     def paths(self) -> list[Path]:
-        """Of chunks on the disk."""
+        """List the files of chunks on the disk."""
         return sorted(self.folder.rglob("*.kv"))
 
     def __getattr__(self, name: str) -> Any:

@@ -76,7 +76,7 @@ class PartResult:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
+    """Take the geometric mean of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 

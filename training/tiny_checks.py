@@ -110,7 +110,7 @@ def chat_accuracy(model: TinyLlama, tokenizer: Tokenizer, *, seed: int, num_chat
 
 
 def unigram_perplexity(tokenizer: Tokenizer, known: Iterable[str], asked: Iterable[str]) -> float:
-    """Of a reader who knows how often each token occurs in `known`, and nothing else (add-one smoothing)."""
+    """Measure a reader who knows how often each token occurs in `known`, and no more (add-one smoothing)."""
     counts = torch.ones(tokenizer.get_vocab_size(), dtype=torch.float64)
     for text in known:
         counts += torch.bincount(torch.tensor(encode_ids(tokenizer, text)), minlength=len(counts))

@@ -91,7 +91,7 @@ def _bandwidth(run: Run) -> Iterator[Row]:
 
 
 def _relay(run: Run) -> Iterator[Row]:
-    """Of min(Eq. 10, compute roof); promised where the ideal time is 40 us or more."""
+    """Give shares of min(Eq. 10, compute roof); promised where the ideal time is 40 us or more."""
 
     def shown(row: dict[str, Any]) -> Row:
         name = f"eq10 {row['heads']} b{row['batch']} s{row['shared']} c{row['private']}"

@@ -85,7 +85,7 @@ class ForwardTimer:
 
     @property
     def ms(self) -> float:
-        """Of the last pass; waits for it."""
+        """Time the last pass; waits for it."""
         if not self._events:
             return self._wall_ms
         begin, end = self._events

@@ -40,7 +40,7 @@ def _send_reason(pipe: Any) -> None:
 
 
 def reason_against_device() -> str | None:
-    """Of the device that torch finds."""
+    """Say what is against the device that torch finds."""
     import torch
 
     if torch.version.cuda is None:

@@ -151,7 +151,7 @@ class ArmFigures:
         self._by_arm[arm.name].append(found)
 
     def median(self, arm: Arm, name: str) -> float | None:
-        """Of one figure over the rounds."""
+        """Take the median of one figure over the rounds."""
         values: Sequence[float | None] = [getattr(found, name) for found in self._by_arm[arm.name]]
         known = [value for value in values if value is not None]
         return statistics.median(known) if known else None

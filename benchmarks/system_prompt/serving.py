@@ -93,7 +93,7 @@ def least_mean_s(served: Iterable[Served], requests: Sequence[GenerationRequest]
 
 
 class Figures(NamedTuple):
-    """Of one closed batch."""
+    """What one closed batch came to."""
 
     tokens_per_s: float  # output tokens, over the time to the last one
     requests_per_s: float

@@ -108,13 +108,13 @@ class Arm(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Of one arm: seconds by round and chunk."""
+    """What one arm took: seconds by round and chunk."""
 
     arm: Arm
     rounds: list[list[float]]
 
     def total_s(self) -> list[float]:
-        """Of each round's chunks together."""
+        """Add up each round's chunks."""
         return [sum(chunks) for chunks in self.rounds]
 
     def per_chunk_s(self) -> list[float]:

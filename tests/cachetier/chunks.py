@@ -106,7 +106,7 @@ def failing_at(number: int, code: int = errno.EIO) -> FailingFiles:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of chunks and temporary files, in whole blocks."""
+    """Add up chunks and temporary files, in whole blocks."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
 

@@ -19,7 +19,7 @@ from mneme.cachetier.sessions.log import SessionLogs
 
 
 class Handle:
-    """Of a node's actor, as another node has it."""
+    """Stands for a node's actor, as another node has it."""
 
     def __init__(self, node: LogNode) -> None:
         self._node, self._logs = node, node.logs

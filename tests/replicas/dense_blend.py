@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.replicas.model.dense_session import projected, rotated
+
 Tensor = torch.Tensor
 
 
@@ -55,27 +57,17 @@ class DenseBlend:
     def _attend(
         self, attention: Any, hidden: Tensor, rows: Sequence[int], keys: list[Tensor], values: list[Tensor], num: int
     ) -> Tensor:
-        head_dim = attention.head_dim
-        q, k, v = (
-            project(hidden).view(len(rows), -1, head_dim)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k, v = projected(attention, hidden)
         for row, own_key, own_value in zip(rows, k, v, strict=True):
             keys[row], values[row] = own_key, own_value
         num_groups = q.shape[1] // k.shape[1]
         at, places = torch.tensor(list(rows)), torch.arange(num)
         turned = self._rotated(torch.stack(keys[:num]), places).repeat_interleave(num_groups, 1)
-        scores = torch.einsum("tHd,lHd->Htl", self._rotated(q, at), turned) / head_dim**0.5
+        scores = torch.einsum("tHd,lHd->Htl", self._rotated(q, at), turned) / attention.head_dim**0.5
         scores.masked_fill_(places > at[:, None], -torch.inf)
         seen = torch.stack(values[:num]).repeat_interleave(num_groups, 1)
-        projected: Tensor = attention.o_proj(torch.einsum("Htl,lHd->tHd", scores.softmax(-1), seen).flatten(1))
-        return projected
+        out: Tensor = attention.o_proj(torch.einsum("Htl,lHd->tHd", scores.softmax(-1), seen).flatten(1))
+        return out
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
-        angles = places.double()[:, None] * self._inv_freq
-        factor = self._model.model.rotary_emb.attention_scaling
-        cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return rotated(self._model, self._inv_freq, x, places)

@@ -101,7 +101,7 @@ def tier_of(place: Place) -> str:
 
 
 def lose_range(engine: Engine, ids: list[int], start: int, end: int, how: str) -> None:
-    """Of the pages with these tokens of a session: "host": off the device; "dropped": away; "stale": as far as copied.
+    """Lose the pages with these tokens: "host": off the device; "dropped": away; "stale": as far as copied.
 
     Pages that somebody holds stay.
     """

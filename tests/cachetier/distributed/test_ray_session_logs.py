@@ -58,7 +58,7 @@ def num_turns(read: LogRead) -> int | None:
 
 
 async def turns_at(node: LogNode, key: LogKey) -> int | None:
-    """Of the copy there."""
+    """Count the turns of the copy there."""
     return num_turns(await node.logs.read_here(key, 0))
 
 

@@ -174,7 +174,7 @@ def test_a_thread_survives_its_errors_and_hears_when_it_is_woken() -> None:
 
 
 def test_changes_are_told_in_order_one_batch_at_a_time() -> None:
-    """Of many threads, and of one that comes while its own batch is told."""
+    """Changes come from many threads, and one comes while its own batch is told."""
     told: list[Change] = []
     telling = threading.Lock()
 

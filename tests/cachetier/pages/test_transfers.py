@@ -83,7 +83,7 @@ def played() -> PlayedCopies:
 
 @pytest.fixture
 def transfers(played: PlayedCopies) -> Iterator[Transfers]:
-    """Of two layers, eight pages each side."""
+    """Transfer two layers, eight pages each side."""
     made = Transfers(2, 8, 8)
     yield made
     played.let_go()

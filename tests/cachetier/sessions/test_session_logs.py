@@ -208,7 +208,7 @@ def test_sessions_are_bounded_in_bytes_and_number_and_the_oldest_go(tmp_path: Pa
 
 
 def test_a_long_prompt_is_written_once(tmp_path: Path) -> None:
-    """Of a session that is new, and of one that is not: its prompt is no more obsolete than its past."""
+    """It may be a new session's, or not: its prompt is no more obsolete than its past."""
     logs, state, num_ids = make_logs(tmp_path), SessionState(), 0
     for number, num_prompt in enumerate((40_000, 10, 60_000)):
         rows, running = begin_turn(state, number)

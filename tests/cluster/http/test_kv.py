@@ -191,7 +191,7 @@ def test_a_deletion_that_what_is_being_saved_would_outlive_is_refused(client: Te
 
 
 class OwnedLogs:
-    """Of a `DurableSessions` what a tenant's deletion asks."""
+    """Has what a tenant's deletion asks of a `DurableSessions`."""
 
     def __init__(self) -> None:
         self.owners: list[bytes] = []

@@ -238,7 +238,7 @@ def cache_cluster() -> Iterator[CacheCluster]:
 
 
 def call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of an actor, in bounded time; made again while Ray makes the actor again."""
+    """Call an actor, in bounded time; the call is made again while Ray makes the actor again."""
     deadline_s = time.monotonic() + CALL_LIMIT_S
     while True:
         try:
@@ -263,7 +263,7 @@ def kill(actor: Any) -> None:
 
 
 def mapped_files_bytes(folder: Path) -> int:
-    """Of object stores, in files instead of memory: where a store goes when it is full."""
+    """Add up files of object stores that stand in for memory: where a store goes when it is full."""
     total = 0
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

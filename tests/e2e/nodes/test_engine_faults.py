@@ -73,7 +73,7 @@ class Nodes:
         return self.cluster.node_actor(NODES[name], APPLICATION)
 
     def pid(self, name: str) -> int:
-        """Of a node's actor."""
+        """Return the process id of a node's actor."""
         found: int = call(self.actor(name).stats)["pid"]
         return found
 
@@ -119,7 +119,7 @@ def is_consistent(stats: dict[str, Any]) -> bool:
 
 
 def rise(before: Counter[str], after: Counter[str], names: Collection[str]) -> int:
-    """Of the counters that begin with one of these."""
+    """Say how far the counters rose that begin with one of these."""
     return sum(count - before[name] for name, count in after.items() if name.startswith(tuple(names)))
 
 

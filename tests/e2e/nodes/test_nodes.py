@@ -62,7 +62,7 @@ def tier(cluster: CacheCluster) -> Tier:
 
 
 def tokens(first: int, num_chunks: int = 3, tail: int = TAIL) -> list[int]:
-    """Of a sequence that no other test has."""
+    """Make a sequence that no other test has."""
     return list(range(first * 10_000, first * 10_000 + num_chunks * CHUNK_TOKENS + tail))
 
 
@@ -243,7 +243,7 @@ def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluste
 
 @pytest.mark.slow
 def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
-    """Of either node's actor and of the directory, at any moment of saving and loading."""
+    """Either node's actor is killed, and the directory, at any moment of saving and loading."""
     generator = random.Random(0)
     for number in range(100, 130):
         ids = tokens(number)

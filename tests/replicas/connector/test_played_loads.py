@@ -464,7 +464,7 @@ def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: A
 
 
 def test_the_head_keeps_the_pages_that_it_needs(store: FakeStore) -> None:
-    """Of 64 pages of 4 tokens the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
+    """The pool has 64 pages of 4 tokens: the stream has 3 or 4, the reserve 7, the head 9: 44 are left."""
     queue = Queue(store, max_batch_tokens=256)
     for index in range(6):
         queue.case.submit(f"b{index}", [index % 5, index // 5, 3] * 12, session_id=str(index))

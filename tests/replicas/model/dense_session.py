@@ -119,13 +119,8 @@ class DenseSession:
         return logits
 
     def _attend(self, attention: Any, index: int, hidden: Tensor) -> Tensor:
-        num_rows, head_dim = len(hidden), attention.head_dim
-        q, k, v = (
-            project(hidden).view(num_rows, -1, head_dim)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
+        num_rows = len(hidden)
+        q, k, v = projected(attention, hidden)
         if self._masses is None:
             k = self._keys[index] = torch.cat((self._keys[index], k)) if self.seen else k
             v = self._values[index] = torch.cat((self._values[index], v)) if self.seen else v
@@ -135,19 +130,35 @@ class DenseSession:
         places = torch.arange(len(k))
         queries = self._rotated(q, places[-num_rows:])
         turned = self._rotated(k, places).repeat_interleave(num_groups, 1)
-        scores = torch.einsum("tHd,lHd->Htl", queries, turned) / head_dim**0.5
+        scores = torch.einsum("tHd,lHd->Htl", queries, turned) / attention.head_dim**0.5
         distance = places[-num_rows:, None] - places
         scores.masked_fill_((distance < 0) | (distance >= (self._sliding[index] or math.inf)), -torch.inf)
         shares = scores.softmax(-1)
         if self._masses is not None:
             self._masses += shares.sum((0, 1))
         out = torch.einsum("Htl,lHd->tHd", shares, v.repeat_interleave(num_groups, 1))
-        projected: Tensor = attention.o_proj(out.flatten(1))
-        return projected
+        attended: Tensor = attention.o_proj(out.flatten(1))
+        return attended
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
-        angles = places.double()[:, None] * self._inv_freq
-        factor = self._model.model.rotary_emb.attention_scaling
-        cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return rotated(self._model, self._inv_freq, x, places)
+
+
+def projected(attention: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute un-rotated queries, keys and values of an attention module: [rows, heads, head_dim]."""
+    q, k, v = (
+        project(hidden).view(len(hidden), -1, attention.head_dim)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return q, k, v
+
+
+def rotated(model: Any, inv_freq: Tensor, x: Tensor, places: Tensor) -> Tensor:
+    """Rotate [rows, heads, head_dim] to their places; `inv_freq` is the model's, in float64."""
+    angles = places.double()[:, None] * inv_freq
+    factor = model.model.rotary_emb.attention_scaling
+    cos, sin = angles.cos()[:, None] * factor, angles.sin()[:, None] * factor
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 
 def masses_of(engine: Engine) -> list[float] | None:
-    """Of the running sequence."""
+    """Return the masses of the running sequence."""
     [sequence] = engine.scheduler.running
     assert sequence.path is not None
     return engine.runner.attention_mass(sequence.path, sequence.context)

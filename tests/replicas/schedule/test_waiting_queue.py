@@ -310,7 +310,7 @@ def test_the_first_few_are_found_without_looking_at_the_rest(monkeypatch: pytest
 
 
 def test_who_overtakes_the_head_leaves_it_the_head() -> None:
-    """Of its own flow or another; the overtaking flow pays for it."""
+    """The head may be of its own flow or another; the overtaking flow pays for it."""
     queue, arrive = WaitingQueue(), Arrivals()
     head, same, other, last = (arrive(flow, 10) for flow in ("a", "a", "b", "c"))
     for sequence in (head, same, other, last):
