@@ -105,7 +105,7 @@ class TwoEngines(FakeEngineClient):
         loop.check_health()  # its figures are those of the step's end
 
     def num_kept_pins(self) -> int:
-        """Count those of both engines; outcomes that nobody has asked for are among them, which nothing public shows."""
+        """Count both engines'; outcomes that nobody has asked for are among them, which nothing public shows."""
         return sum(len(loop.engine.pins._entries) for loop in self.loops.values())
 
     def kept(self) -> int:
