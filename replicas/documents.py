@@ -18,7 +18,7 @@ Mode = Literal["auto", "off", "selective", "full_reuse"]
 Selector = Literal["hkvd", "query", "query+first-k", "first-k", "random", "none", "all"]
 Order = Literal["given", "any"]
 
-BUILT_SELECTORS: tuple[Selector, ...] = ("first-k", "random", "none", "all")
+BUILT_SELECTORS: tuple[Selector, ...] = ("query", "query+first-k", "first-k", "random", "none", "all")
 _NOT_BUILT = f"this version has {', '.join(BUILT_SELECTORS)}"
 _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
 

@@ -223,6 +223,11 @@ class Sequence:
             self.found = None
 
     @property
+    def is_probing(self) -> bool:
+        """Whether the next of its last rows is for choosing what is computed anew, and samples nothing."""
+        return self.blend is not None and self.blend.is_probing
+
+    @property
     def num_to_come(self) -> int:
         """Tokens that the cache tier has behind the path, and that later steps load."""
         return 0 if self.found is None or self.path is None else max(self.found.end - self.path.num_tokens, 0)
@@ -341,9 +346,19 @@ class StepRows:
         return sum(count for _, _, count in self.runs)
 
     @property
-    def samples(self) -> bool:
-        """Whether its last row is the sequence's last known token, so that the next one is sampled."""
+    def is_last(self) -> bool:
+        """Whether its last row is the sequence's last known token."""
         return self.end == len(self.sequence.context)
+
+    @property
+    def probes(self) -> bool:
+        """Whether its last rows tell what they look at of the sequence's documents."""
+        return self.is_last and self.sequence.is_probing
+
+    @property
+    def samples(self) -> bool:
+        """Whether the token behind its last row is sampled."""
+        return self.is_last and not self.sequence.is_probing
 
     def with_rows(self, rows: Rows) -> StepRows:
         """Add rows behind its last."""

@@ -256,6 +256,10 @@ class Engine:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
             self.connector.end_step(batch, unsound, self.scheduler.retract)
+        for sequence, scores in self.runner.take_scores():
+            if sequence.path is not None and sequence.blend is not None:
+                sequence.blend.note_scores(scores)
+                self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again
                 continue

@@ -6,6 +6,10 @@ computed, and what stands before the first. Then it has a path of its own (`Pref
 stand in it, and private slots for the text between them and for the tokens that the selector chose. What it computes
 from there on is approximate, and nobody else's.
 
+A selector that judges by the question needs a pass before: the path is opened with all that there is of the documents,
+and the rows of the text and the question, which are computed like any, tell what they look at. Then the sequence
+goes back to the queue's front, and its path is opened again with what was chosen.
+
 Whatever of a document is gone again by then is computed with the text around it. Policy only: no tensors.
 """
 
@@ -21,10 +25,10 @@ from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
-from mneme.replicas.fuse.selectors import Wanted, choose
+from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose
 from mneme.replicas.request import GenerationRequest
 
-DEFAULT_SELECTOR: Selector = "first-k"
+DEFAULT_SELECTOR: Selector = "query"
 DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
 
 
@@ -39,6 +43,9 @@ class Blend:
     sink_ids: tuple[int, ...]  # what documents are computed behind
     num_missing: int = 0  # prompts that are being computed for it
     root: Root | None = field(default=None, repr=False)  # of its path
+    base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
+    scores: FloatArray | None = field(default=None, repr=False)  # by position; None: not asked for yet
+    is_probing: bool = False  # its path is opened to get them
     reused: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)  # positions, in order
     num_chosen: int = 0  # document tokens that the selector chose
 
@@ -51,6 +58,12 @@ class Blend:
         """The share of a document's tokens that is computed anew."""
         given = DEFAULT_RATIO if self.options.ratio is None else self.options.ratio
         return {"none": 0.0, "all": 1.0}.get(self.selector, given)
+
+    @property
+    def _settled_selector(self) -> Selector:
+        """The selector, or what it comes to where scores would not matter."""
+        ends: dict[float, Selector] = {0.0: "none", 1.0: "all"}
+        return ends.get(self.ratio, self.selector)
 
     def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
         """List the prompts to be computed before it can be opened: of documents, and what is before the first.
@@ -72,11 +85,14 @@ class Blend:
         if self.root is not None and path.root is self.root:  # it goes on
             return path
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
-        self.reused, self.num_chosen = np.empty(0, np.int64), 0
+        self.reused, self.num_chosen, self.is_probing = np.empty(0, np.int64), 0, False
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
-        chosen = choose(self.selector, [Wanted(use.start, use.end) for use in uses], self.ratio, self.seed).tolist()
+        is_probing = self.selector in NEEDS_SCORES and 0 < self.ratio < 1 and self.scores is None
+        selector = "none" if is_probing else self._settled_selector
+        wanted = [Wanted(use.start, use.end) for use in uses]
+        chosen = choose(selector, wanted, self.ratio, self.seed, self.scores).tolist()
         reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen)
         private = [position for position in range(first, end) if position not in reused]
         blended = forest.blend(path, uses, private, context, end)
@@ -84,11 +100,19 @@ class Blend:
             forest.release(use.path)
         if blended is None:
             return path
+        self.base = path.root if path.root.is_own else None
         forest.release(path)
-        if self.root is not None:  # what it had computed there is gone, in part
+        if self.root is not None:  # what it had computed there is gone, in part, or was to be seen once
             forest.abandon(self.root, blended.root)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
+        self.is_probing = is_probing
         return blended
+
+    def note_scores(self, scores: FloatArray) -> None:
+        """Take the score of each of `reused`: the path is to be opened again, from `base`."""
+        self.scores = np.zeros(self.spans[-1].end)
+        self.scores[self.reused] = scores
+        self.is_probing = False
 
     def num_reused_in(self, start: int, end: int) -> int:
         """Count the positions in [start, end) whose KV was computed behind other text."""

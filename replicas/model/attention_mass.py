@@ -1,9 +1,13 @@
-"""Measures how much attention each token of a session gets: what `important` keeps when the session is truncated.
+"""Measures how much attention tokens get: what a truncated session keeps, and what of its documents a prompt is about.
 
-The last tokens are computed once more as query rows against the KV that is there, and what they attend to is summed
-over rows, heads and layers. Such an observation window is SnapKV's (Li et al. 2024); the running sum of H2O (Zhang et
-al. 2023) would ask for a state per sequence and for the scores of every step, where this costs one small pass per
-truncation. One set of tokens serves all layers and heads, as a page does.
+`important` keeps the tokens of a session that its last ones attend to. These are computed once more as query rows
+against the KV that is there, and what they attend to is summed over rows, heads and layers. Such an observation window
+is SnapKV's (Li et al. 2024); the running sum of H2O (Zhang et al. 2023) would ask for a state per sequence and for the
+scores of every step, where this costs one small pass per truncation. One set of tokens serves all layers and heads, as
+a page does.
+
+The selector `query` asks for the tokens of documents that a question attends to (InfoFlow KV, ICML'26): its rows are
+part of a step like any others.
 """
 
 from __future__ import annotations
@@ -20,36 +24,62 @@ from mneme.kernels.rope import RopeTable
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import references_of
+from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.model.decoder import Decoder, KvPool
+from mneme.replicas.sequence import Sequence
 
 NUM_OBSERVED = 32  # the last tokens, whose attention counts
 
 
 class _Run(NamedTuple):
-    """The tokens [start, end) of a path, of one delta."""
+    """The tokens [start, end) of those that are looked at, of one delta."""
 
     start: int
     end: int
     delta: int
 
 
-class _Keys(NamedTuple):
-    """Where the keys of a path's tokens lie; token i stands at position i."""
+@dataclass(slots=True, kw_only=True)
+class _Shares:
+    """Computes which share of a row's attention each of some tokens gets."""
 
-    slots: torch.Tensor  # int64 [L]
+    slots: torch.Tensor  # int64 [L] where their keys lie
     runs: list[_Run]
+    pool: KvPool
+    rope: RopeTable
+    scale: float  # of scores
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, deltas: IntArray, pool: KvPool, decoder: Decoder) -> _Shares:
+        scale = decoder.config.head_dim**-0.5
+        return cls(slots=slots, runs=_runs(deltas), pool=pool, rope=decoder.rope, scale=scale)
+
+    def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [Hq, T, L], of tokens that the rows do not see too.
+
+        q float [T, Hq, D], un-rotated; lse float32 [T, Hq]; positions int [T] of the rows
+        """
+        num_rows, num_kv_heads, num_tokens = len(q), self.pool.k_pages.shape[1], len(self.slots)
+        keys = self.pool.k_pages[layer].flatten(1, 2)[:, self.slots].float()
+        queries = self._queries(q, positions).view(-1, num_kv_heads, q.shape[1] // num_kv_heads * num_rows, q.shape[2])
+        parts = [own @ keys[:, run.start : run.end].mT for own, run in zip(queries, self.runs, strict=True)]
+        scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale
+        return (scores - lse.T[..., None]).exp_()
+
+    def _queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Repeat the queries for each run, rotated to where its keys are: float32 [runs, Hq, T, D]."""
+        deltas = torch.tensor([run.delta for run in self.runs], device=q.device)
+        rotated = self.rope.rotate(q.repeat(len(deltas), 1, 1), (positions - deltas[:, None]).flatten())
+        return rotated.view(len(deltas), *q.shape).transpose(1, 2).contiguous()
 
 
 @dataclass(slots=True, kw_only=True)
 class MassObserver:
     """Adds up the attention of one pass over the last tokens of a path: a `StepInputs.observe`."""
 
-    keys: _Keys
-    pool: KvPool
-    rope: RopeTable
-    scale: float  # of scores
+    shares: _Shares
     windows: tuple[int | None, ...]  # by layer
-    mass: torch.Tensor  # float64 [L]
+    mass: torch.Tensor  # float64 [L]; token i stands at position i
 
     @classmethod
     def over(cls, path: Path, pool: KvPool, decoder: Decoder) -> MassObserver | None:
@@ -59,39 +89,22 @@ class MassObserver:
         rotated_at = torch.from_numpy(np.arange(len(slots)) - deltas).to(device_slots.device)
         if not torch.equal(pool.slot_position[device_slots].long(), rotated_at):
             return None
-        config = decoder.config
         return cls(
-            keys=_Keys(device_slots, _runs(deltas)),
-            pool=pool,
-            rope=decoder.rope,
-            scale=config.head_dim**-0.5,
-            windows=config.windows,
+            shares=_Shares.of(device_slots, deltas, pool, decoder),
+            windows=decoder.config.windows,
             mass=torch.zeros(len(slots), dtype=torch.float64, device=device_slots.device),
         )
 
     def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         """q float [T, Hq, D], un-rotated, of the path's last T tokens; lse float32 [T, Hq]."""
-        num_rows, num_kv_heads = len(q), self.pool.k_pages.shape[1]
-        keys = self.pool.k_pages[layer].flatten(1, 2)[:, self.keys.slots].float()
-        num_tokens = len(self.mass)
-        positions = torch.arange(num_tokens - num_rows, num_tokens, device=q.device)
-        queries = self._queries(q, positions).view(-1, num_kv_heads, q.shape[1] // num_kv_heads * num_rows, q.shape[2])
-        parts = [own @ keys[:, run.start : run.end].mT for own, run in zip(queries, self.keys.runs, strict=True)]
-        scores = torch.cat(parts, -1).view(-1, num_rows, num_tokens) * self.scale  # [Hq, T, L]
-        shares = (scores - lse.T[..., None]).exp_()
-        shares.masked_fill_(~self._is_visible(layer, positions), 0.0)
+        positions = torch.arange(len(self.mass) - len(q), len(self.mass), device=q.device)
+        shares = self.shares(layer, q, lse, positions).masked_fill_(~self._is_visible(layer, positions), 0.0)
         self.mass += shares.sum((0, 1), dtype=torch.float64)
 
     def masses(self) -> list[float]:
         """Return the sum for each token of the path."""
         found: list[float] = self.mass.tolist()
         return found
-
-    def _queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Repeat the queries for each run, rotated to where its keys are: float32 [runs, Hq, T, D]."""
-        deltas = torch.tensor([run.delta for run in self.keys.runs], device=q.device)
-        rotated = self.rope.rotate(q.repeat(len(deltas), 1, 1), (positions - deltas[:, None]).flatten())
-        return rotated.view(len(deltas), *q.shape).transpose(1, 2).contiguous()
 
     def _is_visible(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """bool [T, L]"""
@@ -101,17 +114,66 @@ class MassObserver:
         return is_past if window is None else is_past & (distance < window)
 
 
-def _slots_of(path: Path, page_size: int) -> tuple[IntArray, IntArray]:
-    """Return the slot of each token of a path that is whole on the device, and its delta."""
-    references = references_of(path)
-    firsts, counts, deltas = np.array(
+@dataclass(slots=True, kw_only=True)
+class QuestionObserver:
+    """Scores the documents' tokens of one sequence by what the last rows of its prompt attend to.
+
+    A token's score is the squared norm, over these rows and all layers, of the share of attention that it gets, which
+    is the mean over heads.
+    """
+
+    sequence: Sequence
+    rows: slice  # of the step: the last ones of the prompt, behind all of its documents
+    positions: torch.Tensor  # int64 of these rows
+    shares: _Shares  # of the documents' tokens that are reused, in order
+    total: torch.Tensor  # float64 [L]
+
+    @classmethod
+    def over(cls, sequence: Sequence, end_row: int, num_rows: int, pool: KvPool, decoder: Decoder) -> QuestionObserver:
+        """Observe what a path sees of documents; the sequence's last rows end before `end_row` of the step."""
+        assert sequence.path is not None
+        assert sequence.blend is not None
+        page_size, num_ids = pool.k_pages.shape[3], len(sequence.context)
+        slots, deltas = _slots_of(sequence.path, page_size, sequence.blend.reused)
+        num_rows = min(num_rows, NUM_OBSERVED, num_ids - sequence.path.root.start)
+        device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
+        return cls(
+            sequence=sequence,
+            rows=slice(end_row - num_rows, end_row),
+            positions=torch.arange(num_ids - num_rows, num_ids, device=device_slots.device),
+            shares=_Shares.of(device_slots, deltas, pool, decoder),
+            total=torch.zeros(len(slots), dtype=torch.float64, device=device_slots.device),
+        )
+
+    def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+        """q float [T, Hq, D], un-rotated; lse float32 [T, Hq]; of all rows of the step."""
+        shares = self.shares(layer, q[self.rows], lse[self.rows], self.positions)
+        self.total += shares.mean(0).square().sum(0, dtype=torch.float64)
+
+    def scores(self) -> FloatArray:
+        """Return the score of each of the sequence's reused tokens, in order."""
+        found: FloatArray = self.total.cpu().numpy()
+        return found
+
+
+def _slots_of(path: Path, page_size: int, wanted: IntArray | None = None) -> tuple[IntArray, IntArray]:
+    """Return the slot of each token of a path that is whole on the device, and its delta.
+
+    wanted  positions of some of its tokens, in order; None: all of them
+    """
+    firsts, starts, counts, deltas = np.array(
         [
-            ((page_id or 0) * page_size + kept.start % page_size, kept.end - kept.start, kept.delta)
-            for page_id, kept in zip(path.page_ids, references, strict=True)
+            ((page_id or 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
+            for page_id, kept in zip(path.page_ids, references_of(path), strict=True)
+            if kept.page.positions is None  # private tokens are nobody's to look at
         ],
         np.int64,
     ).T
-    return ranges(firsts, counts), np.repeat(deltas, counts)
+    slots, deltas = ranges(firsts, counts), np.repeat(deltas, counts)
+    if wanted is None:
+        return slots, deltas
+    indices = np.searchsorted(ranges(starts, counts) + deltas, wanted)
+    return slots[indices], deltas[indices]
 
 
 def _runs(deltas: IntArray) -> list[_Run]:

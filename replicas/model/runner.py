@@ -7,8 +7,9 @@ depth-first through the forest, so that a shared prefix's query rows are one sli
 
 from __future__ import annotations
 
+import collections.abc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,11 +35,12 @@ from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import GraftPiece, Moves
 from mneme.replicas.forest.pages import Path
-from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver
+from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.sequence import StepRows
+from mneme.replicas.sequence import Sequence, StepRows
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
@@ -95,6 +97,7 @@ class Runner:
         if timeline is not None:
             decoder.record(timeline)
         self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
+        self._observers: list[QuestionObserver] = []  # of the step
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
@@ -103,7 +106,9 @@ class Runner:
         """Whether the tier has time for copies ahead of need."""
         return self._tier.is_idle
 
-    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+    def prepare(
+        self, batch: list[StepRows], moves: Moves, saves: collections.abc.Sequence[SaveJob] = ()
+    ) -> StepInputs | None:
         """Make tensors and plan of a step; None if there are no rows. Slots of fresh pages become invisible first.
 
         saves  chunks of the cache tier that the step completes
@@ -128,6 +133,9 @@ class Runner:
             shifts = [shift for chunk in ordered for shift in chunk.shifts or [0] * len(chunk.spans)]
             rotated = positions - np.repeat(shifts, ends - starts)
             inputs.key_positions = self._tensor(rotated)
+        self._observers = self._question_observers(ordered)
+        if self._observers:
+            inputs.observe = self._observe
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
@@ -154,6 +162,23 @@ class Runner:
             return torch.empty(0, self.vocab_size)
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
+
+    def take_scores(self) -> list[tuple[Sequence, FloatArray]]:
+        """Take what the last step's `probes` found: each sequence's scores of the document tokens that it reuses."""
+        observers, self._observers = self._observers, []
+        return [(observer.sequence, observer.scores()) for observer in observers]
+
+    def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
+        ends = accumulate(part.num_rows for part in ordered)
+        return [
+            QuestionObserver.over(part.sequence, end, part.num_rows, self.pool, self._decoder)
+            for part, end in zip(ordered, ends, strict=True)
+            if part.probes
+        ]
+
+    def _observe(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+        for observer in self._observers:
+            observer(layer, q, lse)
 
     def reserve(self, num_sequences: int, num_rows: int) -> None:
         """Let the buffers of graphs grow to a step of so many sequences and rows over all pages; nothing is computed.

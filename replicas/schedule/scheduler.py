@@ -117,11 +117,19 @@ class Scheduler:
         """Whether all there is to do is to wait for what the cache tier has of the next prompt."""
         return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
 
+    def reopen(self, sequence: Sequence) -> None:
+        """Let one that runs go back to the queue's front: its blend has chosen what is computed anew."""
+        assert sequence.blend is not None
+        self._put_back([sequence])
+        sequence.root = sequence.blend.base
+
     def retract(self, pages: Collection[Page]) -> None:
         """The KV of grafted pages did not come: who is on them, or on what was computed behind them, goes back to the
         queue, to compute what they had."""
         lost = {each for page in pages for each in (page, *page.below_it())}
-        self._put_back([s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.pages)])
+        gone = [s for s in self.running if s.path is not None and not lost.isdisjoint(s.path.pages)]
+        self.num_retracted += len(gone)
+        self._put_back(gone)
         self._forest.retract(pages)
 
     def retract_all(self) -> list[Sequence]:
@@ -130,6 +138,7 @@ class Scheduler:
         Returns those for whom that was once too often.
         """
         sequences = list(self.running)
+        self.num_retracted += len(sequences)
         self._put_back(sequences)
         self._forest.forget_all()
         for sequence in sequences:
@@ -288,7 +297,7 @@ class Scheduler:
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
             assert path is not None
-            if budget.num_left == 0 or part.samples or part.sequence.found is not None:
+            if budget.num_left == 0 or part.is_last or part.sequence.found is not None:
                 continue
             if self._forest.extend(path, ids, len(ids)):
                 continue
@@ -361,7 +370,6 @@ class Scheduler:
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
             self.waiting.put_back(sequence)
-        self.num_retracted += len(sequences)
         self._refused = None
 
     def _num_pending(self, sequence: Sequence) -> int:

@@ -42,7 +42,7 @@ class StepBudget:
     def take(self, part: StepRows, num_new_pages: Callable[[Sequence], int]) -> None:
         """Give these rows; `num_new_pages`: what the rest of a sequence's prompt will take."""
         self.num_left -= part.num_rows
-        if not part.samples:
+        if not part.is_last:
             self.cut(part.sequence, part.end, num_new_pages(part.sequence))
 
     def cut(self, sequence: Sequence, end: int, num_pages: int) -> None:

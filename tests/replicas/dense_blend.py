@@ -25,6 +25,7 @@ class DenseBlend:
         self._model = copy.deepcopy(model).double()
         self._inv_freq = model.model.rotary_emb.inv_freq.double()
         self._sink = list(sink)
+        self._shares: list[Tensor] = []  # of attention, of the last rows that were computed, by layer: [Hq, T, L]
 
     def logits(self, ids: Sequence[int], spans: Sequence[tuple[int, int]], computed: Collection[int] = ()) -> Tensor:
         """Logits float64 [rows, vocab] of what is behind the last document.
@@ -42,10 +43,16 @@ class DenseBlend:
         rows = [position for position in range(len(ids)) if position not in reused]
         return self._compute(ids, rows, cached)[-(len(ids) - spans[-1][1]) :]
 
+    def question_scores(self, ids: Sequence[int], spans: Sequence[tuple[int, int]], num_rows: int) -> Tensor:
+        """What the selector `query` goes by, float64 by position: the last rows see documents that are all reused."""
+        self.logits(ids, spans)
+        num_rows = min(num_rows, len(ids) - spans[-1][1])
+        return torch.stack([shares[:, -num_rows:].mean(0).square().sum(0) for shares in self._shares]).sum(0)
+
     @torch.no_grad()
     def _compute(self, ids: Sequence[int], rows: Sequence[int], cached: list[list[Tensor]]) -> Tensor:
         """Compute the rows; `cached` has the keys, then the values of each layer by position, float64 [Hkv, D]."""
-        body = self._model.model
+        body, self._shares = self._model.model, []
         hidden = body.embed_tokens(torch.tensor([ids[row] for row in rows]))
         for index, layer in enumerate(body.layers):
             keys, values = cached[2 * index : 2 * index + 2]
@@ -65,8 +72,9 @@ class DenseBlend:
         turned = self._rotated(torch.stack(keys[:num]), places).repeat_interleave(num_groups, 1)
         scores = torch.einsum("tHd,lHd->Htl", self._rotated(q, at), turned) / attention.head_dim**0.5
         scores.masked_fill_(places > at[:, None], -torch.inf)
+        self._shares.append(scores.softmax(-1))
         seen = torch.stack(values[:num]).repeat_interleave(num_groups, 1)
-        out: Tensor = attention.o_proj(torch.einsum("Htl,lHd->tHd", scores.softmax(-1), seen).flatten(1))
+        out: Tensor = attention.o_proj(torch.einsum("Htl,lHd->tHd", self._shares[-1], seen).flatten(1))
         return out
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mneme.errors import TransferFailed
@@ -63,6 +64,7 @@ class FakeRunner:
         self.saver: Any = None
         self.doubtful: set[Slot] = set()  # of this step: what was to be loaded and was not, and what was computed of it
         self.num_failing_transfers = 0
+        self._probing: list[StepRows] = []
         self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
         self.num_saved = self.num_loaded = 0  # pages
 
@@ -98,9 +100,16 @@ class FakeRunner:
             if chunk.samples:
                 is_wrong = not self.doubtful.isdisjoint(seen)
                 rows.append((predict(chunk.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
+        self._probing = [chunk for chunk in chunks if chunk.probes]
         self.doubtful = set()
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
+
+    def take_scores(self) -> list[tuple[Any, Any]]:
+        """Any numbers for what is asked of documents."""
+        scores = [(part.sequence, np.random.default_rng(5).random(len(_reused(part)))) for part in self._probing]
+        self._probing = []
+        return scores
 
     def _move(self, moves: Moves) -> None:
         for columns in (*zip(*moves.saves, strict=True), moves.fresh, [load.device_page for load in moves.loads]):
@@ -121,7 +130,7 @@ class FakeRunner:
     def _write(self, chunk: StepRows) -> None:
         positions = chunk_positions(chunk)
         slots = written_slots(chunk)
-        assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.samples)
+        assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.is_last)
         shifts = [shift for shift, span in zip(chunk.shifts, chunk.spans, strict=True) for _ in range(*span)]
         path = chunk.sequence.path
         assert path is not None
@@ -173,6 +182,11 @@ class FakeRunner:
                         self.doubtful.add(slot)
         for slot in self.doubtful:
             self.slots[slot] = (self.slots[slot][0], WRONG)
+
+
+def _reused(part: StepRows) -> Any:
+    assert part.sequence.blend is not None
+    return part.sequence.blend.reused
 
 
 def chunk_positions(chunk: StepRows) -> list[int]:

@@ -14,6 +14,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.selectors import Wanted, choose
+from mneme.replicas.model.attention_mass import NUM_OBSERVED
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
@@ -61,8 +62,10 @@ def dense(
     model: Any, prompt: tuple[list[int], list[tuple[int, int]]], output: list[int], selector: Any, ratio: float
 ) -> torch.Tensor:
     ids, spans = prompt
-    computed = choose(selector, [Wanted(*span) for span in spans], ratio, 5).tolist()
-    return DenseBlend(model, SINK).logits([*ids, *output[:-1]], spans, computed)[-len(output) :]
+    oracle = DenseBlend(model, SINK)
+    scores = oracle.question_scores(ids, spans, NUM_OBSERVED).numpy()
+    computed = choose(selector, [Wanted(*span) for span in spans], ratio, 5, scores).tolist()
+    return oracle.logits([*ids, *output[:-1]], spans, computed)[-len(output) :]
 
 
 def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -71,7 +74,17 @@ def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("selector", "ratio", "max_batch_tokens"),
-    [("none", 0.0, 2048), ("first-k", 0.2, 2048), ("random", 0.3, 40), ("random", 0.9, 64), ("first-k", 0.0, 24)],
+    [
+        ("none", 0.0, 2048),
+        ("first-k", 0.2, 2048),
+        ("random", 0.3, 40),
+        ("random", 0.9, 64),
+        ("first-k", 0.0, 24),
+        ("query", 0.15, 2048),
+        ("query", 0.4, 40),
+        ("query", 0.0, 64),
+        ("query+first-k", 0.3, 2048),
+    ],
 )
 def test_logits_are_those_of_the_dense_computation(
     checkpoint: tuple[Path, Any], selector: str, ratio: float, max_batch_tokens: int
@@ -85,7 +98,7 @@ def test_logits_are_those_of_the_dense_computation(
         assert error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999)])
+@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999), ("query", 1.0)])
 def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     checkpoint: tuple[Path, Any], selector: str, ratio: float | None
 ) -> None:

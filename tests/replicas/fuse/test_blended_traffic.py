@@ -82,6 +82,24 @@ def test_chosen_tokens_are_computed_anew() -> None:
     assert (usage.blend.reused, usage.blend.recomputed) == (10, 5)
 
 
+def test_tokens_that_the_question_looks_at_are_computed_anew_in_a_second_pass() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
+    run(engine)
+    before = num_rows(engine)
+    blend = BlendOptions(mode="selective", selector="query", ratio=0.3, min_tokens=1)
+    request = blended("second", [(0, 1), B, (3,), A, (2, 2)], blend, 4)
+    engine.submit(request)
+    events = run(engine)
+    assert tokens_of(events, "second") == continuation(list(request.prompt_token_ids), 4, 5)
+    assert num_rows(engine) - before == (1 + 2) + (1 + 5 + 2) + 3  # text and question, twice; 30% of 15; later output
+    usage = usage_of(events)
+    assert usage.blend is not None
+    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("query", 10, 5)
+    assert not engine.forest.kept_roots
+    assert engine.forest.num_in_use == 0
+
+
 def test_nothing_behind_a_blend_is_found_by_another() -> None:
     engine = engine_of()
     engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
@@ -170,7 +188,7 @@ traffic = st.lists(
             st.one_of(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=5).map(tuple)), min_size=1, max_size=5
         ),
         st.sampled_from(["full_reuse", "selective", "off"]),
-        st.sampled_from(["first-k", "random", "none", "all"]),
+        st.sampled_from(["first-k", "random", "none", "all", "query", "query", "query+first-k"]),
         st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         st.integers(1, 8),  # max_tokens
         st.one_of(st.none(), st.none(), st.integers(0, 9)),  # steps until it is aborted

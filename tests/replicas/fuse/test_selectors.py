@@ -38,3 +38,29 @@ def test_all_none_and_no_document() -> None:
 def test_random_tokens_are_those_of_the_seed() -> None:
     one, again, other = (choose("random", [Wanted(0, 500)], 0.2, seed).tolist() for seed in (1, 1, 2))
     assert one == again != other
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5, 1.0])
+@pytest.mark.parametrize("selector", ["query", "query+first-k"])
+def test_scored_selectors_spend_one_count_on_all_documents(selector: Selector, ratio: float) -> None:
+    scores = np.random.default_rng(1).random(41)
+    chosen = choose(selector, DOCUMENTS, ratio, 0, scores)
+    assert len(chosen) == count(28, ratio)
+    assert set(chosen.tolist()) <= {*range(5, 32), 40}
+    assert (np.diff(chosen) > 0).all()
+
+
+def test_a_question_chooses_what_it_looks_at_most_and_of_equals_the_first() -> None:
+    scores = np.zeros(41)
+    scores[[30, 40, 7]] = 3, 2, 1
+    scores[0] = 9  # in no document
+    assert choose("query", DOCUMENTS, 3 / 28, 0, scores).tolist() == [7, 30, 40]
+    assert choose("query", DOCUMENTS, 5 / 28, 0, scores).tolist() == [5, 6, 7, 30, 40]
+    scores[30] = np.nan
+    assert choose("query", DOCUMENTS, 3 / 28, 0, scores).tolist() == [5, 7, 40]
+
+
+def test_the_union_takes_the_first_of_each_document_and_the_best_of_the_others() -> None:
+    scores = np.zeros(41)
+    scores[[30, 5, 12]] = 3, 2, 1
+    assert choose("query+first-k", DOCUMENTS, 6 / 28, 0, scores).tolist() == [5, 6, 7, 25, 30, 40]
