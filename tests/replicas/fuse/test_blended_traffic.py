@@ -100,6 +100,25 @@ def test_tokens_that_the_question_looks_at_are_computed_anew_in_a_second_pass() 
     assert engine.forest.num_in_use == 0
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_an_abort_between_the_passes_leaves_nothing(at: int) -> None:
+    engine = engine_of(max_batch_tokens=64)
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)], session_id="s"))
+    run(engine)
+    kept = len(engine.forest.kept_roots)
+    blend = BlendOptions(mode="selective", selector="query", ratio=0.3, min_tokens=1)
+    engine.submit(blended("second", [(0, 1), B, (3,), A, (2, 2)], blend, 4, session_id="s", append=True))
+    for _ in range(at):
+        engine.step()
+    engine.abort("second")
+    run(engine)
+    engine.forest.check()
+    assert engine.forest.num_in_use == 0
+    assert len(engine.forest.kept_roots) <= kept + 1  # the session's
+    answer(engine, delete_session(("", "s")))
+    assert not engine.forest.kept_roots
+
+
 def test_nothing_behind_a_blend_is_found_by_another() -> None:
     engine = engine_of()
     engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
