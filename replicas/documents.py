@@ -18,8 +18,7 @@ Mode = Literal["auto", "off", "selective", "full_reuse"]
 Selector = Literal["hkvd", "query", "query+first-k", "first-k", "random", "none", "all"]
 Order = Literal["given", "any"]
 
-BUILT_SELECTORS: tuple[Selector, ...] = ("query", "query+first-k", "first-k", "random", "none", "all")
-_NOT_BUILT = f"this version has {', '.join(BUILT_SELECTORS)}"
+BUILT_SELECTORS: tuple[Selector, ...] = get_args(Selector)
 _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
 
 
@@ -55,8 +54,6 @@ class BlendOptions:
             raise InvalidRequest(
                 "blend.min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}"
             )
-        if self.selector is not None and self.selector not in BUILT_SELECTORS:
-            raise InvalidRequest("blend.selector", self.selector, _NOT_BUILT)
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> BlendOptions:

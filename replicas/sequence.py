@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
+from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import BlendUsage, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
@@ -224,8 +225,13 @@ class Sequence:
 
     @property
     def is_probing(self) -> bool:
-        """Whether the next of its last rows is for choosing what is computed anew, and samples nothing."""
+        """Whether its next rows are for choosing what is computed anew, and sample nothing."""
         return self.blend is not None and self.blend.is_probing
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether these are rows of documents."""
+        return self.blend is not None and self.blend.is_comparing
 
     @property
     def num_to_come(self) -> int:
@@ -330,6 +336,7 @@ class StepRows:
     spans: list[tuple[int, int]]
     runs: list[tuple[int, int, int]]
     shifts: list[int] = field(default_factory=list)  # as `Rows.shifts`; empty: none is shifted
+    num_compared: int = 0  # of the last rows: of documents, of which no KV is written
 
     @property
     def end(self) -> int:
@@ -359,6 +366,19 @@ class StepRows:
     def samples(self) -> bool:
         """Whether the token behind its last row is sampled."""
         return self.is_last and not self.sequence.is_probing
+
+    @property
+    def narrowed(self) -> IntArray:
+        """Which of its rows, as indices, may leave the pass between two layers."""
+        blend = self.sequence.blend
+        if blend is None or not len(blend.narrowed) or self.spans[0][0] > blend.narrowed[-1]:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(np.isin(self.positions, blend.narrowed))
+
+    @property
+    def positions(self) -> IntArray:
+        """The position of each row."""
+        return np.concatenate([np.arange(*span) for span in self.spans])
 
     def with_rows(self, rows: Rows) -> StepRows:
         """Add rows behind its last."""

@@ -223,7 +223,9 @@ class Engine:
         missing: list[list[int]] = []
         if sequence.request.documents and self._can_blend:
             sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
-            sequence.blend = make_blend(sequence.request, sink_ids, capacity=self.capacity)
+            sequence.blend = make_blend(
+                sequence.request, sink_ids, capacity=self.capacity, num_layers=self.runner.num_layers
+            )
         if sequence.blend is not None:
             has_history = sequence.root is not None
             missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
@@ -257,8 +259,7 @@ class Engine:
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
             self.connector.end_step(batch, unsound, self.scheduler.retract)
         for sequence, scores in self.runner.take_scores():
-            if sequence.path is not None and sequence.blend is not None:
-                sequence.blend.note_scores(scores)
+            if sequence.path is not None and sequence.blend is not None and sequence.blend.note_scores(scores):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again

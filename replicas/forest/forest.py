@@ -154,17 +154,27 @@ class PrefixForest(Paths):
         return None
 
     def blend(
-        self, path: Path, uses: Sequence[DocumentUse], private: Sequence[int], ids: Sequence[int], end: int
+        self,
+        path: Path,
+        uses: Sequence[DocumentUse],
+        private: Sequence[int],
+        ids: Sequence[int],
+        end: int,
+        *,
+        keeps_hidden: bool = False,
     ) -> Path | None:
         """Open a path of its own that sees what `path` has and, behind that up to `end`, documents computed apart.
 
         private  positions, in order, whose KV is to be computed in slots of its own: whatever no use has, and tokens of
                  uses that are not to be seen as they were computed apart
+        keeps_hidden  whether pages of which all tokens are private are kept: their KV is to be compared, or copied
 
         None, and nothing has happened, where what is to be reused has holes. The paths that it is made of stay open.
         """
         chosen = frozenset(private)
-        kept = references_of(path) + [each for use in uses for each in use_of(use, chosen, self.page_size)]
+        kept = references_of(path) + [
+            each for use in uses for each in use_of(use, chosen, self.page_size, keeps_hidden=keeps_hidden)
+        ]
         if any(each.page.start + max(each.page.filled) < each.end for each in kept):
             return None
         root = Root(path.root.salt, tuple(kept), blend_end=end)

@@ -20,6 +20,10 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
+from mneme.kernels.page_table import IntArray
+from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
 from mneme.replicas.forest.pages import ALL_SLOTS, DEVICE, HOST, Kept, Page, Path, Root, common_prefix
 from mneme.replicas.forest.tiers import OutOfPages, TieredPages
@@ -277,6 +281,26 @@ def references_of(path: Path) -> list[Kept]:
     return [*path.root.kept, *own]
 
 
+def slots_of(path: Path, page_size: int, wanted: IntArray | None = None) -> tuple[IntArray, IntArray]:
+    """Return the slot of each token of a path that is whole on the device, and its delta.
+
+    wanted  positions of some of its tokens, in order; None: all of them
+    """
+    firsts, starts, counts, deltas = np.array(
+        [
+            ((page_id or 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
+            for page_id, kept in zip(path.page_ids, references_of(path), strict=True)
+            if kept.page.positions is None  # private tokens are nobody's to look at
+        ],
+        np.int64,
+    ).T
+    slots, deltas = ranges(firsts, counts), np.repeat(deltas, counts)
+    if wanted is None:
+        return slots, deltas
+    indices = np.searchsorted(ranges(starts, counts) + deltas, wanted)
+    return slots[indices], deltas[indices]
+
+
 def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     """Refer to what the path has at the positions of `ranges` (in order, apart), moved together from 0 on.
 
@@ -295,13 +319,13 @@ def kept_by(path: Path, ranges: Spans) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-def use_of(use: DocumentUse, private: Collection[int], page_size: int) -> list[Kept]:
+def use_of(use: DocumentUse, private: Collection[int], page_size: int, *, keeps_hidden: bool) -> list[Kept]:
     """Refer to what a use sees of a document's pages: all but its `private` tokens."""
     kept: list[Kept] = []
     for page, first, last, _, top, _ in references_of(use.path):
         low, high = max(first, use.start - use.delta), min(last, use.end - use.delta)
         hidden = [position for position in range(low, high) if position + use.delta in private]
-        if len(hidden) < high - low:
+        if low < high and (keeps_hidden or len(hidden) < high - low):
             mask = sum(1 << position % page_size for position in hidden)
             kept.append(Kept(page, low, high, use.delta, top, mask))
     return kept

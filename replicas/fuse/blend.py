@@ -6,9 +6,10 @@ computed, and what stands before the first. Then it has a path of its own (`Pref
 stand in it, and private slots for the text between them and for the tokens that the selector chose. What it computes
 from there on is approximate, and nobody else's.
 
-A selector that judges by the question needs a pass before: the path is opened with all that there is of the documents,
-and the rows of the text and the question, which are computed like any, tell what they look at. Then the sequence
-goes back to the queue's front, and its path is opened again with what was chosen.
+A selector that needs scores has a pass before, on a path that is opened with all that there is of the documents. For
+`query` the rows of the text and the question, which are computed like any, tell what they look at; for `hkvd` rows of
+the documents are computed as far as their keys can be compared with the cached ones. Then the sequence goes back to the
+queue's front, and its path is opened again with what was chosen.
 
 Whatever of a document is gone again by then is computed with the text around it. Policy only: no tensors.
 """
@@ -25,7 +26,7 @@ from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
-from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose
+from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, first_share
 from mneme.replicas.request import GenerationRequest
 
 DEFAULT_SELECTOR: Selector = "query"
@@ -43,9 +44,14 @@ class Blend:
     sink_ids: tuple[int, ...]  # what documents are computed behind
     num_missing: int = 0  # prompts that are being computed for it
     root: Root | None = field(default=None, repr=False)  # of its path
+    # Positions, in order, whose rows may leave a pass.
+    narrowed: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
     base: Root | None = field(default=None, repr=False)  # of the path that it went on from, if that is its session's
-    scores: FloatArray | None = field(default=None, repr=False)  # by position; None: not asked for yet
+    scores: FloatArray | None = field(default=None, repr=False)  # by position
+    is_scored: bool = False  # they are complete
+    num_scored: int = 0  # of `reused`, in order, while they are compared
     is_probing: bool = False  # its path is opened to get them
+    num_layers: int = 2  # of the model
     reused: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)  # positions, in order
     num_chosen: int = 0  # document tokens that the selector chose
 
@@ -89,13 +95,15 @@ class Blend:
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
-        is_probing = self.selector in NEEDS_SCORES and 0 < self.ratio < 1 and self.scores is None
+        is_probing = self.selector in NEEDS_SCORES and 0 < self.ratio < 1 and not self.is_scored
         selector = "none" if is_probing else self._settled_selector
+        share = first_share(self.num_layers, self.ratio) if selector == "hkvd" else self.ratio
         wanted = [Wanted(use.start, use.end) for use in uses]
-        chosen = choose(selector, wanted, self.ratio, self.seed, self.scores).tolist()
-        reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen)
+        chosen = choose(selector, wanted, share, self.seed, self.scores)
+        self.narrowed = chosen if selector == "hkvd" else chosen[:0]
+        reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen.tolist())
         private = [position for position in range(first, end) if position not in reused]
-        blended = forest.blend(path, uses, private, context, end)
+        blended = forest.blend(path, uses, private, context, end, keeps_hidden=len(self.narrowed) > 0)
         for use in uses:
             forest.release(use.path)
         if blended is None:
@@ -105,14 +113,28 @@ class Blend:
         if self.root is not None:  # what it had computed there is gone, in part, or was to be seen once
             forest.abandon(self.root, blended.root)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
-        self.is_probing = is_probing
+        self.is_probing, self.num_scored = is_probing, 0
+        if is_probing:
+            self.scores = np.zeros(self.spans[-1].end)
         return blended
 
-    def note_scores(self, scores: FloatArray) -> None:
-        """Take the score of each of `reused`: the path is to be opened again, from `base`."""
-        self.scores = np.zeros(self.spans[-1].end)
-        self.scores[self.reused] = scores
-        self.is_probing = False
+    @property
+    def is_comparing(self) -> bool:
+        """Whether rows of documents are to be computed as far as their keys can be compared."""
+        return self.is_probing and self.selector == "hkvd"
+
+    def next_compared(self, max_rows: int) -> IntArray:
+        """Return the positions of the rows that are compared next."""
+        return self.reused[self.num_scored : self.num_scored + max_rows]
+
+    def note_scores(self, scores: FloatArray) -> bool:
+        """Take the scores of the next of `reused`; returns whether its path is to be opened again, from `base`."""
+        assert self.scores is not None
+        self.scores[self.reused[self.num_scored :][: len(scores)]] = scores
+        self.num_scored += len(scores)
+        self.is_probing = self.num_scored < len(self.reused)
+        self.is_scored = not self.is_probing
+        return self.is_scored
 
     def num_reused_in(self, start: int, end: int) -> int:
         """Count the positions in [start, end) whose KV was computed behind other text."""
@@ -145,7 +167,9 @@ class Blend:
         return uses
 
 
-def make_blend(request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int) -> Blend | None:
+def make_blend(
+    request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int, num_layers: int
+) -> Blend | None:
     """Return how a request's documents are reused in place; None if it does not ask for that, or has none for it."""
     options = request.blend
     if options.mode not in ("selective", "full_reuse"):
@@ -158,4 +182,4 @@ def make_blend(request: GenerationRequest, sink_ids: tuple[int, ...], *, capacit
     if not spans:
         return None
     seed = request.sampling.seed or 0
-    return Blend(options=options, spans=spans, salt=request.salt, seed=seed, sink_ids=sink_ids)
+    return Blend(options=options, spans=spans, salt=request.salt, seed=seed, sink_ids=sink_ids, num_layers=num_layers)

@@ -14,7 +14,10 @@ from mneme.replicas.documents import Selector
 
 FloatArray = npt.NDArray[np.float64]
 
-NEEDS_SCORES: frozenset[Selector] = frozenset({"query", "query+first-k"})
+NEEDS_SCORES: frozenset[Selector] = frozenset({"hkvd", "query", "query+first-k"})
+
+_WIDTH = 4.0
+_FALL = 0.5
 
 
 class Wanted(NamedTuple):
@@ -38,6 +41,7 @@ def choose(
     random         any of each document: the control
     query          those with the best scores, `count` of all documents together: what the question looks at (InfoFlow
                    KV); of equal scores the first
+    hkvd           the same of other scores: how far a key is from the one that it has behind its own text (CacheBlend)
     query+first-k  half the count of the first ones, and the best of the others
 
     scores  float64 by position; for the selectors that need them (`NEEDS_SCORES`). What is no number is the worst.
@@ -61,3 +65,33 @@ def choose(
             positions = np.sort(generator.permutation(positions)[:number])
         chosen.append(positions[:number])
     return np.concatenate(chosen)
+
+
+def first_share(num_layers: int, ratio: float) -> float:
+    """Return which share of the tokens `hkvd` computes anew in the first layer that it chooses for.
+
+    It is much wider than the mean, the ratio: what is computed there makes the keys right that the next layers are
+    judged by. (CacheBlend attends to all fresh keys there, and stores none of them: first tokens are right then, and
+    what is decoded after them is not.)
+    """
+    num_chosen = num_layers - 1
+    return ratio if num_chosen < 2 else min(_WIDTH * ratio, 0.8 * num_chosen * ratio, 1.0)
+
+
+def filter_counts(num_layers: int, num_first: int, ratio: float) -> dict[int, int]:
+    """Return how many of `num_first` tokens, those of `first_share`, stay from some layers on.
+
+    Fewer do in each of three steps, so that the mean over all layers but the first, which is exact, is the ratio.
+    """
+    first, num_deep = first_share(num_layers, ratio), num_layers - 2
+    if num_deep < 1 or not 0 < ratio < 1:
+        return {}
+    mean = (ratio * (num_layers - 1) - first) / num_deep
+    fall = min(_FALL, (1 - mean) / mean)
+    starts = sorted({2 + num_deep * step // 3 for step in range(3)})
+    counts = {}
+    for start, end in zip(starts, [*starts[1:], num_layers], strict=True):
+        middle = (start + end - 1) / 2 - 2
+        share = mean * (1 + fall - 2 * fall * middle / max(num_deep - 1, 1)) if num_deep > 1 else mean
+        counts[start] = count(num_first, min(share / first, 1.0))
+    return counts

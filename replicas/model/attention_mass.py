@@ -21,9 +21,8 @@ import torch
 
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.rope import RopeTable
-from mneme.kernels.segments import ranges
 from mneme.replicas.forest.pages import Path
-from mneme.replicas.forest.paths import references_of
+from mneme.replicas.forest.paths import slots_of
 from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.model.decoder import Decoder, KvPool
 from mneme.replicas.sequence import Sequence
@@ -84,7 +83,7 @@ class MassObserver:
     @classmethod
     def over(cls, path: Path, pool: KvPool, decoder: Decoder) -> MassObserver | None:
         """Observe a path; None if not every token of the path has its key in its slot."""
-        slots, deltas = _slots_of(path, pool.k_pages.shape[3])
+        slots, deltas = slots_of(path, pool.k_pages.shape[3])
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         rotated_at = torch.from_numpy(np.arange(len(slots)) - deltas).to(device_slots.device)
         if not torch.equal(pool.slot_position[device_slots].long(), rotated_at):
@@ -123,8 +122,8 @@ class QuestionObserver:
     """
 
     sequence: Sequence
-    rows: slice  # of the step: the last ones of the prompt, behind all of its documents
-    positions: torch.Tensor  # int64 of these rows
+    rows: torch.Tensor  # int64 [T] of the step: the last ones of the prompt, behind all of its documents
+    positions: torch.Tensor  # int64 [T]
     shares: _Shares  # of the documents' tokens that are reused, in order
     total: torch.Tensor  # float64 [L]
 
@@ -134,46 +133,26 @@ class QuestionObserver:
         assert sequence.path is not None
         assert sequence.blend is not None
         page_size, num_ids = pool.k_pages.shape[3], len(sequence.context)
-        slots, deltas = _slots_of(sequence.path, page_size, sequence.blend.reused)
+        slots, deltas = slots_of(sequence.path, page_size, sequence.blend.reused)
         num_rows = min(num_rows, NUM_OBSERVED, num_ids - sequence.path.root.start)
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         return cls(
             sequence=sequence,
-            rows=slice(end_row - num_rows, end_row),
+            rows=torch.arange(end_row - num_rows, end_row, device=device_slots.device),
             positions=torch.arange(num_ids - num_rows, num_ids, device=device_slots.device),
             shares=_Shares.of(device_slots, deltas, pool, decoder),
             total=torch.zeros(len(slots), dtype=torch.float64, device=device_slots.device),
         )
 
     def __call__(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """q float [T, Hq, D], un-rotated; lse float32 [T, Hq]; of all rows of the step."""
-        shares = self.shares(layer, q[self.rows], lse[self.rows], self.positions)
+        """q float [T, Hq, D], un-rotated; lse float32 [T, Hq]."""
+        shares = self.shares(layer, q, lse, self.positions)
         self.total += shares.mean(0).square().sum(0, dtype=torch.float64)
 
     def scores(self) -> FloatArray:
         """Return the score of each of the sequence's reused tokens, in order."""
         found: FloatArray = self.total.cpu().numpy()
         return found
-
-
-def _slots_of(path: Path, page_size: int, wanted: IntArray | None = None) -> tuple[IntArray, IntArray]:
-    """Return the slot of each token of a path that is whole on the device, and its delta.
-
-    wanted  positions of some of its tokens, in order; None: all of them
-    """
-    firsts, starts, counts, deltas = np.array(
-        [
-            ((page_id or 0) * page_size + kept.start % page_size, kept.start, kept.end - kept.start, kept.delta)
-            for page_id, kept in zip(path.page_ids, references_of(path), strict=True)
-            if kept.page.positions is None  # private tokens are nobody's to look at
-        ],
-        np.int64,
-    ).T
-    slots, deltas = ranges(firsts, counts), np.repeat(deltas, counts)
-    if wanted is None:
-        return slots, deltas
-    indices = np.searchsorted(ranges(starts, counts) + deltas, wanted)
-    return slots[indices], deltas[indices]
 
 
 def _runs(deltas: IntArray) -> list[_Run]:

@@ -6,17 +6,18 @@ Shapes: T query rows, S sampled rows, H hidden, Hq/Hkv query and key heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from mneme.cachetier.pages.streams import CudaStreams, EventSpans, Streams
 from mneme.cachetier.pages.tier import Load
-from mneme.kernels.attention import Plan, RopeTable, attend
+from mneme.kernels.attention import Plan, QueryRows, RopeTable, attend
 from mneme.kernels.kv_write import write_kv
 from mneme.kernels.ops import add_rms_norm, gated, rms_norm
 from mneme.kernels.work import Share
+from mneme.replicas.fuse.fusor import Fusor
 from mneme.replicas.model.config import DecoderConfig
 from mneme.replicas.model.timeline import Timeline
 from mneme.replicas.model.weights import DecoderWeights, LayerWeights
@@ -49,6 +50,20 @@ class StepInputs:
     # Called after each layer's attention with the layer, its queries, un-rotated [T, Hq, D], and their lse, float32
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+    fusor: Fusor | None = None  # lets rows leave between layers; nor is such a step
+
+    def only(self, rows: torch.Tensor) -> StepInputs:
+        """Return what is left for the next layers of these rows, ascending, all sampled ones among them."""
+        kept = rows.cpu().numpy()
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            sampled_rows=torch.searchsorted(rows, self.sampled_rows),
+            plan=self.plan.with_rows(QueryRows(self.plan.sequence[kept], self.plan.position[kept])),
+            key_positions=None if self.key_positions is None else self.key_positions[rows],
+        )
 
 
 class Decoder:
@@ -96,7 +111,9 @@ class Decoder:
         normed = rms_norm(hidden, weights.layers[0].attn_norm, eps)
         next_norms = [layer.attn_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attended = self._attend(layer, index, normed, inputs, pool, spans)
+            attended, rows, inputs = self._attend(layer, index, normed, inputs, pool, spans)
+            if rows is not None:
+                hidden = hidden[rows]
             if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
                 hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
             hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
@@ -114,8 +131,8 @@ class Decoder:
         inputs: StepInputs,
         pool: KvPool,
         spans: LayerSpans | None,
-    ) -> torch.Tensor:
-        """hidden [T, H] -> [T, Hq * D]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, StepInputs]:
+        """hidden [T, H] -> [T', Hq * D] of the rows that stay, these rows (None: all), and the inputs of the rest."""
         config = self.config
         num_rows, kv_end = hidden.shape[0], config.num_q_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(num_rows, -1, config.head_dim)
@@ -133,6 +150,9 @@ class Decoder:
         write_kv(k, v, inputs.slots, key_positions, k_pages, v_pages, self.rope)
         if inputs.layer_done is not None:
             inputs.layer_done(index)
+        rows = None if inputs.fusor is None else inputs.fusor.narrow(index, k, v, k_pages, v_pages, self.rope)
+        if rows is not None:
+            inputs, q = inputs.only(rows), q[rows]
         out, lse = attend(
             q, k_pages, v_pages, pool.slot_position, self.rope, inputs.plan,
             softmax_scale=self._scale, window=config.windows[index],
@@ -141,7 +161,7 @@ class Decoder:
             spans.end("attend", index)
         if inputs.observe is not None:
             inputs.observe(index, q, lse)
-        return out.reshape(num_rows, -1)
+        return out.reshape(len(q), -1), rows, inputs
 
 
 class LayerSpans(Protocol):

@@ -139,7 +139,8 @@ class DecodeGraphs:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of a step, with those of padding rows; the next step may overwrite them."""
         # A replay waits for no load, and nobody sees what it computes on the way.
-        can_replay = inputs is self._inputs and inputs.load is None and inputs.observe is None
+        is_plain = inputs.load is None and inputs.observe is None and inputs.fusor is None
+        can_replay = inputs is self._inputs and is_plain
         attention = self.stage(inputs.plan) if can_replay else None
         if attention is None:
             return self._run(inputs)

@@ -35,7 +35,9 @@ from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
 from mneme.replicas.forest.moves import GraftPiece, Moves
 from mneme.replicas.forest.pages import Path
-from mneme.replicas.fuse.selectors import FloatArray
+from mneme.replicas.forest.paths import slots_of
+from mneme.replicas.fuse.fusor import DocumentRows, Fusor
+from mneme.replicas.fuse.selectors import FloatArray, filter_counts
 from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, QuestionObserver
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
@@ -77,6 +79,7 @@ class Runner:
         self._decoder = decoder
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_layers = config.num_layers
         self.max_context = decoder.max_context
         self.device, self.dtype = str(decoder.device), str(decoder.dtype).removeprefix("torch.")
         self.vocab_size = config.vocab_size
@@ -97,7 +100,10 @@ class Runner:
         if timeline is not None:
             decoder.record(timeline)
         self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
-        self._observers: list[QuestionObserver] = []  # of the step
+        # Of the step: who looks at documents, the rows that are compared, and what lets rows leave between layers.
+        self._observers: list[QuestionObserver] = []
+        self._compared: dict[Sequence, DocumentRows] = {}
+        self._fusor: Fusor | None = None
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
 
@@ -136,6 +142,10 @@ class Runner:
         self._observers = self._question_observers(ordered)
         if self._observers:
             inputs.observe = self._observe
+        self._compared, narrowed = self._document_rows(ordered, slots)
+        self._fusor = inputs.fusor = None
+        if self._compared or narrowed:
+            self._fusor = inputs.fusor = Fusor([*self._compared.values(), *narrowed], len(positions))
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
@@ -164,9 +174,14 @@ class Runner:
         return logits[: inputs.num_sampled]
 
     def take_scores(self) -> list[tuple[Sequence, FloatArray]]:
-        """Take what the last step's `probes` found: each sequence's scores of the document tokens that it reuses."""
-        observers, self._observers = self._observers, []
-        return [(observer.sequence, observer.scores()) for observer in observers]
+        """Take what the last step found of documents: scores of what a sequence reuses, or of the next part of it."""
+        observers, compared = self._observers, self._compared
+        self._observers, self._compared = [], {}
+        scores = [(observer.sequence, observer.scores()) for observer in observers]
+        for sequence, part in compared.items():
+            if part.deviation is not None:
+                scores.append((sequence, part.deviation.double().cpu().numpy()))
+        return scores
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         ends = accumulate(part.num_rows for part in ordered)
@@ -178,7 +193,37 @@ class Runner:
 
     def _observe(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         for observer in self._observers:
-            observer(layer, q, lse)
+            rows = observer.rows if self._fusor is None else self._fusor.places(observer.rows)
+            observer(layer, q[rows], lse[rows])
+
+    def _document_rows(
+        self, ordered: list[StepRows], slots: IntArray
+    ) -> tuple[dict[Sequence, DocumentRows], list[DocumentRows]]:
+        """Find the rows that are computed to be compared, by sequence, and those that may leave between layers."""
+        compared: dict[Sequence, DocumentRows] = {}
+        narrowed = []
+        for part, end in zip(ordered, accumulate(part.num_rows for part in ordered), strict=True):
+            blend = part.sequence.blend
+            if blend is None:
+                continue
+            if part.num_compared:
+                positions = blend.next_compared(part.num_compared)
+                rows = np.arange(end - part.num_compared, end)
+                compared[part.sequence] = self._rows_of(_path(part), rows, positions)
+            elif len(rows := part.narrowed):
+                positions = part.positions[rows]
+                rows += end - part.num_rows
+                own = self._rows_of(_path(part), rows, positions)
+                own.private = self._tensor(slots[rows])
+                own.counts = filter_counts(self.num_layers, len(rows), blend.ratio)
+                narrowed.append(own)
+        return compared, narrowed
+
+    def _rows_of(self, path: Path, rows: IntArray, positions: IntArray) -> DocumentRows:
+        cached, deltas = slots_of(path, self.page_size, positions)
+        return DocumentRows(
+            rows=self._tensor(rows), cached=self._tensor(cached), positions=self._tensor(positions - deltas)
+        )
 
     def reserve(self, num_sequences: int, num_rows: int) -> None:
         """Let the buffers of graphs grow to a step of so many sequences and rows over all pages; nothing is computed.

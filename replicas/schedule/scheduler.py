@@ -20,6 +20,8 @@ import contextlib
 from collections.abc import Collection, Iterable
 from itertools import islice
 
+import numpy as np
+
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
@@ -299,7 +301,7 @@ class Scheduler:
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
             assert path is not None
-            if budget.num_left == 0 or part.is_last or part.sequence.found is not None:
+            if budget.num_left == 0 or part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
                 continue
             if self._forest.extend(path, ids, len(ids)):
                 continue
@@ -344,6 +346,8 @@ class Scheduler:
 
     def _take_rows(self, sequence: Sequence, budget: int) -> StepRows | None:
         """Take at most so many rows; None if another prompt, which goes the same way, has them in this step."""
+        if sequence.is_comparing:
+            return self._take_compared(sequence, budget)
         path, ids = sequence.path, sequence.context
         assert path is not None
         self._forest.extend(path, ids, len(ids))
@@ -362,6 +366,19 @@ class Scheduler:
                 sequence.drop_found()
         return part
 
+    def _take_compared(self, sequence: Sequence, budget: int) -> StepRows:
+        """Take rows of documents behind all text between them, which they see."""
+        path, ids, blend = sequence.path, sequence.context, sequence.blend
+        assert path is not None
+        assert blend is not None
+        num_text = self._forest.num_pending(path, ids) - (len(ids) - path.num_tokens)
+        rows = self._forest.take_rows(path, ids, min(num_text, budget))
+        sequence.note_rows(rows)
+        positions = blend.next_compared(max(budget - num_text, 0))
+        pieces = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
+        spans = [*rows.spans, *((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)]
+        return StepRows(sequence, spans, rows.runs, rows.shifts + [0] * len(pieces), len(positions))
+
     def _put_back(self, sequences: Collection[Sequence]) -> None:
         for sequence in sequences:
             assert sequence.path is not None
@@ -375,9 +392,12 @@ class Scheduler:
         self._refused = None
 
     def _num_pending(self, sequence: Sequence) -> int:
-        """Known tokens without KV: 1 in decode; 0 where the forest has them all and only the logits are missing."""
+        """Count the rows before its next token: 1 in decode; 0 where all has KV and only the logits are missing."""
         assert sequence.path is not None
-        return self._forest.num_pending(sequence.path, sequence.context)
+        num_compared = 0
+        if sequence.blend is not None and sequence.is_comparing:
+            num_compared = len(sequence.blend.reused) - sequence.blend.num_scored
+        return num_compared + self._forest.num_pending(sequence.path, sequence.context)
 
     def _suspend(self, sequence: Sequence) -> None:
         self._give_back(sequence)

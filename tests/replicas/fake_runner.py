@@ -54,6 +54,7 @@ class FakeRunner:
         self.can_copy = True
         self.first_page = 1
         self.vocab_size, self.max_context = vocab_size, max_context
+        self.num_layers = 4
         self.num_shared_segments = 0
         self.graphs = None
         self.num_rows = 0
@@ -100,14 +101,14 @@ class FakeRunner:
             if chunk.samples:
                 is_wrong = not self.doubtful.isdisjoint(seen)
                 rows.append((predict(chunk.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
-        self._probing = [chunk for chunk in chunks if chunk.probes]
+        self._probing = [chunk for chunk in chunks if chunk.probes or chunk.num_compared]
         self.doubtful = set()
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
 
     def take_scores(self) -> list[tuple[Any, Any]]:
         """Any numbers for what is asked of documents."""
-        scores = [(part.sequence, np.random.default_rng(5).random(len(_reused(part)))) for part in self._probing]
+        scores = [(part.sequence, np.random.default_rng(5).random(_num_scored(part))) for part in self._probing]
         self._probing = []
         return scores
 
@@ -130,6 +131,7 @@ class FakeRunner:
     def _write(self, chunk: StepRows) -> None:
         positions = chunk_positions(chunk)
         slots = written_slots(chunk)
+        positions = positions[: len(positions) - chunk.num_compared]
         assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.is_last)
         shifts = [shift for shift, span in zip(chunk.shifts, chunk.spans, strict=True) for _ in range(*span)]
         path = chunk.sequence.path
@@ -184,9 +186,9 @@ class FakeRunner:
             self.slots[slot] = (self.slots[slot][0], WRONG)
 
 
-def _reused(part: StepRows) -> Any:
+def _num_scored(part: StepRows) -> int:
     assert part.sequence.blend is not None
-    return part.sequence.blend.reused
+    return part.num_compared or len(part.sequence.blend.reused)
 
 
 def chunk_positions(chunk: StepRows) -> list[int]:

@@ -13,7 +13,7 @@ from mneme.cachetier.chunk.header import Miss
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.fuse.selectors import Wanted, choose
+from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.model.attention_mass import NUM_OBSERVED
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
@@ -64,8 +64,13 @@ def dense(
     ids, spans = prompt
     oracle = DenseBlend(model, SINK)
     scores = oracle.question_scores(ids, spans, NUM_OBSERVED).numpy()
-    computed = choose(selector, [Wanted(*span) for span in spans], ratio, 5, scores).tolist()
-    return oracle.logits([*ids, *output[:-1]], spans, computed)[-len(output) :]
+    num_layers, share, counts = model.config.num_hidden_layers, ratio, {}
+    if selector == "hkvd" and 0 < ratio < 1:
+        scores, share = oracle.key_deviation(ids, spans).numpy(), first_share(num_layers, ratio)
+        num_first = count(sum(end - start for start, end in spans), share)
+        counts = filter_counts(num_layers, num_first, ratio)
+    computed = choose(selector, [Wanted(*span) for span in spans], share, 5, scores).tolist()
+    return oracle.logits([*ids, *output[:-1]], spans, computed, counts)[-len(output) :]
 
 
 def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -98,7 +103,7 @@ def test_logits_are_those_of_the_dense_computation(
         assert error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999), ("query", 1.0)])
+@pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999), ("query", 1.0), ("hkvd", 1.0)])
 def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     checkpoint: tuple[Path, Any], selector: str, ratio: float | None
 ) -> None:

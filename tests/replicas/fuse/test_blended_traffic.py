@@ -100,13 +100,33 @@ def test_tokens_that_the_question_looks_at_are_computed_anew_in_a_second_pass() 
     assert engine.forest.num_in_use == 0
 
 
+def test_keys_of_documents_are_compared_before_some_are_computed_anew() -> None:
+    engine = engine_of(max_batch_tokens=16)
+    engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
+    run(engine)
+    before = num_rows(engine)
+    blend = BlendOptions(mode="selective", selector="hkvd", ratio=0.2, min_tokens=1)
+    request = blended("second", [(0, 1), B, (3,), A, (2, 2)], blend, 4)
+    engine.submit(request)
+    events = run(engine)
+    assert tokens_of(events, "second") == continuation(list(request.prompt_token_ids), 4, 5)
+    # Text and documents, in two steps; text, question and 0.2 * 0.8 * 3 of 15 (of 4 layers three are not exact).
+    assert num_rows(engine) - before == (1 + 15) + (1 + 8 + 2) + 3
+    usage = usage_of(events)
+    assert usage.blend is not None
+    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 7, 8)
+    assert not engine.forest.kept_roots
+    assert engine.forest.num_in_use == 0
+
+
+@pytest.mark.parametrize("selector", ["query", "hkvd"])
 @pytest.mark.parametrize("at", range(4))
-def test_an_abort_between_the_passes_leaves_nothing(at: int) -> None:
-    engine = engine_of(max_batch_tokens=64)
+def test_an_abort_between_the_passes_leaves_nothing(at: int, selector: Any) -> None:
+    engine = engine_of(max_batch_tokens=24)
     engine.submit(blended("first", [(0, 1), A, B, (2, 2)], session_id="s"))
     run(engine)
     kept = len(engine.forest.kept_roots)
-    blend = BlendOptions(mode="selective", selector="query", ratio=0.3, min_tokens=1)
+    blend = BlendOptions(mode="selective", selector=selector, ratio=0.3, min_tokens=1)
     engine.submit(blended("second", [(0, 1), B, (3,), A, (2, 2)], blend, 4, session_id="s", append=True))
     for _ in range(at):
         engine.step()
@@ -207,7 +227,7 @@ traffic = st.lists(
             st.one_of(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=5).map(tuple)), min_size=1, max_size=5
         ),
         st.sampled_from(["full_reuse", "selective", "off"]),
-        st.sampled_from(["first-k", "random", "none", "all", "query", "query", "query+first-k"]),
+        st.sampled_from(["first-k", "random", "none", "all", "query", "hkvd", "query+first-k"]),
         st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         st.integers(1, 8),  # max_tokens
         st.one_of(st.none(), st.none(), st.integers(0, 9)),  # steps until it is aborted

@@ -97,19 +97,20 @@ def test_documents_of_different_messages_do_not_change_places() -> None:
 @given(asked=st.lists(st.permutations("ABCD").flatmap(lambda p: st.integers(1, 4).map(lambda n: p[:n])), max_size=5))
 @settings(deadline=None, max_examples=25)
 def test_any_traffic_answers_as_the_order_that_it_names_and_finds_no_less(asked: list[list[str]]) -> None:
-    """The answers are those of a fresh engine that was asked for this very order."""
-    engine, as_given = make_engine(), make_engine()
+    """The answers are those of a fresh engine that was asked for this very order. Documents are of one length here:
+    a greedy choice of the longest might find less in all.
+    """
+    engine = make_engine()
     by_name = {"A": A, "B": B, "C": C, "D": D}
-    num_found, num_found_as_given = 0, 0
     for documents in asked:
-        tokens, blend = ask(engine, prompt([by_name[name] for name in documents]))
+        request = prompt([by_name[name] for name in documents])
+        num_known = sum(engine.forest.resident(request.salt, request.prompt_token_ids))
+        num_found_as_given = sum(max(min(span.end, num_known) - span.start, 0) for span in request.documents)
+        tokens, blend = ask(engine, request)
         assert sorted(blend.order) == list(range(len(documents)))
         assert names(blend) == "".join(documents[i] for i in blend.order)
         assert tokens == ask(make_engine(), prompt([by_name[name] for name in names(blend)], "given"))[0]
-        num_found += sum(each.exact for each in blend.documents)
-        plain = ask(as_given, prompt([by_name[name] for name in documents], "given"))[1]
-        num_found_as_given += sum(each.exact for each in plain.documents)
-    assert num_found >= num_found_as_given
+        assert sum(each.exact for each in blend.documents) >= num_found_as_given
 
 
 def test_a_request_that_is_moved_keeps_the_order_in_which_it_began() -> None:
