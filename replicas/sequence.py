@@ -359,8 +359,8 @@ class StepRows:
 
     @property
     def probes(self) -> bool:
-        """Whether its last rows tell what they look at of the sequence's documents."""
-        return self.is_last and self.sequence.is_probing
+        """Whether its rows tell what they look at of the sequence's documents."""
+        return self.sequence.is_probing and not self.sequence.is_comparing
 
     @property
     def samples(self) -> bool:

@@ -258,8 +258,11 @@ class Engine:
             outcomes = zip(sampling, sampled, strict=True)
             unsound = {sequence for sequence, outcome in outcomes if outcome.token_id is None}
             self.connector.end_step(batch, unsound, self.scheduler.retract)
-        for sequence, scores in self.runner.take_scores():
-            if sequence.path is not None and sequence.blend is not None and sequence.blend.note_scores(scores):
+        for part, scores in self.runner.take_scores():
+            sequence = part.sequence
+            if sequence.path is None or sequence.blend is None:  # it begins anew
+                continue
+            if sequence.blend.note_scores(scores, is_last=part.is_last):
                 self.scheduler.reopen(sequence)
         for sequence, outcome in zip(sampling, sampled, strict=True):
             if sequence.path is None:  # it computes this token again

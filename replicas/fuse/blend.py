@@ -127,14 +127,22 @@ class Blend:
         """Return the positions of the rows that are compared next."""
         return self.reused[self.num_scored : self.num_scored + max_rows]
 
-    def note_scores(self, scores: FloatArray) -> bool:
-        """Take the scores of the next of `reused`; returns whether its path is to be opened again, from `base`."""
+    def note_scores(self, scores: FloatArray, *, is_last: bool) -> bool:
+        """Take scores of rows: what they look at of each of `reused`, or how far the next of these are off.
+
+        is_last  whether there are no more rows that look
+
+        Returns whether the path is to be opened again, from `base`.
+        """
         assert self.scores is not None
-        self.scores[self.reused[self.num_scored :][: len(scores)]] = scores
-        self.num_scored += len(scores)
-        self.is_probing = self.num_scored < len(self.reused)
-        self.is_scored = not self.is_probing
-        return self.is_scored
+        if self.is_comparing:
+            self.scores[self.next_compared(len(scores))] = scores
+            self.num_scored += len(scores)
+            is_last = self.num_scored == len(self.reused)
+        else:
+            self.scores[self.reused] += scores
+        self.is_probing, self.is_scored = not is_last, is_last
+        return is_last
 
     def num_reused_in(self, start: int, end: int) -> int:
         """Count the positions in [start, end) whose KV was computed behind other text."""

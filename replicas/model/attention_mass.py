@@ -25,7 +25,7 @@ from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import slots_of
 from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.model.decoder import Decoder, KvPool
-from mneme.replicas.sequence import Sequence
+from mneme.replicas.sequence import StepRows
 
 NUM_OBSERVED = 32  # the last tokens, whose attention counts
 
@@ -118,28 +118,31 @@ class QuestionObserver:
     """Scores the documents' tokens of one sequence by what the last rows of its prompt attend to.
 
     A token's score is the squared norm, over these rows and all layers, of the share of attention that it gets, which
-    is the mean over heads.
+    is the mean over heads. Scores of several steps add up.
     """
 
-    sequence: Sequence
-    rows: torch.Tensor  # int64 [T] of the step: the last ones of the prompt, behind all of its documents
+    part: StepRows
+    rows: (
+        torch.Tensor
+    )  # int64 [T] of the step: those of the prompt's last ones, behind all of its documents, that it has
     positions: torch.Tensor  # int64 [T]
     shares: _Shares  # of the documents' tokens that are reused, in order
     total: torch.Tensor  # float64 [L]
 
     @classmethod
-    def over(cls, sequence: Sequence, end_row: int, num_rows: int, pool: KvPool, decoder: Decoder) -> QuestionObserver:
-        """Observe what a path sees of documents; the sequence's last rows end before `end_row` of the step."""
-        assert sequence.path is not None
-        assert sequence.blend is not None
-        page_size, num_ids = pool.k_pages.shape[3], len(sequence.context)
-        slots, deltas = slots_of(sequence.path, page_size, sequence.blend.reused)
-        num_rows = min(num_rows, NUM_OBSERVED, num_ids - sequence.path.root.start)
+    def over(cls, part: StepRows, end_row: int, pool: KvPool, decoder: Decoder) -> QuestionObserver:
+        """Observe what rows, which end before `end_row` of the step, see of documents."""
+        path, blend = part.sequence.path, part.sequence.blend
+        assert path is not None
+        assert blend is not None
+        positions = part.positions
+        positions = positions[positions >= max(path.root.start, len(part.sequence.context) - NUM_OBSERVED)]
+        slots, deltas = slots_of(path, pool.k_pages.shape[3], blend.reused)
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         return cls(
-            sequence=sequence,
-            rows=torch.arange(end_row - num_rows, end_row, device=device_slots.device),
-            positions=torch.arange(num_ids - num_rows, num_ids, device=device_slots.device),
+            part=part,
+            rows=torch.arange(end_row - len(positions), end_row, device=device_slots.device),
+            positions=torch.from_numpy(positions).to(device_slots.device),
             shares=_Shares.of(device_slots, deltas, pool, decoder),
             total=torch.zeros(len(slots), dtype=torch.float64, device=device_slots.device),
         )

@@ -42,7 +42,7 @@ from mneme.replicas.model.attention_mass import NUM_OBSERVED, MassObserver, Ques
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.graphs import MakeGraphs
 from mneme.replicas.model.timeline import Timeline
-from mneme.replicas.sequence import Sequence, StepRows
+from mneme.replicas.sequence import StepRows
 
 # Page 0 is nobody's: rows whose KV is already resident write there. Its slots are never visible.
 _SPARE_PAGES = 1
@@ -102,7 +102,7 @@ class Runner:
         self.graphs = None if make_graphs is None else make_graphs(self.launch, self.pool)
         # Of the step: who looks at documents, the rows that are compared, and what lets rows leave between layers.
         self._observers: list[QuestionObserver] = []
-        self._compared: dict[Sequence, DocumentRows] = {}
+        self._compared: list[tuple[StepRows, DocumentRows]] = []
         self._fusor: Fusor | None = None
         self._plan: Plan | None = None
         self._seen: list[_Seen] = []
@@ -145,7 +145,7 @@ class Runner:
         self._compared, narrowed = self._document_rows(ordered, slots)
         self._fusor = inputs.fusor = None
         if self._compared or narrowed:
-            self._fusor = inputs.fusor = Fusor([*self._compared.values(), *narrowed], len(positions))
+            self._fusor = inputs.fusor = Fusor([*(rows for _, rows in self._compared), *narrowed], len(positions))
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
@@ -173,23 +173,18 @@ class Runner:
         logits = self.launch(inputs) if self.graphs is None else self.graphs.forward(inputs)
         return logits[: inputs.num_sampled]
 
-    def take_scores(self) -> list[tuple[Sequence, FloatArray]]:
-        """Take what the last step found of documents: scores of what a sequence reuses, or of the next part of it."""
+    def take_scores(self) -> list[tuple[StepRows, FloatArray]]:
+        """Take what rows of the last step found of documents: see `Blend.note_scores`."""
         observers, compared = self._observers, self._compared
-        self._observers, self._compared = [], {}
-        scores = [(observer.sequence, observer.scores()) for observer in observers]
-        for sequence, part in compared.items():
-            if part.deviation is not None:
-                scores.append((sequence, part.deviation.double().cpu().numpy()))
-        return scores
+        self._observers, self._compared = [], []
+        scores = [(observer.part, observer.scores()) for observer in observers]
+        deviations = [(part, rows.deviation) for part, rows in compared if rows.deviation is not None]
+        return scores + [(part, deviation.double().cpu().numpy()) for part, deviation in deviations]
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         ends = accumulate(part.num_rows for part in ordered)
-        return [
-            QuestionObserver.over(part.sequence, end, part.num_rows, self.pool, self._decoder)
-            for part, end in zip(ordered, ends, strict=True)
-            if part.probes
-        ]
+        both = zip(ordered, ends, strict=True)
+        return [QuestionObserver.over(part, end, self.pool, self._decoder) for part, end in both if part.probes]
 
     def _observe(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         for observer in self._observers:
@@ -198,9 +193,9 @@ class Runner:
 
     def _document_rows(
         self, ordered: list[StepRows], slots: IntArray
-    ) -> tuple[dict[Sequence, DocumentRows], list[DocumentRows]]:
-        """Find the rows that are computed to be compared, by sequence, and those that may leave between layers."""
-        compared: dict[Sequence, DocumentRows] = {}
+    ) -> tuple[list[tuple[StepRows, DocumentRows]], list[DocumentRows]]:
+        """Find the rows that are computed to be compared, and those that may leave between layers."""
+        compared = []
         narrowed = []
         for part, end in zip(ordered, accumulate(part.num_rows for part in ordered), strict=True):
             blend = part.sequence.blend
@@ -209,7 +204,7 @@ class Runner:
             if part.num_compared:
                 positions = blend.next_compared(part.num_compared)
                 rows = np.arange(end - part.num_compared, end)
-                compared[part.sequence] = self._rows_of(_path(part), rows, positions)
+                compared.append((part, self._rows_of(_path(part), rows, positions)))
             elif len(rows := part.narrowed):
                 positions = part.positions[rows]
                 rows += end - part.num_rows

@@ -108,7 +108,7 @@ class FakeRunner:
 
     def take_scores(self) -> list[tuple[Any, Any]]:
         """Any numbers for what is asked of documents."""
-        scores = [(part.sequence, np.random.default_rng(5).random(_num_scored(part))) for part in self._probing]
+        scores = [(part, np.random.default_rng(5).random(_num_scored(part))) for part in self._probing]
         self._probing = []
         return scores
 

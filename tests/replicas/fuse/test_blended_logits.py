@@ -117,14 +117,17 @@ def test_where_all_is_computed_anew_it_equals_a_full_prefill(
     assert error_of(logits_of(engine, "a"), logits.double()) <= TOLERANCE
 
 
-def test_others_in_the_batch_answer_as_without_it(checkpoint: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize(("selector", "max_batch_tokens"), [("random", 48), ("query", 48), ("hkvd", 400)])
+def test_others_in_the_batch_answer_as_without_it(
+    checkpoint: tuple[Path, Any], selector: str, max_batch_tokens: int
+) -> None:
     directory, model = checkpoint
     prompts = {"ordinary": draw(9, 70), "shared": SYSTEM + draw(8, 30), "exact": prompt_of([2, 1])[0]}
     alone = {name: full_prefill(decoder_of(directory), ids, 6) for name, ids in prompts.items()}
-    engine = engine_of(directory, max_batch_tokens=48, max_running=8)
+    engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
     blends = {"x": prompt_of([1, 2, 0]), "y": prompt_of([0, 0, 1])}
     for name, prompt in blends.items():
-        ask(engine, name, prompt, 6, selector="random", ratio=0.2)
+        ask(engine, name, prompt, 6, selector=selector, ratio=0.2)
     for name, ids in prompts.items():
         submit(engine, name, ids, 6)
     said = answers(run(engine))
@@ -132,7 +135,21 @@ def test_others_in_the_batch_answer_as_without_it(checkpoint: tuple[Path, Any]) 
         assert said[name] == tokens
         assert error_of(logits_of(engine, name), logits.double()) <= TOLERANCE
     for name, prompt in blends.items():
-        assert error_of(logits_of(engine, name), dense(model, prompt, said[name], "random", 0.2)) <= TOLERANCE
+        assert error_of(logits_of(engine, name), dense(model, prompt, said[name], selector, 0.2)) <= TOLERANCE
+
+
+def test_keys_that_are_compared_in_several_steps_choose_the_same(checkpoint: tuple[Path, Any]) -> None:
+    directory, _ = checkpoint
+    chosen = []
+    for max_batch_tokens in (2048, 48):
+        engine = engine_of(directory, max_batch_tokens=max_batch_tokens, max_running=8)
+        ask(engine, "a", prompt_of([1, 2, 0]), 1, selector="hkvd", ratio=0.3)
+        sequence = engine._sequence_by_id["a"]
+        run(engine)
+        assert sequence.blend is not None
+        chosen.append(sequence.blend.narrowed.tolist())
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == count(151, first_share(3, 0.3))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mneme.replicas.documents import Selector
-from mneme.replicas.fuse.selectors import Wanted, choose, count
+from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 
 DOCUMENTS = [Wanted(5, 25), Wanted(25, 32), Wanted(40, 41)]
 
@@ -41,7 +43,7 @@ def test_random_tokens_are_those_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.5, 1.0])
-@pytest.mark.parametrize("selector", ["query", "query+first-k"])
+@pytest.mark.parametrize("selector", ["hkvd", "query", "query+first-k"])
 def test_scored_selectors_spend_one_count_on_all_documents(selector: Selector, ratio: float) -> None:
     scores = np.random.default_rng(1).random(41)
     chosen = choose(selector, DOCUMENTS, ratio, 0, scores)
@@ -64,3 +66,23 @@ def test_the_union_takes_the_first_of_each_document_and_the_best_of_the_others()
     scores = np.zeros(41)
     scores[[30, 5, 12]] = 3, 2, 1
     assert choose("query+first-k", DOCUMENTS, 6 / 28, 0, scores).tolist() == [5, 6, 7, 25, 30, 40]
+
+
+@given(st.integers(2, 80), st.integers(1, 5000), st.floats(0.01, 0.99))
+def test_fewer_rows_stay_from_layer_to_layer_and_their_mean_is_the_ratio(
+    layers: int, tokens: int, ratio: float
+) -> None:
+    """Layer 0 is exact; in the next all of the first choice are computed."""
+    num_first = count(tokens, first_share(layers, ratio))
+    counts = {1: num_first, **filter_counts(layers, num_first, ratio)}
+    starts = [*counts, layers]
+    assert starts == sorted(set(starts))
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+    rows = sum(number * (end - start) for (start, number), end in zip(counts.items(), starts[1:], strict=True))
+    assert ratio * tokens - 1e-6 <= rows / (layers - 1) <= ratio * tokens + 2
+
+
+def test_a_ratio_of_nothing_or_all_narrows_nothing() -> None:
+    assert filter_counts(24, 77, 0.0) == filter_counts(24, 77, 1.0) == filter_counts(2, 77, 0.5) == {}
+    assert first_share(24, 1.0) == 1.0
+    assert first_share(6, 0.15) == pytest.approx(0.6)
