@@ -1,0 +1,141 @@
+"""What was measured of a model's answers when documents are reused: the gate of `blend.mode: auto`.
+
+A report lies beside the model it was measured on, under a name made of weights, dtype and rotary table. One that is
+missing, damaged, of another model or of too few cases allows nothing: then documents are computed in full.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from mneme.cachetier.chunk.fingerprint import ModelFingerprint
+from mneme.errors import ConfigError, shown
+from mneme.replicas.documents import Selector
+
+FORMAT = 1
+MIN_CASES = 100  # of each layout: below, a score is known to no better than 3 points
+TOLERANCE = 0.01  # of the score of a full prefill
+_MAX_FILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One selector at one ratio on one layout of documents, and a full prefill of the same cases."""
+
+    layout: str
+    selector: Selector
+    ratio: float  # share of the tokens behind the exact prefix
+    num_cases: int
+    score: float  # mean F1 of words
+    score_full: float
+    exact_match: float
+    kl: float  # nats a token, of the full prefill's distribution against this one's
+    top1: float  # share of answer tokens that are the full prefill's
+
+    def __post_init__(self) -> None:
+        if self.selector not in get_args(Selector):
+            raise ConfigError(f"selector: must be one of {', '.join(get_args(Selector))} (got {shown(self.selector)})")
+        for name in ("ratio", "score", "score_full", "exact_match", "top1"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: must be from 0 to 1 (got {shown(getattr(self, name))})")
+        if not math.isfinite(self.kl) or self.num_cases < 1:
+            raise ConfigError(f"kl, num_cases: must be finite, at least 1 (got {self.kl}, {shown(self.num_cases)})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityReport:
+    """Scores by layout, selector and ratio, and what they were measured on."""
+
+    model: Mapping[str, str]  # `measured_on`
+    task: str
+    rows: tuple[Measured, ...]
+
+    def allowed(self, tolerance: float = TOLERANCE) -> dict[Selector, float]:
+        """Return each selector's smallest ratio from which on every layout's score is within `tolerance` of full.
+
+        A ratio that was not measured on every layout, or on fewer than MIN_CASES cases, ends the search.
+        """
+        layouts = {row.layout for row in self.rows}
+        good: dict[tuple[Selector, float], set[str]] = {}
+        for row in self.rows:
+            # Scores are ratios of counts: a difference of exactly the tolerance is within it.
+            is_good = row.num_cases >= MIN_CASES and row.score >= row.score_full - tolerance - 1e-9
+            good.setdefault((row.selector, row.ratio), set()).update({row.layout} if is_good else ())
+        smallest: dict[Selector, float] = {}
+        closed: set[Selector] = set()
+        for (selector, ratio), passed in sorted(good.items(), key=lambda item: -item[0][1]):
+            if passed != layouts:
+                closed.add(selector)
+            elif selector not in closed:
+                smallest[selector] = ratio
+        return smallest
+
+    def write(self, folder: Path) -> Path:
+        """Write the report where `read` looks for it."""
+        path = report_path(folder, self.model)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path, model: Mapping[str, str]) -> QualityReport | None:
+        """Return the report of this model; None where there is none.
+
+        Raises ConfigError, with the file's name, for one that is damaged or was measured on another model.
+        """
+        path = report_path(folder, model)
+        try:
+            with path.open("rb") as file:
+                content = file.read(_MAX_FILE_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        try:
+            report = cls._parsed(content)
+        except (ConfigError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not a quality report: {error}") from error
+        if report.model != model:
+            raise ConfigError(f"{path}: was measured on another model (got {shown(dict(report.model))})")
+        return report
+
+    @classmethod
+    def _parsed(cls, content: bytes) -> QualityReport:
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(f"must have at most {_MAX_FILE_BYTES} bytes")
+        fields = json.loads(content)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise ConfigError(f"format: must be {FORMAT}")
+        model, task, rows = (fields.get(name) for name in ("model", "task", "rows"))
+        if not isinstance(model, dict) or not isinstance(task, str) or not isinstance(rows, list):
+            raise ConfigError("model, task, rows: must be an object, a text and a list")
+        return cls(model=model, task=task, rows=tuple(_row(row) for row in rows))
+
+
+def _row(row: Any) -> Measured:
+    kinds = get_type_hints(Measured)
+    if not isinstance(row, dict) or set(row) != set(kinds):
+        raise ConfigError(f"rows: must have the fields {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        wanted = {int: int, float: (int, float)}.get(kind, str)
+        if isinstance(row[name], bool) or not isinstance(row[name], wanted):  # type: ignore[arg-type]
+            raise ConfigError(f"rows.{name}: has the wrong type (got {shown(row[name])})")
+    return Measured(**row)
+
+
+def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:
+    """Return what a report holds for: the weights, the dtype that the engine computes in, and the rotary table."""
+    rope = json.dumps([f"{number:.12e}" for number in (*fingerprint.inv_freq, fingerprint.attention_factor)])
+    return {
+        "weights": fingerprint.weights,
+        "dtype": fingerprint.layout.dtype,
+        "rope": sha256(rope.encode()).hexdigest(),
+    }
+
+
+def report_path(folder: Path, model: Mapping[str, str]) -> Path:
+    """Return where a model's report lies."""
+    return folder / f"blend-{model['weights'][:12]}-{model['dtype']}-{model['rope'][:8]}.json"
