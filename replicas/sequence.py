@@ -315,7 +315,7 @@ class Sequence:
             num_reused = 0 if blend is None else blend.num_reused_in(span.start, span.end)
             num_exact = max(num_cached - num_reused, 0)  # what was computed for it just now is reused, and not cached
             documents.append(DocumentUsage(span.name, span.start, span.end - span.start, num_exact, num_reused))
-        if blend is not None and len(blend.reused):
+        if blend is not None and (len(blend.reused) or blend.num_chosen):
             why, order = "the request asks for it", request.document_order
             usage = BlendUsage(blend.options.mode, why, order, tuple(documents), blend.selector, blend.ratio)
             return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen)

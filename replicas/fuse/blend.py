@@ -29,7 +29,7 @@ from mneme.replicas.forest.paths import DocumentUse
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, first_share
 from mneme.replicas.request import GenerationRequest
 
-DEFAULT_SELECTOR: Selector = "query"
+DEFAULT_SELECTOR: Selector = "hkvd"
 DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
 
 

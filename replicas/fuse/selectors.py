@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 NEEDS_SCORES: frozenset[Selector] = frozenset({"hkvd", "query", "query+first-k"})
 
-_WIDTH = 4.0
+_WIDTH = 5.0
 _FALL = 0.5
 
 
@@ -70,12 +70,12 @@ def choose(
 def first_share(num_layers: int, ratio: float) -> float:
     """Return which share of the tokens `hkvd` computes anew in the first layer that it chooses for.
 
-    It is much wider than the mean, the ratio: what is computed there makes the keys right that the next layers are
-    judged by. (CacheBlend attends to all fresh keys there, and stores none of them: first tokens are right then, and
-    what is decoded after them is not.)
+    It is much wider than the mean, the ratio: what is computed there makes right what all later layers build on.
+    (CacheBlend attends to all fresh keys there and stores none of them: first tokens are right then, and what is
+    decoded after them is not.)
     """
     num_chosen = num_layers - 1
-    return ratio if num_chosen < 2 else min(_WIDTH * ratio, 0.8 * num_chosen * ratio, 1.0)
+    return ratio if num_chosen < 2 else min(_WIDTH * ratio, 0.93 * num_chosen * ratio, 1.0)
 
 
 def filter_counts(num_layers: int, num_first: int, ratio: float) -> dict[int, int]:

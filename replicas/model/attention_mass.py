@@ -28,6 +28,7 @@ from mneme.replicas.model.decoder import Decoder, KvPool
 from mneme.replicas.sequence import StepRows
 
 NUM_OBSERVED = 32  # the last tokens, whose attention counts
+NUM_ASKING = 8  # the same of a question: a chat template ends in some of its own, and the more, the worse they choose
 
 
 class _Run(NamedTuple):
@@ -130,13 +131,15 @@ class QuestionObserver:
     total: torch.Tensor  # float64 [L]
 
     @classmethod
-    def over(cls, part: StepRows, end_row: int, pool: KvPool, decoder: Decoder) -> QuestionObserver:
-        """Observe what rows, which end before `end_row` of the step, see of documents."""
+    def over(cls, part: StepRows, end_row: int, pool: KvPool, decoder: Decoder) -> QuestionObserver | None:
+        """Observe what rows, which end before `end_row` of the step, see of documents; None if none of them ask."""
         path, blend = part.sequence.path, part.sequence.blend
         assert path is not None
         assert blend is not None
         positions = part.positions
-        positions = positions[positions >= max(path.root.start, len(part.sequence.context) - NUM_OBSERVED)]
+        positions = positions[positions >= max(path.root.start, len(part.sequence.context) - NUM_ASKING)]
+        if not len(positions):
+            return None
         slots, deltas = slots_of(path, pool.k_pages.shape[3], blend.reused)
         device_slots = torch.from_numpy(slots).to(pool.slot_position.device)
         return cls(

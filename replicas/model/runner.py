@@ -182,9 +182,9 @@ class Runner:
         return scores + [(part, deviation.double().cpu().numpy()) for part, deviation in deviations]
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
-        ends = accumulate(part.num_rows for part in ordered)
-        both = zip(ordered, ends, strict=True)
-        return [QuestionObserver.over(part, end, self.pool, self._decoder) for part, end in both if part.probes]
+        both = zip(ordered, accumulate(part.num_rows for part in ordered), strict=True)
+        observers = (QuestionObserver.over(part, end, self.pool, self._decoder) for part, end in both if part.probes)
+        return [observer for observer in observers if observer is not None]
 
     def _observe(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         for observer in self._observers:

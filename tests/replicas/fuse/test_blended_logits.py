@@ -14,7 +14,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
-from mneme.replicas.model.attention_mass import NUM_OBSERVED
+from mneme.replicas.model.attention_mass import NUM_ASKING
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import FakeStore, make_cached_engine
@@ -63,7 +63,7 @@ def dense(
 ) -> torch.Tensor:
     ids, spans = prompt
     oracle = DenseBlend(model, SINK)
-    scores = oracle.question_scores(ids, spans, NUM_OBSERVED).numpy()
+    scores = oracle.question_scores(ids, spans, NUM_ASKING).numpy()
     num_layers, share, counts = model.config.num_hidden_layers, ratio, {}
     if selector == "hkvd" and 0 < ratio < 1:
         scores, share = oracle.key_deviation(ids, spans).numpy(), first_share(num_layers, ratio)

@@ -110,11 +110,11 @@ def test_keys_of_documents_are_compared_before_some_are_computed_anew() -> None:
     engine.submit(request)
     events = run(engine)
     assert tokens_of(events, "second") == continuation(list(request.prompt_token_ids), 4, 5)
-    # Text and documents, in two steps; text, question and 0.2 * 0.8 * 3 of 15 (of 4 layers three are not exact).
-    assert num_rows(engine) - before == (1 + 15) + (1 + 8 + 2) + 3
+    # Text and documents, in two steps; text, question and 0.2 * 0.93 * 3 of 15 (of 4 layers three are not exact).
+    assert num_rows(engine) - before == (1 + 15) + (1 + 9 + 2) + 3
     usage = usage_of(events)
     assert usage.blend is not None
-    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 7, 8)
+    assert (usage.blend.selector, usage.blend.reused, usage.blend.recomputed) == ("hkvd", 6, 9)
     assert not engine.forest.kept_roots
     assert engine.forest.num_in_use == 0
 
