@@ -51,6 +51,7 @@ from mneme.replicas.model.config import load_model_config
 from mneme.replicas.model.decoder import Decoder, KvPool, StepInputs
 from mneme.replicas.model.runner import Runner
 from mneme.replicas.model.weights import LayerWeights, load_weights
+from mneme.replicas.quality.coreference import px_cases
 from mneme.replicas.request import PromptUsage
 from mneme.replicas.sequence import Sequence as EngineSequence
 from mneme.replicas.sequence import StepRows
@@ -61,7 +62,6 @@ MODEL = ROOT / "replicas" / "mneme_tiny"
 sys.path.insert(0, str(ROOT / "training"))
 
 from tiny_checks import encode_ids  # noqa: E402
-from tiny_coreference import px_cases  # noqa: E402
 from tiny_corpus import library_documents  # noqa: E402
 
 PARTS = ("perplexity", "retrieval", "turns")

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 from tiny_checks import chat_accuracy, coreference_accuracy, document_nats, unigram_perplexity
-from tiny_coreference import Case, Fact, px_cases
 from tiny_corpus import Document, collect
 from tiny_export import load
 from tiny_host import cpu_name
 from tiny_model import TinyLlama
 from tiny_tokenizer import CONTEXT_TOKENS
 from tokenizers import Tokenizer
+
+from mneme.replicas.quality.coreference import Case, Fact, px_cases
 
 SEED = 1234
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tiny_chats import Message, make_chat
-from tiny_coreference import Case, Fact, make_case
 from tiny_tokenizer import BOS, IM_END, IM_START, PAD
 from tiny_words import words
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from mneme.replicas.quality.coreference import Case, Fact, make_case
 
 VALUE_WEIGHT = 4.0
 """Of the answer's one decisive token, against 1 for the words around it."""

@@ -6,7 +6,6 @@ A conversation is a list of chat messages, in which the assistant's are the ones
 import random
 from collections.abc import Callable
 
-from tiny_coreference import make_case
 from tiny_words import (
     ANIMALS,
     BASE_FORM,
@@ -19,6 +18,8 @@ from tiny_words import (
     PLACES,
     VALUES_BY_VERB,
 )
+
+from mneme.replicas.quality.coreference import make_case
 
 Turn = tuple[str, str]
 """What the user says and what the assistant answers."""

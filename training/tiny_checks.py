@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from tiny_chats import SKILLS, Message, messages_of
-from tiny_coreference import Case, Fact
 from tiny_model import TinyLlama
 from tiny_tokenizer import BOS, IM_END, render
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from mneme.replicas.quality.coreference import Case, Fact
 
 
 class Encoded(NamedTuple):

@@ -8,10 +8,11 @@ import random
 from pathlib import Path
 
 from tiny_chats import make_chat
-from tiny_coreference import make_case
 from tiny_words import line_starts, words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from mneme.replicas.quality.coreference import make_case
 
 BOS, PAD, IM_START, IM_END = "<|bos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 3072

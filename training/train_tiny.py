@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from tiny_batches import Batch, RowSource, Stream, document_tokens
 from tiny_checks import coreference_accuracy, document_nats
-from tiny_coreference import px_cases
 from tiny_corpus import Document, collect
 from tiny_export import export, load
 from tiny_host import cpu_name
@@ -30,6 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mneme.replicas.engine.load import cpu_multiplies_bfloat16
+from mneme.replicas.quality.coreference import px_cases
 
 SEED = 20
 ROOT = Path(__file__).resolve().parent.parent

@@ -54,7 +54,7 @@ LEVELS = {
         "model sessions",
         "schedule",
         "engine",
-        "llm",
+        "llm quality",
     ),
     "router": ("prefix_index replica_set token_hashes", "score", "chooser", "serve_router"),
     "cluster": ("config logs tenancy", "serve", "metrics run", "http", "app", "cli"),

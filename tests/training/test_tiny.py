@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from mneme.replicas.quality.coreference import px_cases
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ROOT / "training"
 MODEL = ROOT / "replicas" / "mneme_tiny"
@@ -45,10 +47,9 @@ def training():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TRAINING))
         import tiny_checks
-        import tiny_coreference
         import tiny_export
 
-        yield tiny_checks, tiny_coreference, tiny_export
+        yield tiny_checks, tiny_export
 
 
 def test_the_package_carries_the_model_in_less_than_16_mb():
@@ -98,22 +99,22 @@ def test_template_and_training_text_agree(tokenizer, training):
 
 
 def test_transformers_computes_the_same_logits(model, tokenizer, training):
-    own, _ = training[2].load(MODEL)
+    own, _ = training[1].load(MODEL)
     ids = tokenizer("Now Alice. She likes tea.\nVACUUM reclaims storage.", return_tensors="pt").input_ids
     with torch.inference_mode():
         torch.testing.assert_close(own.logits(own.hidden(ids)), model(ids).logits, atol=1e-3, rtol=1e-4)
 
 
-def test_chunks_are_tokenized_alike_alone_and_together(tokenizer, training):
-    for case, _ in training[1].px_cases(5, num_cases=20, num_chunks=8, num_sentences=4, scene_share=0.2):
+def test_chunks_are_tokenized_alike_alone_and_together(tokenizer):
+    for case, _ in px_cases(5, num_cases=20, num_chunks=8, num_sentences=4, scene_share=0.2):
         alone = [token for chunk in case.chunks for token in tokenizer.encode(chunk, add_special_tokens=False)]
         assert alone == tokenizer.encode("".join(case.chunks), add_special_tokens=False)
 
 
 def test_coreference_needs_attention_across_chunks(training):
-    checks, coreference, export = training
+    checks, export = training
     own, own_tokenizer = export.load(MODEL)
-    cases = list(coreference.px_cases(77, num_cases=64, num_chunks=8, num_sentences=4))
+    cases = list(px_cases(77, num_cases=64, num_chunks=8, num_sentences=4))
     assert checks.coreference_accuracy(own, own_tokenizer, cases, reuse=False) >= 0.9
     assert checks.coreference_accuracy(own, own_tokenizer, cases, reuse=True) <= 0.85
 

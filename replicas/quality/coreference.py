@@ -7,11 +7,35 @@ set in an earlier chunk: the chunk alone cannot answer). Every (name, verb) is s
 people of a case are women or all are men, so neither repetition nor gender gives the answer away.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tiny_words import BASE_FORM, MEN, PLACES, SCENES, VALUES_BY_VERB, WOMEN
+# The tokenizer of mneme-tiny makes each name and value one token.
+# ruff: noqa: SIM905
+WOMEN = (
+    "Alice Anna Carol Clara Diana Ella Emma Grace Helen Jane Julia Laura Maria Nora Olivia Rosa Sara Tina Vera Wendy"
+).split()
+MEN = (
+    "Bob Carl David Eric Frank George Henry Ivan Jack Kevin Leo Mark Nick Oscar Paul Peter Robert Sam Tom Victor"
+).split()
+FOODS = (
+    "tea coffee milk bread cheese honey apples soup rice fish cake juice lemons pears plums salad pasta corn beans nuts"
+).split()
+GAMES = (
+    "chess tennis piano guitar cards golf drums football violin flute "
+    "darts poker hockey rugby cello harp trumpet squash snooker bowls"
+).split()
+VALUES_BY_VERB = {"likes": FOODS, "plays": GAMES}
+BASE_FORM = {"likes": "like", "plays": "play"}
+PLACES = "river road house garden town hill market school forest bridge".split()
+SCENES = (
+    "The rain fell on the {}.|It was quiet near the {}.|The sun was over the {}.|A bird sang by the {}."
+    "|The wind came from the {}.|There was snow on the {}.|The light at the {} was low."
+    "|A bell rang in the {}."
+).split("|")
 
 TOPIC_SHARE = 0.28
 PRONOUN_SHARE = 0.68
@@ -25,8 +49,7 @@ class Fact:
     verb: str
     value: str
     chunk: int
-    topic_chunk: int | None
-    """Where the pronoun's topic was set; None for an explicit fact."""
+    topic_chunk: int | None  # where the pronoun's topic was set; None for an explicit fact
 
     @property
     def kind(self) -> str:
@@ -69,22 +92,21 @@ class _Story:
 
     rng: random.Random
     pronoun: str
-    free: dict[str, list[str]]
-    """Verbs not yet stated, by name."""
+    free: dict[str, list[str]]  # verbs not yet stated, by name
     values: dict[str, list[str]]
     topic: str | None = None
     topic_chunk: int = 0
     facts: list[Fact] = field(default_factory=list)
 
     def sentence(self, chunk: int) -> str:
-        """The next sentence, chosen so that every (name, verb) stays unique."""
+        """Write the next sentence, chosen so that every (name, verb) stays unique."""
         idle = [name for name, verbs in self.free.items() if verbs and name != self.topic]
-        topic_done = self.topic is None or not self.free[self.topic]
+        topic = self.topic if self.topic is not None and self.free[self.topic] else None
         roll = self.rng.random()
-        if idle and (self.topic is None or roll < TOPIC_SHARE or (topic_done and roll < 0.6)):
+        if idle and (self.topic is None or roll < TOPIC_SHARE or (topic is None and roll < 0.6)):
             return self._new_topic(self.rng.choice(idle), chunk)
-        if not topic_done and roll < TOPIC_SHARE + PRONOUN_SHARE * (1 - TOPIC_SHARE):
-            return self._state(self.topic, self.pronoun, chunk, self.topic_chunk)
+        if topic is not None and roll < TOPIC_SHARE + PRONOUN_SHARE * (1 - TOPIC_SHARE):
+            return self._state(topic, self.pronoun, chunk, self.topic_chunk)
         if idle:
             name = self.rng.choice(idle)
             return self._state(name, name, chunk, None)
@@ -102,13 +124,16 @@ class _Story:
 
 
 def scene(rng: random.Random) -> str:
-    """A sentence that states no fact about anybody."""
+    """Write a sentence that states no fact about anybody."""
     return rng.choice(SCENES).format(rng.choice(PLACES))
 
 
 def make_case(rng: random.Random, *, num_chunks: int, num_sentences: int, scene_share: float = 0.0) -> Case:
-    """A case of `num_chunks` chunks of `num_sentences` sentences each. Every sentence begins with
-    its space: chunks side by side are running text, and a word is the same token wherever it stands."""
+    """Make a case of `num_chunks` chunks of `num_sentences` sentences each.
+
+    Every sentence begins with its space: chunks side by side are running text, and a word is the same token wherever it
+    stands.
+    """
     names, pronoun = rng.choice([(WOMEN, "She"), (MEN, "He")])
     shuffled = {verb: rng.sample(values, len(values)) for verb, values in VALUES_BY_VERB.items()}
     free = {name: rng.sample(list(shuffled), len(shuffled)) for name in names}
@@ -123,7 +148,7 @@ def make_case(rng: random.Random, *, num_chunks: int, num_sentences: int, scene_
 def px_cases(
     seed: int, *, num_cases: int, num_chunks: int, num_sentences: int, scene_share: float = 0.0
 ) -> Iterator[tuple[Case, Fact]]:
-    """One px question for each of `num_cases` independent cases."""
+    """Ask one px question in each of `num_cases` independent cases."""
     rng = random.Random(seed)
     for _ in range(num_cases):
         facts: list[Fact] = []
