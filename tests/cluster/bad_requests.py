@@ -239,7 +239,6 @@ _MODEL_AND_SAMPLING = [
         for name, value in (
             ("mode", "best"),
             ("mode", "reuse"),
-            ("selector", "hkvd"),
             ("selector", "best"),
             ("ratio", -0.1),
             ("ratio", 1.1),
