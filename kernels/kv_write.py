@@ -85,4 +85,4 @@ def copy_slots(source: Tensor, target: Tensor, k_pages: Tensor, v_pages: Tensor)
     """Copy keys and values of slots (int [n]) to other slots of one layer's pool, as they are rotated."""
     for pages in (k_pages, v_pages):
         slots = pages.view(pages.shape[0], -1, pages.shape[3])
-        slots[:, target.to(torch.int64)] = slots[:, source.to(torch.int64)]
+        slots.index_copy_(1, target.to(torch.int64), slots.index_select(1, source.to(torch.int64)))
