@@ -59,6 +59,7 @@ class EngineConfig:
     warm_prompts: tuple[WarmPrompt, ...] = ()  # computed and pinned before there is traffic, for each API key
     max_pins: int = 16  # of one API key, besides those
     max_pinned_share: float = 0.5  # of the pages, in all pins together
+    blend_report: str | None = None  # a quality report, or its folder; None: beside the model
     truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 
     def __post_init__(self) -> None:

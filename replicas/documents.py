@@ -26,8 +26,9 @@ _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?
 class BlendOptions:
     """What a request says about the KV of its documents.
 
-    mode        "auto" and "off": every token's KV is exact. "selective": that of documents is reused wherever they
-                stand, but for some tokens; "full_reuse": for none. Neither has been measured on the model
+    mode        "off": every token's KV is exact. "selective": that of documents is reused wherever they stand, but for
+                some tokens; "full_reuse": for none. "auto": "selective" where the model's quality report allows it,
+                else "off"
     selector    which tokens are recomputed; None: the engine chooses
     ratio       their share, from 0 to 1; None: the engine chooses
     min_tokens  shorter documents are computed as any text
@@ -125,12 +126,13 @@ class BlendUsage(NamedTuple):
     ratio: float | None = None
     reused: int = 0  # tokens of documents whose KV was computed behind other text
     recomputed: int = 0  # tokens of documents that the selector chose
+    is_measured: bool = False  # the model's quality report allows it
 
     def as_json(self) -> dict[str, Any]:
         """What `usage.kv_details.blend` says."""
         told: dict[str, Any] = {"mode": self.mode, "why": self.why}
         if self.selector is not None:
-            told |= {"selector": self.selector, "ratio": self.ratio, "measured": False}
+            told |= {"selector": self.selector, "ratio": self.ratio, "measured": self.is_measured}
             told |= {"reused": self.reused, "recomputed": self.recomputed}
         return told | {"documents": [each._asdict() for each in self.documents]}
 

@@ -183,6 +183,7 @@ class Sequence:
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
     blend: Blend | None = None  # how it reuses documents, if it does
+    why_in_full: str = "nothing was there to be reused behind other text"  # that it does not
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
@@ -316,12 +317,10 @@ class Sequence:
             num_exact = max(num_cached - num_reused, 0)  # what was computed for it just now is reused, and not cached
             documents.append(DocumentUsage(span.name, span.start, span.end - span.start, num_exact, num_reused))
         if blend is not None and (len(blend.reused) or blend.num_chosen):
-            why, order = "the request asks for it", request.document_order
-            usage = BlendUsage(blend.options.mode, why, order, tuple(documents), blend.selector, blend.ratio)
-            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen)
-        known = {"off": "blend.mode is off", "auto": "this version reuses exact prefixes only"}
-        why = known.get(request.blend.mode, "nothing was there to be reused behind other text")
-        return BlendUsage("off", why, request.document_order, tuple(documents))
+            order, is_measured = request.document_order, blend.is_measured
+            usage = BlendUsage(blend.options.mode, blend.why, order, tuple(documents), blend.selector, blend.ratio)
+            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=is_measured)
+        return BlendUsage("off", self.why_in_full, request.document_order, tuple(documents))
 
 
 @dataclass(frozen=True, slots=True)

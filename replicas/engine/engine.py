@@ -34,6 +34,7 @@ from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.fuse.blend import make_blend
 from mneme.replicas.fuse.order import best_order
+from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.schedule.scheduler import Scheduler
@@ -67,8 +68,14 @@ class Engine:
         connector: KvConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         durable: DurableSessions | None = None,
+        gate: Gate = NO_REPORT,
     ) -> None:
-        """`connector`: the cache tier, which the runner uses too; `durable`: the logs of sessions."""
+        """Make an engine.
+
+        connector  the cache tier, which the runner uses too
+        durable    the logs of sessions
+        gate       says what of documents may be reused in place where a request leaves that to the engine
+        """
         self.runner, self.connector, self.durable = runner, connector, durable
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
@@ -92,7 +99,10 @@ class Engine:
             on_delete=partial(delete_pages, self.forest),
             journal=None if durable is None else durable.writer,
         )
-        self._can_blend = config.prefix_sharing and not runner.is_windowed
+        self._gate = gate
+        self._why_not_blend = "" if config.prefix_sharing else "engine.prefix_sharing is false"
+        if runner.is_windowed:
+            self._why_not_blend = "the model has sliding windows"
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -221,11 +231,19 @@ class Engine:
         )
         sequence.parent = parent
         missing: list[list[int]] = []
-        if sequence.request.documents and self._can_blend:
+        if sequence.request.documents:
             sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
-            sequence.blend = make_blend(
-                sequence.request, sink_ids, capacity=self.capacity, num_layers=self.runner.num_layers
+            blend = self._why_not_blend or make_blend(
+                sequence.request,
+                sink_ids,
+                capacity=self.capacity,
+                num_layers=self.runner.num_layers,
+                gate=self._gate,
             )
+            if isinstance(blend, str):
+                sequence.why_in_full = blend
+            else:
+                sequence.blend = blend
         if sequence.blend is not None:
             has_history = sequence.root is not None
             missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)

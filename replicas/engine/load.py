@@ -36,6 +36,7 @@ from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.engine.pins import warm_before_traffic
 from mneme.replicas.engine.warm_up import warm_up
+from mneme.replicas.fuse.report import measured_on, read_gate
 from mneme.replicas.model.config import DecoderConfig, load_model_config, model_directory
 from mneme.replicas.model.decoder import Decoder
 from mneme.replicas.model.graphs import decode_graphs_for
@@ -125,7 +126,17 @@ def load_engine(
         warm_up(runner, tokenizer, config, report)
     report("warm-up", 1.0)
     eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
-    engine = Engine(runner, tokenizer, config, eos_token_ids=eos_token_ids, connector=connector, durable=durable)
+    gate = read_gate(
+        model_dir if config.blend_report is None else Path(config.blend_report),
+        lambda: measured_on(
+            model_fingerprint(model_dir, model_config, dtype, memory=_kept_folder() / "weights.json")
+            if connector is None
+            else connector.fingerprint
+        ),
+    )
+    engine = Engine(
+        runner, tokenizer, config, eos_token_ids=eos_token_ids, connector=connector, durable=durable, gate=gate
+    )
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
         warm_before_traffic(engine, tokenizer, config.warm_prompts, salts)

@@ -26,6 +26,7 @@ from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
+from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, first_share
 from mneme.replicas.request import GenerationRequest
 
@@ -54,6 +55,8 @@ class Blend:
     num_layers: int = 2  # of the model
     reused: IntArray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)  # positions, in order
     num_chosen: int = 0  # document tokens that the selector chose
+    why: str = "the request asks for it"
+    is_measured: bool = False  # a quality report allows it
 
     @property
     def selector(self) -> Selector:
@@ -176,18 +179,36 @@ class Blend:
 
 
 def make_blend(
-    request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int, num_layers: int
-) -> Blend | None:
-    """Return how a request's documents are reused in place; None if it does not ask for that, or has none for it."""
-    options = request.blend
-    if options.mode not in ("selective", "full_reuse"):
-        return None
+    request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int, num_layers: int, gate: Gate = NO_REPORT
+) -> Blend | str:
+    """Return how a request's documents are reused in place, or why they are not.
+
+    gate  decides where the request leaves it to the engine
+    """
+    options, why = request.blend, "the request asks for it"
+    if options.mode == "off":
+        return "blend.mode is off"
+    if options.mode == "auto":
+        decided = gate.decide(options)
+        if isinstance(decided, str):
+            return decided
+        options, why = decided, "the quality report allows it"
     spans = tuple(
         span
         for span in request.documents
         if span.end - span.start >= max(options.min_tokens, 1) and span.end - span.start + len(sink_ids) < capacity
     )
     if not spans:
-        return None
+        return "all documents are shorter than blend.min_tokens, or too long"
     seed = request.sampling.seed or 0
-    return Blend(options=options, spans=spans, salt=request.salt, seed=seed, sink_ids=sink_ids, num_layers=num_layers)
+    blend = Blend(
+        options=options,
+        spans=spans,
+        salt=request.salt,
+        seed=seed,
+        sink_ids=sink_ids,
+        num_layers=num_layers,
+        why=why,
+    )
+    blend.is_measured = gate.is_measured(blend.selector, blend.ratio)
+    return blend

@@ -7,21 +7,26 @@ missing, damaged, of another model or of too few cases allows nothing: then docu
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.errors import ConfigError, shown
-from mneme.replicas.documents import Selector
+from mneme.replicas.documents import BlendOptions, Selector
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MIN_CASES = 100  # of each layout: below, a score is known to no better than 3 points
 TOLERANCE = 0.01  # of the score of a full prefill
 _MAX_FILE_BYTES = 4 << 20
+_CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
+_OTHER_MODEL = "quality was measured on other weights, another dtype or another rotary table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +39,15 @@ class Measured:
     num_cases: int
     score: float  # mean F1 of words
     score_full: float
-    exact_match: float
+    exact_match: float  # share of answers
+    exact_match_full: float
     kl: float  # nats a token, of the full prefill's distribution against this one's
     top1: float  # share of answer tokens that are the full prefill's
 
     def __post_init__(self) -> None:
         if self.selector not in get_args(Selector):
             raise ConfigError(f"selector: must be one of {', '.join(get_args(Selector))} (got {shown(self.selector)})")
-        for name in ("ratio", "score", "score_full", "exact_match", "top1"):
+        for name in ("ratio", "score", "score_full", "exact_match", "exact_match_full", "top1"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: must be from 0 to 1 (got {shown(getattr(self, name))})")
         if not math.isfinite(self.kl) or self.num_cases < 1:
@@ -57,15 +63,17 @@ class QualityReport:
     rows: tuple[Measured, ...]
 
     def allowed(self, tolerance: float = TOLERANCE) -> dict[Selector, float]:
-        """Return each selector's smallest ratio from which on every layout's score is within `tolerance` of full.
+        """Return by selector the smallest ratio from which on both scores of each layout are near those of full.
 
-        A ratio that was not measured on every layout, or on fewer than MIN_CASES cases, ends the search.
+        Near: within `tolerance`. A ratio that was not measured on every layout, or on fewer than MIN_CASES cases, ends
+        the search.
         """
         layouts = {row.layout for row in self.rows}
         good: dict[tuple[Selector, float], set[str]] = {}
         for row in self.rows:
             # Scores are ratios of counts: a difference of exactly the tolerance is within it.
-            is_good = row.num_cases >= MIN_CASES and row.score >= row.score_full - tolerance - 1e-9
+            lost = max(row.score_full - row.score, row.exact_match_full - row.exact_match)
+            is_good = row.num_cases >= MIN_CASES and lost <= tolerance + 1e-9
             good.setdefault((row.selector, row.ratio), set()).update({row.layout} if is_good else ())
         smallest: dict[Selector, float] = {}
         closed: set[Selector] = set()
@@ -83,24 +91,14 @@ class QualityReport:
         return path
 
     @classmethod
-    def read(cls, folder: Path, model: Mapping[str, str]) -> QualityReport | None:
-        """Return the report of this model; None where there is none.
-
-        Raises ConfigError, with the file's name, for one that is damaged or was measured on another model.
-        """
-        path = report_path(folder, model)
+    def read(cls, path: Path) -> QualityReport:
+        """Read a report. Raises `OSError`, or `ConfigError` with the file's name for one that is damaged."""
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
         try:
-            with path.open("rb") as file:
-                content = file.read(_MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            return None
-        try:
-            report = cls._parsed(content)
+            return cls._parsed(content)
         except (ConfigError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not a quality report: {error}") from error
-        if report.model != model:
-            raise ConfigError(f"{path}: was measured on another model (got {shown(dict(report.model))})")
-        return report
 
     @classmethod
     def _parsed(cls, content: bytes) -> QualityReport:
@@ -112,6 +110,8 @@ class QualityReport:
         model, task, rows = (fields.get(name) for name in ("model", "task", "rows"))
         if not isinstance(model, dict) or not isinstance(task, str) or not isinstance(rows, list):
             raise ConfigError("model, task, rows: must be an object, a text and a list")
+        if set(model) != {"weights", "dtype", "rope"} or not all(isinstance(each, str) for each in model.values()):
+            raise ConfigError("model: must have weights, dtype and rope, which are texts")
         return cls(model=model, task=task, rows=tuple(_row(row) for row in rows))
 
 
@@ -124,6 +124,57 @@ def _row(row: Any) -> Measured:
         if isinstance(row[name], bool) or not isinstance(row[name], wanted):  # type: ignore[arg-type]
             raise ConfigError(f"rows.{name}: has the wrong type (got {shown(row[name])})")
     return Measured(**row)
+
+
+class Gate(NamedTuple):
+    """Says what of a model's documents may be reused in place where a request leaves that to the engine."""
+
+    allowed: Mapping[Selector, float] = {}  # the smallest ratio of each
+    why: str = "there is no quality report of this model"  # if nothing is
+
+    def is_measured(self, selector: Selector, ratio: float) -> bool:
+        """Whether answers were measured to be as good as those of a full prefill."""
+        return ratio >= self.allowed.get(selector, math.inf)
+
+    def decide(self, options: BlendOptions) -> BlendOptions | str:
+        """Return options with what is not given chosen: the smallest ratio, then what is cheapest; or why nothing is.
+
+        To compute everything anew is not worth a pass behind documents.
+        """
+        ratios = {
+            selector: smallest if options.ratio is None else options.ratio
+            for selector, smallest in self.allowed.items()
+            if options.selector in (None, selector) and (options.ratio is None or options.ratio >= smallest)
+        }
+        best = min(ratios, key=lambda selector: (ratios[selector], _CHEAPEST.index(selector)), default=None)
+        if best is None or ratios[best] >= 1:
+            return "the quality report does not allow it" if self.allowed else self.why
+        return replace(options, mode="selective", selector=best, ratio=ratios[best])
+
+
+NO_REPORT = Gate()
+
+
+def read_gate(path: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
+    """Return what a report allows; nothing, and one warning, if it cannot be read.
+
+    path   a report, or the folder in which the model's is looked for
+    model  `measured_on`; asked only where there are reports
+    """
+    try:
+        if path.is_dir():
+            if not any(path.glob("blend-*.json")):
+                return NO_REPORT
+            path = report_path(path, model())
+            if not path.exists():
+                return Gate(why=_OTHER_MODEL)
+        report = QualityReport.read(path)
+        if report.model != model():
+            return Gate(why=_OTHER_MODEL)
+    except (ConfigError, OSError, ValueError) as error:
+        logger.warning("documents are computed in full: the quality report cannot be read: %s", error)
+        return Gate(why="the quality report cannot be read")
+    return Gate(report.allowed(), "the quality report allows nothing")
 
 
 def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:

@@ -1,16 +1,31 @@
-"""What a quality report allows, and that a damaged one, or another model's, allows nothing."""
+"""What a quality report allows, and that a damaged one, or another model's, allows nothing: `auto` computes in full."""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from mneme import LLM, SamplingParams
 from mneme.errors import ConfigError
-from mneme.replicas.documents import Selector
-from mneme.replicas.fuse.report import MIN_CASES, Measured, QualityReport, report_path
+from mneme.replicas.documents import BlendOptions, Selector
+from mneme.replicas.engine.load import model_fingerprint
+from mneme.replicas.fuse.report import (
+    MIN_CASES,
+    NO_REPORT,
+    Gate,
+    Measured,
+    QualityReport,
+    measured_on,
+    read_gate,
+    report_path,
+)
+from mneme.replicas.model.config import load_model_config, model_directory
 
 MODEL = {"weights": "ab" * 32, "dtype": "float32", "rope": "cd" * 32}
 
@@ -24,6 +39,7 @@ def row(selector: Selector, ratio: float, score: float, layout: str = "8x4", num
         score=score,
         score_full=0.9,
         exact_match=score,
+        exact_match_full=0.9,
         kl=0.1,
         top1=0.9,
     )
@@ -49,20 +65,43 @@ def test_every_layout_must_be_good_and_measured() -> None:
     assert report(*rows, *other, row("query", 0.3, 0.5, layout="4x8")).allowed() == {}
 
 
+def test_exact_matches_count_as_words_do() -> None:
+    assert report(replace(row("query", 0.3, 0.9), exact_match=0.88)).allowed() == {}
+
+
 def test_few_cases_allow_nothing() -> None:
     assert report(row("query", 0.3, 0.9, num_cases=MIN_CASES - 1)).allowed() == {}
     assert report().allowed() == {}
 
 
 def test_a_report_is_found_by_weights_dtype_and_rope(tmp_path: Path) -> None:
+    assert read_gate(tmp_path, lambda: pytest.fail("nothing is there to be compared with")) == NO_REPORT
     written = report(row("query", 0.3, 0.9))
     path = written.write(tmp_path)
-    assert QualityReport.read(tmp_path, MODEL) == written
-    for name in MODEL:
-        assert QualityReport.read(tmp_path, MODEL | {name: "ef" * 32}) is None
+    assert QualityReport.read(path) == written
+    for where in (tmp_path, path):
+        assert read_gate(where, lambda: MODEL).allowed == {"query": 0.3}
+        for name in MODEL:
+            found = read_gate(where, lambda changed=MODEL | {name: "ef" * 32}: changed)  # type: ignore[misc]
+            assert found.allowed == {}
+            assert "other weights" in found.why
     path.rename(report_path(tmp_path, MODEL | {"dtype": "bfloat16"}))
-    with pytest.raises(ConfigError, match="another model"):
-        QualityReport.read(tmp_path, MODEL | {"dtype": "bfloat16"})
+    assert read_gate(tmp_path, lambda: MODEL | {"dtype": "bfloat16"}).allowed == {}
+
+
+def test_auto_takes_the_smallest_ratio_and_then_what_is_cheapest() -> None:
+    gate = Gate({"query": 0.15, "hkvd": 0.15, "first-k": 0.5, "all": 1.0})
+    chosen = gate.decide(BlendOptions(min_tokens=5))
+    assert chosen == BlendOptions(mode="selective", selector="query", ratio=0.15, min_tokens=5)
+    assert gate.decide(BlendOptions(ratio=0.2, selector="hkvd")) == BlendOptions(
+        mode="selective", selector="hkvd", ratio=0.2
+    )
+    for refused in ({"ratio": 0.1}, {"selector": "random"}, {"selector": "first-k", "ratio": 0.4}, {"selector": "all"}):
+        assert gate.decide(BlendOptions(**refused)) == "the quality report does not allow it"
+    assert NO_REPORT.decide(BlendOptions()) == NO_REPORT.why
+    assert gate.is_measured("query", 0.15)
+    assert not gate.is_measured("query", 0.14)
+    assert not gate.is_measured("none", 0)
 
 
 def changed(**fields: object) -> bytes:
@@ -72,7 +111,7 @@ def changed(**fields: object) -> bytes:
 
 GOOD_ROW = {
     "layout": "8x4", "selector": "query", "ratio": 0.1, "num_cases": 400, "score": 1, "score_full": 1, "exact_match": 1,
-    "kl": 0, "top1": 1,
+    "exact_match_full": 1, "kl": 0, "top1": 1,
 }  # fmt: skip
 
 
@@ -103,11 +142,58 @@ def test_a_damaged_report_is_refused_with_its_name(content: bytes, tmp_path: Pat
     path = report_path(tmp_path, MODEL)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=path.name):
-        QualityReport.read(tmp_path, MODEL)
+        QualityReport.read(path)
 
 
 def test_a_whole_row_is_read(tmp_path: Path) -> None:
-    report_path(tmp_path, MODEL).write_bytes(changed(rows=[GOOD_ROW]))
-    found = QualityReport.read(tmp_path, MODEL)
-    assert found is not None
-    assert found.allowed() == {"query": 0.1}
+    path = report_path(tmp_path, MODEL)
+    path.write_bytes(changed(rows=[GOOD_ROW]))
+    assert QualityReport.read(path).allowed() == {"query": 0.1}
+
+
+PARTS = [
+    {"type": "document", "id": str(index), "text": f" Now {name}. She likes {food}. She plays chess."}
+    for index, (name, food) in enumerate((("Alice", "tea"), ("Emma", "milk"), ("Nora", "rice")))
+]
+PROMPT: Any = {"prompt": [*PARTS, {"type": "text", "text": "\nQuestion: What does Emma like?\nAnswer:"}]}
+
+
+def told(report_file: Path, *blends: dict[str, Any], dtype: str = "float32") -> list[dict[str, Any]]:
+    """`kv_details.blend` of one prompt under several options, each the first to ask for it."""
+    found = []
+    for blend in blends:
+        with LLM(device="cpu", dtype=dtype, config={"num_pages": 32, "blend_report": str(report_file)}) as llm:
+            (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1), blend={"min_tokens": 1, **blend})
+            assert output.metrics.blend is not None
+            found.append(output.metrics.blend.as_json())
+    return found
+
+
+def test_auto_reuses_what_the_report_allows_and_says_so(tmp_path: Path) -> None:
+    folder = model_directory("mneme-tiny")
+    model = measured_on(model_fingerprint(folder, load_model_config(folder), torch.float32))
+    replace(report(row("query", 0.3, 0.9)), model=model).write(tmp_path)
+    auto, less, more = told(
+        tmp_path, {}, {"mode": "selective", "ratio": 0.1}, {"mode": "selective", "selector": "query", "ratio": 0.5}
+    )
+    assert (auto["mode"], auto["selector"], auto["ratio"], auto["measured"]) == ("selective", "query", 0.3, True)
+    assert auto["why"] == "the quality report allows it"
+    assert auto["reused"] > 0
+    assert (less["why"], less["measured"]) == ("the request asks for it", False)
+    assert more["measured"]
+    (other,) = told(tmp_path, {}, dtype="bfloat16")
+    assert other["mode"] == "off"
+    assert "another dtype" in other["why"]
+
+
+def test_a_damaged_report_is_one_warning_and_no_reuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(b"{")
+    with caplog.at_level(logging.WARNING):
+        (blend,) = told(path, {})
+    assert (blend["mode"], blend["why"]) == ("off", "the quality report cannot be read")
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+    (missing,) = told(tmp_path / "none.json", {})
+    assert missing["mode"] == "off"
+    (empty,) = told(tmp_path, {})
+    assert empty["why"] == NO_REPORT.why
