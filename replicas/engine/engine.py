@@ -339,7 +339,7 @@ class Engine:
             self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
         del self._sequence_by_id[request.request_id]
         if sequence.parent is not None:
-            self._end_child(sequence, sequence.parent)
+            self.scheduler.note_gathered(sequence, sequence.parent)
             return
         if sequence.blend is not None and sequence.blend.num_missing:
             for child in [each for each in self._sequence_by_id.values() if each.parent is sequence]:
@@ -350,14 +350,6 @@ class Engine:
         following = self.sessions.end(request, kept)
         abandon_roots(self.forest, before, sequence)
         self._begin_next(following)
-
-    def _end_child(self, child: Sequence, parent: Sequence) -> None:
-        """Note that what a sequence waits for has ended, perhaps in vain, and where its KV came from."""
-        if parent.blend is not None:
-            first, shift = parent.blend.place(child.ids[: child.num_prompt], parent.context)
-            for start, end, source in child.origins.ranges(child.num_prompt):
-                parent.note_origin(max(start + shift, first), end + shift, source)
-        self.scheduler.note_gathered(parent)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:
         """Start a session's next turn; what cannot run is answered with its error, and the turn after it follows."""

@@ -73,13 +73,33 @@ class Scheduler:
         else:
             self.waiting.add(sequence)
 
-    def note_gathered(self, sequence: Sequence) -> None:
-        """Note that one of the prompts that a sequence waits for has ended, if it still does."""
-        if sequence in self.gathering and sequence.blend is not None:
-            sequence.blend.num_missing -= 1
-            if not sequence.blend.num_missing:
-                self.gathering.remove(sequence)
-                self.waiting.add(sequence)
+    def note_gathered(self, child: Sequence, parent: Sequence) -> None:
+        """Note that one of the prompts that a sequence waits for is there, or has ended in vain, if it still waits."""
+        blend = parent.blend
+        if blend is None or parent not in self.gathering:
+            return
+        first, shift = blend.place(child.ids[: child.num_prompt], parent.context)
+        for start, end, source in child.origins.ranges(child.num_prompt):
+            parent.note_origin(max(start + shift, first), end + shift, source)
+        blend.num_missing -= 1
+        if not blend.num_missing:
+            self.gathering.remove(parent)
+            self.waiting.add(parent)
+
+    def _note_arriving(self) -> bool:
+        """Note what comes whole in this very step; returns whether somebody's documents are complete by that.
+
+        Its rows run beside those of the documents: what these read is written, or waited for, layer by layer before
+        (CacheBlend's pipeline, section 5.2).
+        """
+        num_gathering = len(self.gathering)
+        for parent in list(self.gathering):
+            assert parent.blend is not None
+            children = [s for s in self.running if s.parent is parent and s.found is None and not self._num_pending(s)]
+            if len(children) == parent.blend.num_missing:
+                for child in children:
+                    self.note_gathered(child, parent)
+        return len(self.gathering) < num_gathering
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
@@ -176,6 +196,8 @@ class Scheduler:
         for sequence in [s for s in loading if s.path is not None]:
             self._graft_more(sequence, batch)
         self._admit(batch, budget)
+        if self.gathering and self._note_arriving():
+            self._admit(batch, budget)
         self._widen(batch, budget)
         for sequence in [part.sequence for part in batch if part.samples]:
             self.waiting.charge(sequence, OUTPUT_WEIGHT)
@@ -388,7 +410,13 @@ class Scheduler:
             sequence.drop_found()
             if sequence.chain is not None:
                 sequence.chain.num_saved = 0
-            self.waiting.put_back(sequence)
+            num_children = sum(child.parent is sequence for child in sequences)
+            if sequence.blend is not None and num_children:  # they came in the step that is gone, and come again
+                sequence.blend.num_missing = num_children
+                self.waiting.end(sequence)
+                self.gathering.append(sequence)
+            else:
+                self.waiting.put_back(sequence)
         self._refused = None
 
     def _num_pending(self, sequence: Sequence) -> int:

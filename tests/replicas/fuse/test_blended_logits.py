@@ -165,7 +165,8 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
         ask(engine, name, prompt, selector="first-k", ratio=0.1)
         events = run(engine)
         output = answers(events)[name]
-        assert error_of(logits_of(engine, name), dense(model, prompt, output, "first-k", 0.1)) <= TOLERANCE
+        logits = logits_of(engine, name)[-len(output) :]  # a step whose load failed had some too
+        assert error_of(logits, dense(model, prompt, output, "first-k", 0.1)) <= TOLERANCE
         assert (usages(events)[name].host_tokens > 64) == (name == "again" and not fails)
         engine.close()
         exact = [[*SINK, *DOCUMENTS[0]], [*SINK, *DOCUMENTS[2]], SYSTEM]

@@ -69,6 +69,14 @@ def test_documents_are_computed_once_and_reused_in_any_order() -> None:
     assert engine.forest.num_in_use == 0
 
 
+def test_what_reuses_documents_runs_beside_them() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    request = blended("a", [(0, 1), A, B, (2, 2)], num_tokens=1)
+    engine.submit(request)
+    assert tokens_of(engine.step(), "a") == continuation(list(request.prompt_token_ids), 1, 5)
+    assert not engine.has_work
+
+
 def test_chosen_tokens_are_computed_anew() -> None:
     engine = engine_of(max_batch_tokens=64)
     engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
