@@ -1,4 +1,4 @@
-"""The command line: `mneme serve`, `chat`, `doctor`, `cache` and `simulate`.
+"""The command line: `mneme serve`, `chat`, `doctor`, `cache`, `simulate` and `quality`.
 
 Public: `main.main`. Nobody imports it.
 """

@@ -1,4 +1,4 @@
-"""The command line: `mneme serve | chat | doctor | simulate | cache`."""
+"""The command line: `mneme serve | chat | doctor | simulate | cache | quality`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ examples:
   mneme serve ./Llama-3.1-8B --replicas 4 --port 8080  a Hugging Face directory
   mneme serve --config mneme.yaml --set engine.dtype=bfloat16
   mneme chat --url http://127.0.0.1:8000/v1            talk to it in the terminal
+  mneme quality ./Llama-3.1-8B --task musique.jsonl    what reusing documents costs in quality
 `mneme COMMAND --help` says more of each."""
 # Options of `vllm serve` that have an equivalent here.
 _VLLM_OPTIONS: tuple[tuple[str, str, type, str, str], ...] = (  # option, our key, type, metavar, help
@@ -70,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     from mneme.cluster.cli.cache import add_cache_arguments
     from mneme.cluster.cli.cache import cache as run_cache
     from mneme.cluster.cli.chat import add_chat_arguments, run_chat
+    from mneme.cluster.cli.quality import add_quality_arguments
+    from mneme.cluster.cli.quality import quality as run_quality
     from mneme.cluster.cli.simulate import add_simulate_arguments
     from mneme.cluster.cli.simulate import simulate as run_simulation
 
@@ -103,6 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     cache = commands.add_parser("cache", help="what the disk tier's folder holds, and whether it is sound")
     add_cache_arguments(cache)
     cache.set_defaults(run=run_cache)
+
+    quality = commands.add_parser("quality", help="what reusing documents in place does to a model's answers")
+    add_quality_arguments(quality)
+    quality.set_defaults(run=run_quality)
     return parser
 
 

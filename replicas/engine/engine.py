@@ -45,6 +45,8 @@ from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
@@ -116,6 +118,8 @@ class Engine:
         self.explanations = self._outbox.explanations
         self.num_steps = 0
         self.num_missed_deadlines = 0
+        # Called with the sequences of a step that sample and logits [S, vocab]; returns what is sampled from.
+        self.on_logits: Callable[[list[Sequence], Tensor], Tensor] | None = None
 
     @property
     def capacity(self) -> int:
@@ -182,6 +186,8 @@ class Engine:
         saves = [] if self.connector is None else self.connector.begin_step(batch)
         inputs = self.runner.prepare(batch, moves, saves)
         logits = self.runner.forward(inputs)
+        if self.on_logits is not None:
+            logits = self.on_logits([part.sequence for part in batch if part.samples], logits)
         sampled = sample(logits, [_sample_row(part.sequence) for part in batch if part.samples])
         return self._commit(batch, sampled)
 

@@ -1,4 +1,5 @@
 """Measures what reusing documents in place does to answers.
 
-Public: `coreference.px_cases`. Imported by the command line, training and benchmarks.
+Public: `coreference.px_cases`, `tasks.read_task`, `measure.measure`. Imported by the command line, training and
+benchmarks.
 """

@@ -148,6 +148,10 @@ class Tokenizer:
         variables = {**(template_variables or {}), "add_generation_prompt": add_generation_prompt}
         return self._chat_template.render(messages, variables)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_template)
+
     def warm_up(self) -> None:
         """Build what the first conversation would: the processes that render templates, tables of the tokenizer."""
         self.decode(self.encode("warm"), skip_special_tokens=True)

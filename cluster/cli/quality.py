@@ -1,0 +1,159 @@
+"""`mneme quality`: what reusing documents in place does to a model's answers. No Ray; one engine in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from mneme.config import parse
+from mneme.errors import ConfigError, shown
+from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import BUILT_SELECTORS, Selector
+from mneme.replicas.fuse.report import MIN_CASES, Measured, QualityReport
+
+_SELECTORS = tuple(each for each in BUILT_SELECTORS if each != "all")  # that one is full recompute, in two steps
+_RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
+_QUICK_CASES = 20
+_QUICK_RATIOS = "0.15"
+_MAX_CASES = 100_000
+_MAX_ANSWER_TOKENS = 32_768
+
+
+def add_quality_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="mneme-tiny, or a Hugging Face model directory")
+    parser.add_argument(
+        "--task",
+        required=True,
+        metavar="TASK",
+        help='FILE of JSON lines {"question", "passages", "answers"}, or coreference[:4x8,8x4,16x2], which mneme-tiny '
+        "can do (documents x sentences)",
+    )
+    parser.add_argument(
+        "--selectors", metavar="NAMES", help=f"by commas, of {', '.join(BUILT_SELECTORS)} (default: all but all)"
+    )
+    parser.add_argument("--ratios", metavar="SHARES", help=f"by commas, from 0 to 1 (default {_RATIOS})")
+    parser.add_argument("--cases", type=int, metavar="N", help="of each layout, at most (default 400)")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="of an answer (default 32)")
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda[:index]")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(get_type_hints(EngineConfig)["dtype"]),
+        default="auto",
+        help="that the model is served in: a report is for one",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where",
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the report (default: the model's)")
+
+
+def quality(args: argparse.Namespace) -> int:
+    """Measure, write the report, and say what it allows. Raises `MnemeError`."""
+    ratios = [_ratio(each) for each in (args.ratios or (_QUICK_RATIOS if args.quick else _RATIOS)).split(",")]
+    selectors = [_selector(each) for each in args.selectors.split(",")] if args.selectors else _SELECTORS
+    num_cases = args.cases if args.cases is not None else _QUICK_CASES if args.quick else 400
+    _check_range("cases", num_cases, _MAX_CASES)
+    _check_range("max-tokens", args.max_tokens, _MAX_ANSWER_TOKENS)
+
+    from mneme.replicas.engine.load import choose_device, choose_dtype, load_engine, model_fingerprint
+    from mneme.replicas.fuse.report import measured_on
+    from mneme.replicas.model.config import load_model_config, model_directory
+    from mneme.replicas.quality.measure import Arm, measure
+    from mneme.replicas.quality.tasks import read_task
+    from mneme.replicas.text.tokenizer import Tokenizer
+
+    task = read_task(args.task, num_cases)
+    arms = [Arm(selector, 0.0) for selector in selectors if selector == "none"]
+    arms += [Arm(selector, 1.0) for selector in selectors if selector == "all"]
+    arms += [Arm(each, ratio) for each in selectors if each not in ("none", "all") for ratio in ratios]
+    folder = model_directory(args.model)
+    model_config = load_model_config(folder)
+    dtype = choose_dtype(args.dtype, choose_device(args.device), model_config.dtype)
+    config = parse(EngineConfig, {"device": args.device, "dtype": str(dtype).removeprefix("torch.")})
+    out = args.out or (None if args.quick else folder)
+    if out is not None and not (out.is_dir() and os.access(out, os.W_OK)):
+        raise ConfigError(f"out: must be a folder that can be written to (got {shown(str(out))})")
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    tokenizer = Tokenizer.load(folder)
+    engine = load_engine(args.model, config, tokenizer=tokenizer)
+    try:
+        with Progress(console=Console(stderr=True)) as bars:
+            bar = bars.add_task("cases", total=sum(map(len, task.cases_by_layout.values())))
+            rows, num_left_out = measure(
+                engine, tokenizer, task, arms, max_tokens=args.max_tokens, on_progress=lambda n: bars.advance(bar, n)
+            )
+    finally:
+        engine.close()
+        tokenizer.close()
+    report = QualityReport(
+        model=measured_on(model_fingerprint(folder, model_config, dtype)), task=task.name, rows=tuple(rows)
+    )
+    path = None if out is None else report.write(out)
+    if num_left_out:
+        print(f"mneme quality: {num_left_out} cases are longer than the context, and left out", file=sys.stderr)
+    allowed = report.allowed()
+    if args.json:
+        figures = {**asdict(report), "allowed": allowed, "num_left_out": num_left_out}
+        print(json.dumps(figures | {"report": None if path is None else str(path)}))
+    else:
+        print("\n".join([*table(rows), "", _summary(allowed, rows)]))
+        if path is not None:
+            print(f"the report is {path}")
+    return 0
+
+
+def _summary(allowed: dict[Selector, float], rows: Sequence[Measured]) -> str:
+    if allowed:
+        return "allowed: " + ", ".join(f"{selector} from {ratio:g}" for selector, ratio in allowed.items())
+    if any(row.num_cases < MIN_CASES for row in rows):
+        return f"nothing is allowed: a report needs {MIN_CASES} cases of each layout"
+    return "nothing is allowed: no selector is within a point of full recompute on every layout"
+
+
+def table(rows: Sequence[Measured]) -> list[str]:
+    """Return a line for each row under headings."""
+    lines = [f"{'layout':10} {'selector':14} {'ratio':>5} {'F1':>6} {'exact':>6} {'KL':>8} {'top-1':>6}"]
+    layout = None
+    for row in rows:
+        if row.layout != layout:
+            layout = row.layout
+            lines.append(f"{layout:10} {'full':14} {'':5} {row.score_full:6.3f} {row.exact_match_full:6.3f}")
+        lines.append(
+            f"{layout:10} {row.selector:14} {row.ratio:5g} {row.score:6.3f} {row.exact_match:6.3f} {row.kl:8.4f} "
+            f"{row.top1:6.3f}"
+        )
+    return lines
+
+
+def _ratio(given: str) -> float:
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:  # NaN, too
+        raise ConfigError(f"ratios: must be numbers from 0 to 1 (got {shown(given)})")
+    return ratio
+
+
+def _selector(given: str) -> Selector:
+    for selector in BUILT_SELECTORS:
+        if selector == given:
+            return selector
+    raise ConfigError(f"selectors: must be of {', '.join(BUILT_SELECTORS)} (got {shown(given)})")
+
+
+def _check_range(name: str, value: int, high: int) -> None:
+    if not 1 <= value <= high:
+        raise ConfigError(f"{name}: must be from 1 to {high} (got {value})")

@@ -1,0 +1,52 @@
+"""`mneme quality` as a command: its table, its report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mneme.cluster.cli.main import main
+from mneme.replicas.fuse.report import QualityReport
+
+QUICK = ["quality", "mneme-tiny", "--task", "coreference:4x3", "--cases", "2", "--dtype", "float32", "--device", "cpu"]
+
+
+def test_a_run_writes_the_report_that_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--selectors", "none,first-k", "--ratios", "0.2,0.4", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    (path,) = tmp_path.iterdir()
+    assert str(path) in shown
+    assert "nothing is allowed: a report needs 100 cases" in shown
+    rows = QualityReport.read(path).rows
+    assert [(row.selector, row.ratio) for row in rows] == [("none", 0), ("first-k", 0.2), ("first-k", 0.4)]
+    assert all(f"{row.selector:14} {row.ratio:5g} {row.score:6.3f}" in shown for row in rows)
+
+
+def test_a_quick_run_in_json_leaves_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--selectors", "random", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"] is None
+    assert told["allowed"] == {}
+    assert [(row["selector"], row["ratio"], row["num_cases"]) for row in told["rows"]] == [("random", 0.15, 2)]
+    assert told["model"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--selectors", "best"], "selectors: must be of"),
+        (["--ratios", "0.1,2"], "ratios: must be numbers from 0 to 1"),
+        (["--ratios", "nan"], "ratios: "),
+        (["--cases", "0"], "cases: must be from 1"),
+        (["--max-tokens", "0"], "max-tokens: must be from 1"),
+        (["--task", "coreference:1x1"], "documents x sentences"),
+        (["--task", "no-such-file"], "cannot read no-such-file"),
+        (["--out", "no-such-folder"], "out: must be a folder"),
+        (["--device", "abacus"], "engine.device"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *options]) == 2
+    assert said in capsys.readouterr().err
