@@ -93,6 +93,7 @@ class Blend:
         """
         if self.root is not None and path.root is self.root:  # it goes on
             return path
+        self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
         self.reused, self.num_chosen, self.is_probing = np.empty(0, np.int64), 0, False
         uses = [] if first >= end else self._uses(first, end, context, forest)
@@ -113,13 +114,17 @@ class Blend:
             return path
         self.base = path.root if path.root.is_own else None
         forest.release(path)
-        if self.root is not None:  # what it had computed there is gone, in part, or was to be seen once
-            forest.abandon(self.root, blended.root)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
         self.is_probing, self.num_scored = is_probing, 0
         if is_probing:
             self.scores = np.zeros(self.spans[-1].end)
         return blended
+
+    def close(self, forest: PrefixForest) -> None:
+        """Drop what was computed on its path, but nothing of what that went on from."""
+        if self.root is not None:
+            forest.abandon(self.root, heir=self.root)
+            self.root = None
 
     @property
     def is_comparing(self) -> bool:

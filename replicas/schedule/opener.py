@@ -65,6 +65,8 @@ class PathOpener:
         It is tried again without them, and finally with an empty cache.
         """
         if sequence.root is not None:
+            if sequence.blend is not None:
+                sequence.blend.close(self._forest)
             sequence.root = sequence.blend = None  # what it sees is computed anew
             path = self.open(sequence)
             if self._fits(path, sequence, 0, budget):

@@ -142,9 +142,8 @@ class Scheduler:
     def reopen(self, sequence: Sequence) -> None:
         """Let one that runs go back to the queue's front: its blend has chosen what is computed anew."""
         assert sequence.blend is not None
-        assert sequence.root is not None
         self._put_back([sequence])
-        self._forest.abandon(sequence.root, heir=sequence.root)  # but nothing of what it went on from
+        sequence.blend.close(self._forest)
         sequence.root = sequence.blend.base
 
     def retract(self, pages: Collection[Page]) -> None:
