@@ -51,7 +51,7 @@ class KvConnector:
         self.store, self.fingerprint, self.config = store, fingerprint, config
         self.loader, self.saver = loader, saver  # the runner begins what they do, and calls them layer by layer
         self._saves = SavePolicy(store, fingerprint, page_size)
-        self._costs, self._clock = costs, clock
+        self.costs, self._clock = costs, clock
         self._step_began_s = 0.0
         self._on_close = on_close
         self._controller = LoadController(
@@ -114,7 +114,7 @@ class KvConnector:
         is_sparse = any(part.num_compared or any(part.shifts) for part in batch)
         if lost is None and batch and not is_warm_up and not is_sparse:  # else it may have waited
             rows = [(part.num_rows, part.end - part.num_rows) for part in batch]
-            self._costs.note_step(rows, self._clock() - self._step_began_s)
+            self.costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             retract(lost)
         self.saver.end(unsound)
@@ -138,7 +138,7 @@ class KvConnector:
             "plans": dict(self._controller.num_plans),
             "given_up": dict(self.fetches.num_given_up),
             "read_buffer_bytes": self.fetches.budget.num_used,
-            "accuracy": self._costs.accuracy(),
+            "accuracy": self.costs.accuracy(),
             "chunks": {"loaded": self.loader.num_loaded, "lost": self.loader.num_lost, **asdict(self.saver.counts)},
             "store": dict(self.store.stats()),
         }

@@ -33,6 +33,7 @@ from mneme.replicas.engine.pins import ONE_TOKEN, Pins
 from mneme.replicas.engine.stats import engine_stats
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.fuse.blend import make_blend
+from mneme.replicas.fuse.controller import Controller
 from mneme.replicas.fuse.order import best_order
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.sampler import Sampled, SampleRow, sample
@@ -101,7 +102,7 @@ class Engine:
             on_delete=partial(delete_pages, self.forest),
             journal=None if durable is None else durable.writer,
         )
-        self._gate = gate
+        self._blends = Controller(gate, None if connector is None else connector.costs)
         self._why_not_blend = "" if config.prefix_sharing else "engine.prefix_sharing is false"
         if runner.is_windowed:
             self._why_not_blend = "the model has sliding windows"
@@ -244,7 +245,9 @@ class Engine:
                 sink_ids,
                 capacity=self.capacity,
                 num_layers=self.runner.num_layers,
-                gate=self._gate,
+                controller=self._blends,
+                num_tokens=len(sequence.context),
+                num_exact=self._num_exact(sequence),
             )
             if isinstance(blend, str):
                 sequence.why_in_full = blend
@@ -267,6 +270,12 @@ class Engine:
                 taken_s=request.taken_s,
             )
             self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
+
+    def _num_exact(self, sequence: Sequence) -> int:
+        """Count the tokens that it need not compute, from the first on."""
+        if sequence.root is not None:
+            return sequence.num_history
+        return sum(self.forest.resident(sequence.request.salt, sequence.context))
 
     def _schedule(self) -> list[StepRows]:
         self.limits.note_step()

@@ -16,8 +16,9 @@ Whatever of a document is gone again by then is computed with the text around it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
-from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.controller import Controller, Work
 from mneme.replicas.fuse.selectors import NEEDS_SCORES, FloatArray, Wanted, choose, first_share
 from mneme.replicas.request import GenerationRequest
 
@@ -57,6 +58,7 @@ class Blend:
     num_chosen: int = 0  # document tokens that the selector chose
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
+    may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
 
     @property
     def selector(self) -> Selector:
@@ -73,6 +75,11 @@ class Blend:
         """The selector, or what it comes to where scores would not matter."""
         ends: dict[float, Selector] = {0.0: "none", 1.0: "all"}
         return ends.get(self.ratio, self.selector)
+
+    def note_loading(self, num_loaded: Mapping[str, int]) -> None:
+        """Note what of its documents is loaded in the step that its own rows are in, by where that comes from."""
+        if self.may_raise is not None and not self.is_scored:
+            self.options = self.may_raise(self.options, num_loaded)
 
     def missing(self, context: Sequence[int], forest: PrefixForest, *, has_history: bool) -> list[list[int]]:
         """List the prompts to be computed before it can be opened: of documents, and what is before the first.
@@ -184,20 +191,24 @@ class Blend:
 
 
 def make_blend(
-    request: GenerationRequest, sink_ids: tuple[int, ...], *, capacity: int, num_layers: int, gate: Gate = NO_REPORT
+    request: GenerationRequest,
+    sink_ids: tuple[int, ...],
+    *,
+    capacity: int,
+    num_layers: int,
+    controller: Controller,
+    num_tokens: int,
+    num_exact: int,
 ) -> Blend | str:
     """Return how a request's documents are reused in place, or why they are not.
 
-    gate  decides where the request leaves it to the engine
+    controller  decides where the request leaves it to the engine
+    num_tokens  of the prompt, and of what its session had before
+    num_exact   of them, those from the first on that are not computed
     """
-    options, why = request.blend, "the request asks for it"
+    options, why, may_raise = request.blend, "the request asks for it", None
     if options.mode == "off":
         return "blend.mode is off"
-    if options.mode == "auto":
-        decided = gate.decide(options)
-        if isinstance(decided, str):
-            return decided
-        options, why = decided, "the quality report allows it"
     spans = tuple(
         span
         for span in request.documents
@@ -205,15 +216,25 @@ def make_blend(
     )
     if not spans:
         return "all documents are shorter than blend.min_tokens, or too long"
-    seed = request.sampling.seed or 0
+    if options.mode == "auto":
+        num_reused = sum(max(span.end - max(span.start, num_exact), 0) for span in spans)
+        num_text = max(num_tokens - num_exact - num_reused, 1)
+        work = Work(num_exact, num_reused, num_text, num_layers)
+        chosen, why = controller.decide(options, work)
+        if chosen is None:
+            return why
+        if options.ratio is None:
+            may_raise = partial(controller.raised, work)
+        options = chosen
     blend = Blend(
         options=options,
         spans=spans,
         salt=request.salt,
-        seed=seed,
+        seed=request.sampling.seed or 0,
         sink_ids=sink_ids,
         num_layers=num_layers,
         why=why,
+        may_raise=may_raise,
     )
-    blend.is_measured = gate.is_measured(blend.selector, blend.ratio)
+    blend.is_measured = controller.gate.is_measured(blend.selector, blend.ratio)
     return blend

@@ -10,14 +10,14 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
 from mneme.errors import ConfigError, shown
-from mneme.replicas.documents import BlendOptions, Selector
+from mneme.replicas.documents import Selector
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ FORMAT = 1
 MIN_CASES = 100  # of each layout: below, a score is known to no better than 3 points
 TOLERANCE = 0.01  # of the score of a full prefill
 _MAX_FILE_BYTES = 4 << 20
-_CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
 _OTHER_MODEL = "quality was measured on other weights, another dtype or another rotary table"
 
 
@@ -131,25 +130,11 @@ class Gate(NamedTuple):
 
     allowed: Mapping[Selector, float] = {}  # the smallest ratio of each
     why: str = "there is no quality report of this model"  # if nothing is
+    ratios: tuple[float, ...] = ()  # all that were measured
 
     def is_measured(self, selector: Selector, ratio: float) -> bool:
         """Whether answers were measured to be as good as those of a full prefill."""
         return ratio >= self.allowed.get(selector, math.inf)
-
-    def decide(self, options: BlendOptions) -> BlendOptions | str:
-        """Return options with what is not given chosen: the smallest ratio, then what is cheapest; or why nothing is.
-
-        To compute everything anew is not worth a pass behind documents.
-        """
-        ratios = {
-            selector: smallest if options.ratio is None else options.ratio
-            for selector, smallest in self.allowed.items()
-            if options.selector in (None, selector) and (options.ratio is None or options.ratio >= smallest)
-        }
-        best = min(ratios, key=lambda selector: (ratios[selector], _CHEAPEST.index(selector)), default=None)
-        if best is None or ratios[best] >= 1:
-            return "the quality report does not allow it" if self.allowed else self.why
-        return replace(options, mode="selective", selector=best, ratio=ratios[best])
 
 
 NO_REPORT = Gate()
@@ -174,7 +159,8 @@ def read_gate(path: Path, model: Callable[[], Mapping[str, str]]) -> Gate:
     except (ConfigError, OSError, ValueError) as error:
         logger.warning("documents are computed in full: the quality report cannot be read: %s", error)
         return Gate(why="the quality report cannot be read")
-    return Gate(report.allowed(), "the quality report allows nothing")
+    ratios = tuple(sorted({row.ratio for row in report.rows}))
+    return Gate(report.allowed(), "the quality report allows nothing", ratios)
 
 
 def measured_on(fingerprint: ModelFingerprint) -> dict[str, str]:

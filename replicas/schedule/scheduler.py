@@ -17,6 +17,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import islice
 
@@ -97,6 +98,11 @@ class Scheduler:
             assert parent.blend is not None
             children = [s for s in self.running if s.parent is parent and s.found is None and not self._num_pending(s)]
             if len(children) == parent.blend.num_missing:
+                loaded: Counter[str] = Counter()
+                for child in children:
+                    for start, end, source in child.origins.ranges(child.num_prompt):
+                        loaded[source] += end - start
+                parent.blend.note_loading(loaded)
                 for child in children:
                     self.note_gathered(child, parent)
         return len(self.gathering) < num_gathering

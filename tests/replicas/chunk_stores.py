@@ -17,6 +17,7 @@ from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.load import connect
+from mneme.replicas.fuse.report import NO_REPORT, Gate
 from mneme.replicas.model.decoder import Decoder
 from tests.replicas.tiered_engine import PAGE_SIZE, RecordingRunner
 
@@ -150,10 +151,12 @@ def make_cached_engine(
     num_host_pages: int = 0,
     costs: CostModel | None = None,
     config: CacheConfig | None = None,
+    gate: Gate = NO_REPORT,
     **options: object,
 ) -> Engine:
     """An engine with a cache tier."""
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
-    return Engine(runner, None, EngineConfig(page_size=PAGE_SIZE, **options), connector=connector)  # type: ignore[arg-type]
+    engine_config = EngineConfig(page_size=PAGE_SIZE, **options)  # type: ignore[arg-type]
+    return Engine(runner, None, engine_config, connector=connector, gate=gate)

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.policy.cost_model import CostEdge
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
+from mneme.replicas.fuse.report import Gate
 from mneme.replicas.fuse.selectors import Wanted, choose, count, filter_counts, first_share
 from mneme.replicas.model.attention_mass import NUM_ASKING
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from tests.replicas.checkpoints import RecordingRunner, decoder_of, write_checkpoint
-from tests.replicas.chunk_stores import FakeStore, make_cached_engine
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, SlowRows, make_cached_engine
 from tests.replicas.dense_blend import DenseBlend
 from tests.replicas.tiered_engine import PAGE_SIZE, answers, draw, full_prefill, logits_of, run, submit, usages
 
@@ -174,3 +177,26 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
             assert any(chunk.header.token_ids.tolist() in (ids[:64], ids[64:]) for ids in exact)
         if fails:
             store.fault = lambda header, layer: Miss.SHORT if layer == 1 else None
+
+
+class SlowLoads(SlowRows):
+    """The tier is slower still than rows, and they are loaded all the same."""
+
+    def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: float = 1) -> float:
+        return 1e6
+
+
+def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Path, Any]) -> None:
+    directory, _ = checkpoint
+    store, decoder = FakeStore(), decoder_of(directory)
+    gate = Gate({"first-k": 0.1}, "", (0.1, 0.3, 0.5))
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, load="always")
+    for name, ratio in (("first", 0.1), ("again", 0.5)):
+        engine = make_cached_engine(decoder, store, costs=SlowLoads(), config=config, gate=gate)
+        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+        ask(engine, name, prompt_of([2, 0]), mode="auto")
+        blend = usages(run(engine))[name].blend
+        assert blend is not None
+        assert (blend.mode, blend.selector, blend.ratio, blend.is_measured) == ("selective", "first-k", ratio, True)
+        assert blend.why.startswith("the quality report allows it; predicted: ")
+        engine.close()
