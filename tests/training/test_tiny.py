@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from mneme.replicas.engine.load import model_fingerprint
+from mneme.replicas.fuse.report import QualityReport, measured_on, read_gate, report_path
+from mneme.replicas.model.config import load_model_config
 from mneme.replicas.quality.coreference import px_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +63,13 @@ def test_the_package_carries_the_model_in_less_than_16_mb():
 def test_the_card_names_these_weights():
     sha256 = hashlib.sha256((MODEL / "model.safetensors").read_bytes()).hexdigest()
     assert sha256 in (MODEL / "README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quality_reports_of_these_weights_are_shipped(dtype):
+    model = measured_on(model_fingerprint(MODEL, load_model_config(MODEL), dtype))
+    assert read_gate(MODEL, lambda: model).allowed
+    assert {row.num_cases for row in QualityReport.read(report_path(MODEL, model)).rows} == {400}
 
 
 @settings(max_examples=200, deadline=None)

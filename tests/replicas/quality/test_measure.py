@@ -49,10 +49,10 @@ def test_scores_are_those_of_squad(said: str, answers: list[str], scores: tuple[
 def test_arms_are_held_against_full_recompute(tokenizer: Tokenizer) -> None:
     engine = engine_of(tokenizer)
     counted: list[int] = []
-    arms = [Arm("none", 0), Arm("query", 0.3), Arm("all", 1)]
+    arms = [Arm("none", 0), Arm("query", 0.3), Arm("all", 1), Arm("hkvd", 0.2)]
     rows, num_left_out = measure(engine, tokenizer, TASK, arms, on_progress=counted.append)
     engine.close()
-    none, query, everything = rows
+    none, query, everything, hkvd = rows
     assert (sum(counted), num_left_out, {row.num_cases for row in rows}) == (20, 0, {20})
     assert {row.exact_match_full for row in rows} == {1}
     assert everything.kl < 1e-4
@@ -61,6 +61,8 @@ def test_arms_are_held_against_full_recompute(tokenizer: Tokenizer) -> None:
     assert none.exact_match < query.exact_match
     assert none.kl > query.kl > 1e-3
     assert none.top1 < 1
+    assert hkvd.exact_match >= 0.95, "what its shipped report says"
+    assert hkvd.kl < 0.05
     assert 2 / 3 <= none.score < 1, "all but the last of three words is in the question"
 
 
