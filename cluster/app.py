@@ -101,5 +101,6 @@ def _build_api(client: EngineClient, config: ClusterConfig) -> FastAPI:
         config.http,
         ingress=own_replica_id(),
         truncation=config.engine.truncation,
+        blend=config.engine.blend,
         default_timeout_s=config.engine.request_timeout_s,
     )

@@ -8,6 +8,7 @@ from typing import Literal
 from mneme.cachetier.policy.eviction import PolicyName
 from mneme.config import check_range
 from mneme.errors import ConfigError
+from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
 MAX_TIMEOUT_S = 86_400.0  # of a request
@@ -59,6 +60,7 @@ class EngineConfig:
     warm_prompts: tuple[WarmPrompt, ...] = ()  # computed and pinned before there is traffic, for each API key
     max_pins: int = 16  # of one API key, besides those
     max_pinned_share: float = 0.5  # of the pages, in all pins together
+    blend: BlendOptions = field(default_factory=BlendOptions)  # of what a request does not say of its documents
     blend_report: str | None = None  # a quality report, or its folder; None: beside the model
     truncation: Truncation = field(default_factory=Truncation)  # of sessions that outgrow the context window
 

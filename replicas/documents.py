@@ -6,7 +6,7 @@ Plain values, safe to send between processes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from mneme.errors import InvalidRequest
@@ -17,6 +17,21 @@ MIN_TOKENS_LIMIT = 2**31 - 1
 Mode = Literal["auto", "off", "selective", "full_reuse"]
 Selector = Literal["hkvd", "query", "query+first-k", "first-k", "random", "none", "all"]
 Order = Literal["given", "any"]
+# Why documents of a request were not reused in place: the labels of a metric.
+Reason = Literal[
+    "off",
+    "not_allowed",
+    "sooner_in_full",
+    "sliding_window",
+    "not_shared",
+    "too_short",
+    "too_long",
+    "no_room",
+    "exact",
+    "evicted",
+    "truncated",
+    "history",
+]
 
 BUILT_SELECTORS: tuple[Selector, ...] = get_args(Selector)
 _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
@@ -34,7 +49,7 @@ class BlendOptions:
     min_tokens  shorter documents are computed as any text
     order       "any": documents of one message may change places, so that more of them are found as an exact prefix
 
-    Raises `InvalidRequest` with the field, the value and the rule.
+    Raises `InvalidRequest` with the option, the value and the rule.
     """
 
     mode: Mode = "auto"
@@ -47,24 +62,24 @@ class BlendOptions:
         for name, kind in (("mode", Mode), ("order", Order), ("selector", Selector)):
             value = getattr(self, name)
             if value not in get_args(kind) and not (name == "selector" and value is None):
-                raise InvalidRequest(f"blend.{name}", value, f"must be one of {', '.join(get_args(kind))}")
+                raise InvalidRequest(name, value, f"must be one of {', '.join(get_args(kind))}")
         is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
         if self.ratio is not None and not (is_number and 0 <= self.ratio <= 1):  # NaN fails every comparison
-            raise InvalidRequest("blend.ratio", self.ratio, "must be a number from 0 to 1")
+            raise InvalidRequest("ratio", self.ratio, "must be a number from 0 to 1")
         if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= MIN_TOKENS_LIMIT:
-            raise InvalidRequest(
-                "blend.min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}"
-            )
+            raise InvalidRequest("min_tokens", self.min_tokens, f"must be an integer from 0 to {MIN_TOKENS_LIMIT}")
 
-    @staticmethod
-    def of(given: Mapping[str, Any]) -> BlendOptions:
-        """Make the options of a mapping of them; raises `InvalidRequest` for names that are none, too."""
+    def updated(self, given: Mapping[str, Any]) -> BlendOptions:
+        """Replace the options that a request gives; raises `InvalidRequest` for names that are none, too."""
         if not isinstance(given, Mapping):
             raise InvalidRequest("blend", given, "must be a mapping of options")
         for name in given:
             if name not in BlendOptions.__dataclass_fields__:
                 raise InvalidRequest(f"blend.{name}", given[name], "is not an option of blending")
-        return BlendOptions(**given)
+        try:
+            return replace(self, **given)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"blend.{error.field}", error.value, error.rule) from None
 
 
 class Document(NamedTuple):
@@ -105,6 +120,25 @@ class DocumentSpan(NamedTuple):
     group: int = 0
 
 
+class Declined(NamedTuple):
+    """Why no document of a request was reused in place."""
+
+    reason: Reason  # a label of metrics
+    why: str
+
+
+OFF = Declined("off", "blend.mode is off")
+SLIDING_WINDOW = Declined("sliding_window", "the model has sliding windows")
+NOT_SHARED = Declined("not_shared", "engine.prefix_sharing is false")
+TOO_SHORT = Declined("too_short", "shorter than blend.min_tokens")
+TOO_LONG = Declined("too_long", "longer than the model's context or the page pool allows")
+NO_ROOM = Declined("no_room", "there were too few pages")
+EXACT = Declined("exact", "part of the exact prefix")
+EVICTED = Declined("evicted", "its KV was evicted meanwhile")
+TRUNCATED = Declined("truncated", "the prompt was truncated")
+HISTORY = Declined("history", "part of the session's history")
+
+
 class DocumentUsage(NamedTuple):
     """What one document of a prompt cost."""
 
@@ -112,7 +146,10 @@ class DocumentUsage(NamedTuple):
     start: int
     tokens: int
     exact: int  # of them, those whose KV was found: as a part of an exact prefix
-    reused: int = 0  # and those whose KV was computed behind other text
+    reused: int  # and those whose KV was computed behind other text
+    source: str  # of most of these: a tier; "computed": there were none
+    outcome: Literal["exact", "blended", "computed"]
+    why: str
 
 
 class BlendUsage(NamedTuple):
@@ -127,6 +164,13 @@ class BlendUsage(NamedTuple):
     reused: int = 0  # tokens of documents whose KV was computed behind other text
     recomputed: int = 0  # tokens of documents that the selector chose
     is_measured: bool = False  # the model's quality report allows it
+    declined: Reason | None = None  # why the mode is "off"
+
+    def token_counts(self) -> dict[str, int]:
+        """Count tokens of documents: reused behind other text, found as exact KV, and the rest, which were computed."""
+        exact = sum(each.exact for each in self.documents)
+        num_tokens = sum(each.tokens for each in self.documents)
+        return {"reused": self.reused, "exact": exact, "recomputed": num_tokens - self.reused - exact}
 
     def as_json(self) -> dict[str, Any]:
         """What `usage.kv_details.blend` says."""

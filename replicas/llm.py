@@ -137,7 +137,7 @@ class LLM:
         self._tier_answered = threading.Event()
         if self.engine.connector is not None:
             self.engine.connector.tell(self._tier_answered.set)
-        self._default_truncation = base.truncation
+        self._default_truncation, self._default_blend = base.truncation, base.blend
         self._ids = itertools.count()
         self._random = random.Random()
         self._name = model
@@ -183,7 +183,8 @@ class LLM:
 
         One `SamplingParams` is for all; without it an answer has at most 16 tokens. `truncation` (fields of
         `Truncation`) says what happens to what does not fit the window; sessions have `EngineConfig.truncation`
-        without it. `blend` (fields of `BlendOptions`) says how documents among a prompt's parts are used.
+        without it. `blend` (fields of `BlendOptions`; for the others `EngineConfig.blend`) says how documents among a
+        prompt's parts are used.
 
         `use_tqdm` shows progress on stderr; None: of several prompts in a terminal.
 
@@ -198,7 +199,7 @@ class LLM:
                 param or DEFAULT_COMPLETION,
                 session,
                 self._truncation(truncation, session),
-                BlendOptions.of(blend or {}),
+                self._default_blend.updated({} if blend is None else blend),
             )
             for prompt, param, session in zip(listed, params, sessions, strict=True)
         ]
@@ -256,7 +257,7 @@ class LLM:
                 param or SamplingParams(),
                 session,
                 self._truncation(truncation, session),
-                BlendOptions.of(blend or {}),
+                self._default_blend.updated({} if blend is None else blend),
             )
             for conversation, param, session in zip(conversations, params, sessions, strict=True)
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,7 +13,7 @@ import numpy.typing as npt
 
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.documents import BlendUsage, DocumentUsage
+from mneme.replicas.documents import EXACT, HISTORY, TRUNCATED, BlendUsage, Declined, DocumentSpan, DocumentUsage
 from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
@@ -183,7 +185,7 @@ class Sequence:
     num_counted: int = 0  # tokens that the waiting queue counts for it: `context` may get shorter there
     path: Path | None = None  # None while it waits
     blend: Blend | None = None  # how it reuses documents, if it does
-    why_in_full: str = "nothing was there to be reused behind other text"  # that it does not
+    declined: Declined = HISTORY  # why it does not
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
@@ -213,6 +215,7 @@ class Sequence:
             self.num_unseen += len(self.context) - len(context)
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
+        self.declined = TRUNCATED
         self.blend = None
         if self.chain is not None:
             self.chain.restart()
@@ -309,18 +312,45 @@ class Sequence:
         request = self.request
         if not request.document_order:
             return None
+        blend, documents, order = self.blend, self._document_usages(num_seen), request.document_order
+        if blend is not None and blend.uses:
+            usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
+            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=blend.is_measured)
+        reason, why = self.declined if blend is None else blend.declined
+        return BlendUsage("off", why, order, documents, declined=reason)
+
+    def _document_usages(self, num_seen: int) -> tuple[DocumentUsage, ...]:
         cached = [each for each in self.origins.ranges(num_seen) if each.source in _CACHED]
-        blend, documents = self.blend, []
-        for span in request.documents:
-            num_cached = sum(max(min(found.end, span.end) - max(found.start, span.start), 0) for found in cached)
-            num_reused = 0 if blend is None else blend.num_reused_in(span.start, span.end)
-            num_exact = max(num_cached - num_reused, 0)  # what was computed for it just now is reused, and not cached
-            documents.append(DocumentUsage(span.name, span.start, span.end - span.start, num_exact, num_reused))
-        if blend is not None and (len(blend.reused) or blend.num_chosen):
-            order, is_measured = request.document_order, blend.is_measured
-            usage = BlendUsage(blend.options.mode, blend.why, order, tuple(documents), blend.selector, blend.ratio)
-            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=is_measured)
-        return BlendUsage("off", self.why_in_full, request.document_order, tuple(documents))
+        first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
+        usages = []
+        for span in self.request.documents:
+            num_by_source: collections.Counter[Source] = collections.Counter()
+            for found in cached[bisect_right(cached, span.start, key=lambda each: each.end) :]:
+                if found.start >= span.end:
+                    break
+                num_by_source[found.source] += min(found.end, span.end) - max(found.start, span.start)
+            num_reused = 0 if self.blend is None else self.blend.num_reused_in(span.start, span.end)
+            # What was computed for it just now is reused, and not cached.
+            num_exact = max(num_by_source.total() - num_reused, 0)
+            first = first_by_ids.setdefault(tuple(self.context[span.start : span.end]), span)
+            source = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
+            size = span.end - span.start
+            usage = DocumentUsage(span.name, span.start, size, num_exact, num_reused, source, "exact", EXACT.why)
+            usages.append(self._with_outcome(usage, span, first))
+        return tuple(usages)
+
+    def _with_outcome(self, usage: DocumentUsage, span: DocumentSpan, first: DocumentSpan) -> DocumentUsage:
+        blend = self.blend
+        if blend is not None and blend.uses_any(span.start, span.end):
+            why = "its KV is reused behind other text" if usage.reused else "the selector chose all of its tokens"
+            if first is not span and usage.reused:
+                why = f"it has the tokens of {first.name}, and the same KV is reused"
+            return usage._replace(outcome="blended", why=why)
+        # The prompt's last token is always computed, as the answer is drawn from it.
+        if usage.exact >= usage.tokens - (span.end == len(self.context) - self.num_output):
+            return usage
+        why = self.declined.why if blend is None else blend.why_computed(span)
+        return usage._replace(outcome="computed", why=why)
 
 
 @dataclass(frozen=True, slots=True)

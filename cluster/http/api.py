@@ -38,6 +38,7 @@ from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import InvalidRequest, shown
+from mneme.replicas.documents import BlendOptions
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
 from mneme.version import __version__
@@ -53,10 +54,11 @@ def build_api(
     default_timeout_s: float | None = None,
     clock: Clock = time.perf_counter,
     truncation: Truncation | None = None,
+    blend: BlendOptions | None = None,
 ) -> FastAPI:
     """The application; all `models` are names of the one model behind `client`, `ingress` is this process's own.
 
-    `truncation` is what sessions get that outgrow the window and say nothing of it.
+    `truncation` is what sessions get that outgrow the window and say nothing of it, `blend` the same of documents.
     """
     config = config or HttpConfig()
     metrics = MetricsPage(client, ingress, models[0].id)
@@ -69,6 +71,7 @@ def build_api(
         default_timeout_s=default_timeout_s,
         clock=clock,
         truncation=truncation or Truncation(),
+        blend=blend or BlendOptions(),
     )
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, api)

@@ -60,7 +60,7 @@ class DocumentUsage(TypedDict):
     """A document's place in the prompt, in tokens.
 
     Of them `exact` were found as a part of an exact prefix, and for `reused` ones KV stands that was computed behind
-    other text.
+    other text; `source` is the tier that most of these came from, "computed" where there were none.
     """
 
     id: str
@@ -68,6 +68,9 @@ class DocumentUsage(TypedDict):
     tokens: int
     exact: int
     reused: int
+    source: Literal["device", "host", "disk", "peer", "computed"]
+    outcome: Literal["exact", "blended", "computed"]
+    why: str
 
 
 class BlendUsage(TypedDict):

@@ -20,7 +20,7 @@ from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from mneme.replicas.documents import DocumentSpan
+from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import Appended, conversation_prefix, num_system_tokens, render_appended
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -59,6 +59,7 @@ class ApiState:
     config: HttpConfig
     metrics: MetricsPage
     truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
+    blend: BlendOptions = field(default_factory=BlendOptions)  # of documents, where a request says nothing
     default_timeout_s: float | None = None  # of requests that name none
     clock: Clock = time.perf_counter
     wall_clock: Clock = time.time

@@ -19,7 +19,6 @@ from mneme.cluster.http.protocol import (
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
 from mneme.errors import DeadlineExceeded, InvalidRequest
-from mneme.replicas.documents import BlendOptions
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.truncation import Truncation, resolved
 
@@ -148,7 +147,7 @@ def _run(
     turns = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     salt, affinity = kv_salt(request.state.tenant, body.cache_salt), _affinity(api, request, body)
     timeout_s = _time_left_s(api, request, body)
-    blend = BlendOptions() if body.blend is None else body.blend.options()
+    blend = api.blend.updated({} if body.blend is None else body.blend.given())
     choices: list[Choice] = []
     for i, prompt in enumerate(prompts):
         for j in range(params.n):

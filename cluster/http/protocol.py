@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
-from mneme.replicas.documents import MAX_DOCUMENTS, BlendOptions, Mode, Order, Selector
+from mneme.replicas.documents import MAX_DOCUMENTS, Mode, Order, Selector
 from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
 from mneme.replicas.text.parts import Part, StandIns, prompt_parts
 from mneme.replicas.truncation import Keep, Strategy
@@ -160,7 +160,7 @@ class GivenDocument(Body):
 
 
 class BlendBody(Body):
-    """How the KV of documents is used. Ranges: `BlendOptions`."""
+    """How the KV of documents is used; what is not given is as `engine.blend` has it. Ranges: `BlendOptions`."""
 
     model_config = ConfigDict(extra="forbid")  # ours alone: a name that is not known is misspelt
 
@@ -170,8 +170,8 @@ class BlendBody(Body):
     min_tokens: int = 64
     order: Order = "given"
 
-    def options(self) -> BlendOptions:
-        return BlendOptions(**self.model_dump())
+    def given(self) -> dict[str, Any]:
+        return self.model_dump(include=self.model_fields_set)
 
 
 class Message(Body):

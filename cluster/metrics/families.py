@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import Metric
 
@@ -18,6 +18,7 @@ from mneme.cachetier.policy.cost_model import COST_EDGES
 from mneme.cachetier.sessions.store import Appended
 from mneme.cachetier.store import EDGES
 from mneme.replicas.connector.fetch import GIVEN_UP
+from mneme.replicas.documents import BUILT_SELECTORS, Reason
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -104,6 +105,24 @@ ENGINES = (
     family("mneme_dropped_tokens_total", "Tokens computed again.", "tokens.dropped"),
     family("mneme_truncated_tokens_total", "Prompt tokens dropped to fit.", "tokens.truncated"),
     family("mneme_generated_tokens_total", "Output tokens.", "tokens.generated"),
+    family(
+        "mneme_blend_requests_total",
+        "Requests that reused documents behind other text.",
+        "blend.requests.{selector}",
+        selector=BUILT_SELECTORS,
+    ),
+    family(
+        "mneme_blend_tokens_total",
+        "Tokens of documents: reused behind other text, found as an exact prefix, and computed.",
+        "blend.tokens.{kind}",
+        kind=("reused", "exact", "recomputed"),
+    ),
+    family(
+        "mneme_blend_declined_total",
+        "Requests with documents that reused none behind other text, by reason.",
+        "blend.declined.{reason}",
+        reason=get_args(Reason),
+    ),
     family(
         "mneme_finished_requests_total",
         "Ended requests; an abort is one whose client left.",

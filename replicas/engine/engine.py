@@ -27,6 +27,7 @@ from mneme.cachetier.policy.eviction import make_policy
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, TransferFailed
 from mneme.primitives import LazyHeap
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.documents import NOT_SHARED, SLIDING_WINDOW, Declined
 from mneme.replicas.engine.admission import QueueLimits, check_request, make_sequence
 from mneme.replicas.engine.output import Outbox, finished_turn
 from mneme.replicas.engine.pins import ONE_TOKEN, Pins
@@ -103,9 +104,9 @@ class Engine:
             journal=None if durable is None else durable.writer,
         )
         self._blends = Controller(gate, None if connector is None else connector.costs)
-        self._why_not_blend = "" if config.prefix_sharing else "engine.prefix_sharing is false"
+        self._cannot_blend = None if config.prefix_sharing else NOT_SHARED
         if runner.is_windowed:
-            self._why_not_blend = "the model has sliding windows"
+            self._cannot_blend = SLIDING_WINDOW
         self.max_context = min(runner.max_context, config.max_context or runner.max_context)
         self.pins = Pins(self, config)
         self._sequence_by_id: dict[str, Sequence] = {}
@@ -116,6 +117,7 @@ class Engine:
         self._outbox = Outbox(on_end=self.deadlines.discard, clock=clock)
         self.num_tokens = self._outbox.num_tokens  # "prompt", "cached", "generated"
         self.num_finished = self._outbox.num_finished  # by finish_reason
+        self.blends = self._outbox.blends
         self.explanations = self._outbox.explanations
         self.num_steps = 0
         self.num_missed_deadlines = 0
@@ -240,7 +242,7 @@ class Engine:
         missing: list[list[int]] = []
         if sequence.request.documents:
             sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
-            blend = self._why_not_blend or make_blend(
+            blend = self._cannot_blend or make_blend(
                 sequence.request,
                 sink_ids,
                 capacity=self.capacity,
@@ -249,8 +251,8 @@ class Engine:
                 num_tokens=len(sequence.context),
                 num_exact=self._num_exact(sequence),
             )
-            if isinstance(blend, str):
-                sequence.why_in_full = blend
+            if isinstance(blend, Declined):
+                sequence.declined = blend
             else:
                 sequence.blend = blend
         if sequence.blend is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mneme.errors import MnemeError
+from mneme.replicas.documents import BlendUsage
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
@@ -31,6 +32,25 @@ Deliver = Callable[[StepMessage], None]
 Batches = Mapping[str, list[TokenEvent]]  # by subscriber
 
 
+class BlendCounts:
+    """Counts requests with documents, and the tokens of these."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()  # that reused some in place, by selector
+        self.tokens: Counter[str] = Counter()  # as `BlendUsage.token_counts`
+        self.declined: Counter[str] = Counter()  # requests that reused none, by reason
+
+    def note(self, blend: BlendUsage) -> None:
+        self.tokens.update(blend.token_counts())
+        if blend.declined is not None:
+            self.declined[blend.declined] += 1
+        elif blend.selector is not None:
+            self.requests[blend.selector] += 1
+
+    def as_stats(self) -> dict[str, dict[str, int]]:
+        return {"requests": dict(self.requests), "tokens": dict(self.tokens), "declined": dict(self.declined)}
+
+
 class Outbox:
     """Turns what is new of a sequence into an event, keeps events until they are taken, and counts what they said."""
 
@@ -40,6 +60,7 @@ class Outbox:
         self._events: list[TokenEvent] = []
         self.num_tokens: Counter[str] = Counter()  # "prompt", "cached", "generated", and as `kv_details`
         self.num_finished: Counter[str] = Counter()  # by finish_reason
+        self.blends = BlendCounts()
         self.explanations = Explanations()
 
     def __bool__(self) -> bool:
@@ -71,6 +92,8 @@ class Outbox:
         is_counted = not sequence.request.is_warm_up
         if usage is not None and sequence.was_admitted and is_counted:
             self.num_tokens.update(prompt=usage.prompt_tokens, cached=usage.cached_tokens, **usage.kv_details())
+            if usage.blend is not None:
+                self.blends.note(usage.blend)
             self.explanations.note(sequence, usage)
         logprobs = tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None
         sequence.logprobs.clear()

@@ -27,6 +27,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "refused": dict(limits.num_refused),
         "missed_deadlines": engine.num_missed_deadlines,
         "tokens": dict(engine.num_tokens),
+        "blend": engine.blends.as_stats(),
         "finished": dict(engine.num_finished),
         "in_flight": engine.in_flight,
         "steps": engine.num_steps,

@@ -16,6 +16,7 @@ Whatever of a document is gone again by then is computed with the text around it
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,17 @@ from functools import partial
 import numpy as np
 
 from mneme.kernels.page_table import IntArray
-from mneme.replicas.documents import BlendOptions, DocumentSpan, Selector
+from mneme.replicas.documents import (
+    EVICTED,
+    EXACT,
+    OFF,
+    TOO_LONG,
+    TOO_SHORT,
+    BlendOptions,
+    Declined,
+    DocumentSpan,
+    Selector,
+)
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path, Root
 from mneme.replicas.forest.paths import DocumentUse
@@ -59,6 +70,9 @@ class Blend:
     why: str = "the request asks for it"
     is_measured: bool = False  # a quality report allows it
     may_raise: Callable[[BlendOptions, Mapping[str, int]], BlendOptions] | None = None  # the ratio, under a load
+    uses: list[tuple[int, int]] = field(default_factory=list, repr=False)  # positions of what its path reuses
+    declined: Declined = EVICTED  # why that is nothing
+    num_exact: int = 0  # tokens that its path began with
 
     @property
     def selector(self) -> Selector:
@@ -103,6 +117,7 @@ class Blend:
         self.close(forest)  # what it had computed there is gone, in part, or was to be seen once
         first, end = path.num_tokens, min(self.spans[-1].end, len(context) - 1)
         self.reused, self.num_chosen, self.is_probing = np.empty(0, np.int64), 0, False
+        self.uses, self.num_exact, self.declined = [], first, EXACT if first >= end else EVICTED
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
@@ -123,6 +138,7 @@ class Blend:
         forest.release(path)
         self.root, self.reused, self.num_chosen = blended.root, np.array(sorted(reused), np.int64), len(chosen)
         self.is_probing, self.num_scored = is_probing, 0
+        self.uses = [(use.start, use.end) for use in uses]
         if is_probing:
             self.scores = np.zeros(self.spans[-1].end)
         return blended
@@ -158,6 +174,19 @@ class Blend:
             self.scores[self.reused] += scores
         self.is_probing, self.is_scored = not is_last, is_last
         return is_last
+
+    def uses_any(self, start: int, end: int) -> bool:
+        """Whether its path reuses some of the positions [start, end)."""
+        index = bisect_right(self.uses, start, key=lambda use: use[1])
+        return index < len(self.uses) and self.uses[index][0] < end
+
+    def why_computed(self, span: DocumentSpan) -> str:
+        """Say why a document is computed of which nothing is reused."""
+        if span.end - span.start < max(self.options.min_tokens, 1):
+            return TOO_SHORT.why
+        if span not in self.spans:
+            return TOO_LONG.why
+        return "computed for this request, as part of its prefix" if span.end <= self.num_exact else EVICTED.why
 
     def num_reused_in(self, start: int, end: int) -> int:
         """Count the positions in [start, end) whose KV was computed behind other text."""
@@ -199,7 +228,7 @@ def make_blend(
     controller: Controller,
     num_tokens: int,
     num_exact: int,
-) -> Blend | str:
+) -> Blend | Declined:
     """Return how a request's documents are reused in place, or why they are not.
 
     controller  decides where the request leaves it to the engine
@@ -208,24 +237,21 @@ def make_blend(
     """
     options, why, may_raise = request.blend, "the request asks for it", None
     if options.mode == "off":
-        return "blend.mode is off"
-    spans = tuple(
-        span
-        for span in request.documents
-        if span.end - span.start >= max(options.min_tokens, 1) and span.end - span.start + len(sink_ids) < capacity
-    )
+        return OFF
+    whole = [span for span in request.documents if span.end - span.start >= max(options.min_tokens, 1)]
+    spans = tuple(span for span in whole if span.end - span.start + len(sink_ids) < capacity)
     if not spans:
-        return "all documents are shorter than blend.min_tokens, or too long"
+        return TOO_LONG if whole else TOO_SHORT
     if options.mode == "auto":
         num_reused = sum(max(span.end - max(span.start, num_exact), 0) for span in spans)
         num_text = max(num_tokens - num_exact - num_reused, 1)
         work = Work(num_exact, num_reused, num_text, num_layers)
-        chosen, why = controller.decide(options, work)
-        if chosen is None:
-            return why
+        decided = controller.decide(options, work)
+        if isinstance(decided, Declined):
+            return decided
         if options.ratio is None:
             may_raise = partial(controller.raised, work)
-        options = chosen
+        options, why = decided
     blend = Blend(
         options=options,
         spans=spans,

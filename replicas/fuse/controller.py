@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.store import Edge
-from mneme.replicas.documents import BlendOptions, Selector
+from mneme.replicas.documents import BlendOptions, Declined, Selector
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 
 _CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
@@ -42,9 +42,9 @@ class Work(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How documents are reused, or that they are not."""
+    """How documents are reused."""
 
-    options: BlendOptions | None  # None: everything is computed in full
+    options: BlendOptions
     why: str
 
 
@@ -55,7 +55,7 @@ class Controller:
         """`costs`: None: nothing is predicted, and the smallest ratio is taken."""
         self.gate, self._costs = gate, costs
 
-    def decide(self, options: BlendOptions, work: Work) -> Decision:
+    def decide(self, options: BlendOptions, work: Work) -> Decision | Declined:
         """Choose what options of the mode `auto` leave open: one whose ratio is below 1, if the report allows any."""
         ratios = {
             selector: smallest if options.ratio is None else options.ratio
@@ -64,14 +64,17 @@ class Controller:
         }
         ratios = {selector: ratio for selector, ratio in ratios.items() if ratio < 1}
         if not ratios:
-            return Decision(None, "the quality report does not allow it" if self.gate.allowed else self.gate.why)
+            why = "the quality report does not allow it" if self.gate.allowed else self.gate.why
+            return Declined("not_allowed", why)
         why, fast = "the quality report allows it", list(ratios)
         if self._costs is not None and work.num_reused:
             times = {selector: self.predicted_s(selector, ratio, work) for selector, ratio in ratios.items()}
             soonest_s = min(times.values())
             full_s = self._costs.prefill_s(work.num_reused + work.num_text, work.num_exact)
             if full_s <= soonest_s:
-                return Decision(None, f"predicted to be sooner: {full_s:.3g} s, {soonest_s:.3g} s with reuse")
+                return Declined(
+                    "sooner_in_full", f"predicted to be sooner: {full_s:.3g} s, {soonest_s:.3g} s with reuse"
+                )
             fast = [selector for selector in ratios if times[selector] <= _TIE * soonest_s]
             why += f"; predicted: {soonest_s:.3g} s, {full_s:.3g} s in full"
         best = min(fast, key=lambda selector: (ratios[selector], _CHEAPEST.index(selector)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from mneme.replicas.documents import NO_ROOM
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import Spans
@@ -67,6 +68,7 @@ class PathOpener:
         if sequence.root is not None:
             if sequence.blend is not None:
                 sequence.blend.close(self._forest)
+                sequence.declined = NO_ROOM
             sequence.root = sequence.blend = None  # what it sees is computed anew
             path = self.open(sequence)
             if self._fits(path, sequence, 0, budget):

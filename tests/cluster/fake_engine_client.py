@@ -156,6 +156,7 @@ class FakeEngineClient:
             "refused": {"requests": 3, "tokens": 2, "session": 1},
             "missed_deadlines": 6,
             "tokens": self.tokens,
+            "blend": {"requests": {"hkvd": 2}, "tokens": {"reused": 70}, "declined": {"not_allowed": 3}},
             "finished": {"stop": 1, "length": 2, "abort": self.num_aborted, "error": 0},
             "steps": self.num_steps,
             "sessions": 3,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
+from mneme.cluster.http.api import build_api
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.request import GenerationRequest
-from tests.cluster.api_fixtures import CHAT, COMPLETION, TOKENIZER, post
+from tests.cluster.api_fixtures import CHAT, COMPLETION, MODEL, TOKENIZER, post
 from tests.cluster.fake_engine_client import FakeEngineClient
 
 DOCUMENT = {"type": "document", "text": "a red fox", "id": "red"}
@@ -85,6 +88,17 @@ def test_options_of_blending_reach_the_engine() -> None:
     assert chat(documents=["a"], blend=blend).blend == BlendOptions(**blend)  # type: ignore[arg-type]
     assert chat(documents=["a"]).blend == BlendOptions()
     assert completion(documents=["a"], blend={"order": "any"}).blend.order == "any"
+
+
+def test_options_that_a_request_does_not_give_are_those_of_the_engine() -> None:
+    default = BlendOptions(mode="selective", ratio=0.3)
+    engine = FakeEngineClient(TOKENIZER)
+    app = build_api(engine, [MODEL], TOKENIZER, blend=default)
+    with TestClient(app) as client:
+        for blend in ({}, {"blend": {"ratio": None, "order": "any"}}):
+            response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4, "documents": ["a"], **blend})
+            assert response.status_code == 200, response.text
+    assert [request.blend for request in engine.requests] == [default, replace(default, ratio=None, order="any")]
 
 
 def test_a_truncation_keeps_a_system_prompt_with_documents() -> None:

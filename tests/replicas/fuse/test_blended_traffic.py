@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.errors import ContextLengthExceeded
+from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.commands import delete_session, fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
@@ -67,6 +68,71 @@ def test_documents_are_computed_once_and_reused_in_any_order() -> None:
     assert usage.blend is not None
     assert (usage.blend.mode, usage.blend.selector, usage.blend.reused) == ("full_reuse", "none", 15)
     assert engine.forest.num_in_use == 0
+
+
+def blend_of(engine: Engine, parts: list[Any], blend: BlendOptions = REUSE, **more: Any) -> BlendUsage:
+    engine.submit(blended("asked", parts, blend, 1, **more))
+    usage = usage_of(run(engine)).blend
+    assert usage is not None
+    return usage
+
+
+def test_it_is_said_of_each_document_what_became_of_it() -> None:
+    engine = engine_of(max_batch_tokens=64, num_pages=32)
+    engine.submit(blended("head", [(0, 1), A, (2,)], OFF))
+    run(engine)
+    blend = BlendOptions(mode="full_reuse", min_tokens=4)
+    parts = [(0, 1), A, B, [2, 3], B, [1] * 200, (3,)]
+    engine.submit(blended("first", [(1,), B, (2,)]))
+    run(engine)
+    with pytest.raises(ContextLengthExceeded):
+        blend_of(engine, parts, blend)
+    del parts[5]
+    told = blend_of(engine, parts, blend)
+    assert [(each.outcome, each.source, each.why) for each in told.documents] == [
+        ("exact", "device", "part of the exact prefix"),
+        ("blended", "device", "its KV is reused behind other text"),
+        ("computed", "computed", "shorter than blend.min_tokens"),
+        ("blended", "device", "it has the tokens of d1, and the same KV is reused"),
+    ]
+    assert told.token_counts() == {"reused": 2 * len(B), "exact": len(A), "recomputed": 2}
+    chosen = blend_of(engine, [(4,), A, (1,), B, (2,)], BlendOptions(mode="selective", selector="all", min_tokens=1))
+    assert {each.why for each in chosen.documents} == {"the selector chose all of its tokens"}
+    stats = engine.stats()["blend"]
+    assert stats["requests"] == {"none": 2, "all": 1}
+    assert stats["declined"] == {"off": 1}
+    assert stats["tokens"] == {"reused": 3 * len(B), "exact": len(A), "recomputed": 2 * len(A) + len(B) + 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "blend", "reason"),
+    [
+        ({}, OFF, "off"),
+        ({}, BlendOptions(min_tokens=1), "not_allowed"),
+        ({"prefix_sharing": False}, REUSE, "not_shared"),
+        ({"window": 8}, REUSE, "sliding_window"),
+        ({}, BlendOptions(mode="full_reuse"), "too_short"),
+        ({"num_pages": 6}, REUSE, "no_room"),
+    ],
+)
+def test_why_documents_are_not_reused_is_said_and_counted(
+    options: dict[str, Any], blend: BlendOptions, reason: str
+) -> None:
+    runner = FakeRunner(options.pop("num_pages", 64), 4, window=options.pop("window", None))
+    engine = make_engine(runner=runner, **options)
+    told = blend_of(engine, [(0, 1), A, B, (2, 2)], blend)
+    assert (told.mode, told.declined, told.reused) == ("off", reason, 0)
+    assert {(each.outcome, each.why) for each in told.documents} == {("computed", told.why)}
+    assert engine.stats()["blend"]["declined"] == {reason: 1}
+
+
+def test_documents_that_are_known_exactly_are_not_blended() -> None:
+    engine = engine_of()
+    blend_of(engine, [(0, 1), A, (2, 2)], OFF)
+    told = blend_of(engine, [(0, 1), A, (2, 2)])
+    assert (told.declined, told.documents[0].outcome) == ("exact", "exact")
+    told = blend_of(engine, [(0, 1), B, (2, 2)])
+    assert told.documents[0].outcome == "blended"
 
 
 def test_what_reuses_documents_runs_beside_them() -> None:

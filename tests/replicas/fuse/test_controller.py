@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.replicas.documents import BlendOptions
-from mneme.replicas.fuse.controller import Controller, Work
+from mneme.replicas.fuse.controller import Controller, Decision, Work
 from mneme.replicas.fuse.report import NO_REPORT, Gate
 
 GATE = Gate({"query": 0.2, "hkvd": 0.1, "first-k": 0.5, "all": 1.0}, "", (0.0, 0.1, 0.2, 0.3, 0.5))
@@ -29,7 +29,7 @@ def test_without_costs_the_smallest_ratio_is_taken() -> None:
     assert chosen == BlendOptions(mode="selective", selector="hkvd", ratio=0.1, min_tokens=5)
     assert why == "the quality report allows it"
     alike = Gate({"hkvd": 0.2, "query": 0.2, "random": 0.3})
-    assert Controller(alike).decide(BlendOptions(), WORK).options == BlendOptions(
+    assert Controller(alike).decide(BlendOptions(), WORK)[0] == BlendOptions(
         mode="selective", selector="query", ratio=0.2
     )
 
@@ -37,9 +37,9 @@ def test_without_costs_the_smallest_ratio_is_taken() -> None:
 def test_what_the_request_names_is_used_if_it_is_allowed() -> None:
     for model in (None, costs()):
         controller = Controller(GATE, model)
-        chosen = controller.decide(BlendOptions(ratio=0.25, selector="query"), WORK).options
+        chosen = controller.decide(BlendOptions(ratio=0.25, selector="query"), WORK)[0]
         assert chosen == BlendOptions(mode="selective", selector="query", ratio=0.25)
-        assert controller.decide(BlendOptions(selector="first-k"), WORK).options == BlendOptions(
+        assert controller.decide(BlendOptions(selector="first-k"), WORK)[0] == BlendOptions(
             mode="selective", selector="first-k", ratio=0.5
         )
         for options in (
@@ -48,29 +48,29 @@ def test_what_the_request_names_is_used_if_it_is_allowed() -> None:
             BlendOptions(selector="first-k", ratio=0.4),
             BlendOptions(selector="all"),
         ):
-            assert controller.decide(options, WORK) == (None, "the quality report does not allow it")
-        assert Controller(NO_REPORT, model).decide(BlendOptions(), WORK) == (None, NO_REPORT.why)
+            assert controller.decide(options, WORK) == ("not_allowed", "the quality report does not allow it")
+        assert Controller(NO_REPORT, model).decide(BlendOptions(), WORK) == ("not_allowed", NO_REPORT.why)
 
 
 def test_the_soonest_is_taken() -> None:
     # 400 + 1.2 / 24 of 3,000 rows for hkvd, 700 + 100 for query, 3,100 in full.
     controller = Controller(GATE, costs())
     chosen, why = controller.decide(BlendOptions(), WORK)
-    assert chosen is not None
+    assert isinstance(chosen, BlendOptions)
     assert (chosen.selector, chosen.ratio) == ("hkvd", 0.1)
     assert why == "the quality report allows it; predicted: 0.55 s, 3.1 s in full"
     # With few layers its pass over the documents costs more than asking.
     chosen, _ = controller.decide(BlendOptions(), WORK._replace(num_layers=4))
-    assert chosen is not None
+    assert isinstance(chosen, BlendOptions)
     assert (chosen.selector, chosen.ratio) == ("query", 0.2)
 
 
 def test_what_is_sooner_in_full_is_computed_in_full() -> None:
     work = WORK._replace(num_reused=40)
-    chosen, why = Controller(GATE, costs(step_s=10.0)).decide(BlendOptions(selector="query"), work)
-    assert chosen is None
-    assert why == "predicted to be sooner: 10.1 s, 20.2 s with reuse"
-    assert Controller(GATE, costs(step_s=10.0)).decide(BlendOptions(), work._replace(num_reused=0)).options is not None
+    controller = Controller(GATE, costs(step_s=10.0))
+    found = controller.decide(BlendOptions(selector="query"), work)
+    assert found == ("sooner_in_full", "predicted to be sooner: 10.1 s, 20.2 s with reuse")
+    assert isinstance(controller.decide(BlendOptions(), work._replace(num_reused=0)), Decision)
 
 
 def test_the_ratio_is_raised_as_far_as_it_hides_under_a_load() -> None:

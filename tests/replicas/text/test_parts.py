@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mneme.errors import InvalidRequest
+from mneme.config import parse
+from mneme.errors import ConfigError, InvalidRequest
+from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import MAX_DOCUMENTS, BlendOptions, Document
 from mneme.replicas.text.parts import Part, StandIns, encode_parts, prompt_parts
 from mneme.replicas.text.prompts import Appended
@@ -166,5 +168,7 @@ def test_a_request_has_a_bounded_number_of_documents() -> None:
 )  # fmt: skip
 def test_options_of_blending_are_checked(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        BlendOptions.of(options)
+        BlendOptions().updated(options)
     assert refusal.value.field == f"blend.{field}"
+    with pytest.raises(ConfigError, match=rf"engine\.blend\.{field}: "):
+        parse(EngineConfig, {"blend": options}, "engine")
