@@ -6,7 +6,8 @@ tokens and L layers, at ratio r:
 
     rows(r)  prefill of r n + t rows, which see the other document tokens too
     query    prefill of the t other rows, then rows(r)
-    hkvd     the documents' n rows through a layer and the keys of the next, of L, then rows(r)
+    hkvd     the documents' n rows through a layer and the keys of the next, of L; then rows(r), of which the first
+             layer has those of the first share
     others   rows(r)
 
 Documents that nobody has computed yet cost nothing here: they are computed once and serve all who come. What comes from
@@ -24,10 +25,11 @@ from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.store import Edge
 from mneme.replicas.documents import BlendOptions, Declined, Selector
 from mneme.replicas.fuse.report import NO_REPORT, Gate
+from mneme.replicas.fuse.selectors import first_share
 
 _CHEAPEST: tuple[Selector, ...] = ("none", "first-k", "random", "query", "query+first-k", "hkvd", "all")
 _TIE = 1.02  # times the soonest: then the smaller ratio is taken, and the cheaper selector
-_DENSE_LAYERS = 1.2  # that hkvd computes of all document tokens
+_COMPARED_LAYERS = 1.2  # that hkvd computes of all document tokens, to compare keys
 _CHUNK_TOKENS = 256
 _EDGES: Mapping[str, Edge] = {"host": "host", "disk": "disk", "peer": "peer_host"}  # by where KV comes from
 
@@ -84,14 +86,20 @@ class Controller:
         """Predict the seconds from when all documents are there to the first token."""
         assert self._costs is not None
         num_exact, num_reused, num_text, num_layers = work
-        num_chosen = ratio * num_reused
-        context = int(num_exact + (num_reused - num_chosen) / 2)
-        seconds = self._costs.prefill_s(int(num_chosen) + num_text, context)
+        seconds = self._rows_s(ratio * num_reused, work)
         if selector in ("query", "query+first-k"):
             seconds += self._costs.prefill_s(num_text, num_exact + num_reused)
         elif selector == "hkvd":
-            seconds += self._costs.prefill_s(num_reused, num_exact) * min(_DENSE_LAYERS / num_layers, 1)
+            compared_s = self._costs.prefill_s(num_reused, num_exact) * min(_COMPARED_LAYERS / num_layers, 1)
+            first_s = self._rows_s(first_share(num_layers, ratio) * num_reused, work)
+            seconds += compared_s + max(first_s - seconds, 0.0) / num_layers  # the mean over the others is the ratio
         return seconds
+
+    def _rows_s(self, num_chosen: float, work: Work) -> float:
+        """Predict the seconds of a pass with all other text, and so many document tokens between the reused ones."""
+        assert self._costs is not None
+        context = int(work.num_exact + (work.num_reused - num_chosen) / 2)
+        return self._costs.prefill_s(int(num_chosen) + work.num_text, context)
 
     def raised(self, work: Work, options: BlendOptions, num_loaded: Mapping[str, int]) -> BlendOptions:
         """Raise the ratio to the largest measured one of which the rows hide behind what is loaded meanwhile.
