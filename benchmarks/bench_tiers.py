@@ -305,10 +305,10 @@ def make_order(sessions: Sequence[Conversation], seed: int) -> list[int]:
     return order
 
 
-def prompt_rows(chunk: StepRows) -> int:
+def prompt_rows(part: StepRows) -> int:
     """How many rows of its prompt a sequence computes in a step."""
-    num_prompt = len(chunk.sequence.request.prompt_token_ids)
-    return sum(max(min(end, num_prompt) - start, 0) for start, end in chunk.spans)
+    num_prompt = len(part.sequence.request.prompt_token_ids)
+    return sum(max(min(end, num_prompt) - start, 0) for start, end in part.spans)
 
 
 class Workload:
@@ -335,7 +335,7 @@ class Workload:
 
     def run(self) -> Ran:
         """Raises `MnemeError` if a turn fails."""
-        with self.noted_chunks():
+        with self.noted_batches():
             while self._unsent or self._running:
                 self._send()
                 self._step()
@@ -367,7 +367,7 @@ class Workload:
         return time.perf_counter() - began_s
 
     @contextmanager
-    def noted_chunks(self) -> Iterator[None]:
+    def noted_batches(self) -> Iterator[None]:
         """What steps compute is noted as it is scheduled."""
         scheduler = self._engine.scheduler
         schedule = scheduler.schedule

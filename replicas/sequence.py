@@ -364,7 +364,7 @@ class StepRows:
     sequence: Sequence
     spans: list[tuple[int, int]]
     runs: list[tuple[int, int, int]]
-    shifts: list[int] = field(default_factory=list)  # as `Rows.shifts`; empty: none is shifted
+    shifts: list[int] = field(default_factory=list)  # as `Rows.shifts`; empty where none is shifted
     num_compared: int = 0  # of the last rows: of documents, of which no KV is written
 
     @property
@@ -408,6 +408,19 @@ class StepRows:
     def positions(self) -> IntArray:
         """The position of each row."""
         return np.concatenate([np.arange(*span) for span in self.spans])
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether some key is rotated for another position than its row's."""
+        return any(self.shifts)
+
+    @property
+    def key_positions(self) -> IntArray:
+        """The position that each row's key is rotated for."""
+        if not self.is_shifted:
+            return self.positions
+        lengths = np.array([end - start for start, end in self.spans])
+        return self.positions - np.repeat(np.array(self.shifts, np.int64), lengths)
 
     def with_rows(self, rows: Rows) -> StepRows:
         """Add rows behind its last."""

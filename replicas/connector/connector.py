@@ -111,7 +111,7 @@ class KvConnector:
         lost = self.loader.end()
         is_warm_up = any(part.sequence.request.is_warm_up for part in batch)
         # Some rows see less than those of a prompt, or leave early.
-        is_sparse = any(part.num_compared or any(part.shifts) for part in batch)
+        is_sparse = any(part.num_compared or part.is_shifted for part in batch)
         if lost is None and batch and not is_warm_up and not is_sparse:  # else it may have waited
             rows = [(part.num_rows, part.end - part.num_rows) for part in batch]
             self.costs.note_step(rows, self._clock() - self._step_began_s)

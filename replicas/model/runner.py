@@ -135,9 +135,8 @@ class Runner:
         inputs = self._inputs(arrays, self._step_plan(ordered, positions, bucket), bucket)
         inputs.load = load
         rotated = positions
-        if any(any(chunk.shifts) for chunk in ordered):
-            shifts = [shift for chunk in ordered for shift in chunk.shifts or [0] * len(chunk.spans)]
-            rotated = positions - np.repeat(shifts, ends - starts)
+        if any(part.is_shifted for part in ordered):
+            rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
         self._observers = self._question_observers(ordered)
         if self._observers:

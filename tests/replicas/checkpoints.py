@@ -105,12 +105,12 @@ class RecordingRunner(Runner):
         self.num_rows = self.num_saved = self.num_loaded = 0
         self._sampling: list[str] = []
 
-    def prepare(self, chunks: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
-        self._sampling = [chunk.sequence.request.request_id for chunk in chunks if chunk.samples]
-        self.num_rows += sum(chunk.num_rows for chunk in chunks)
+    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> StepInputs | None:
+        self._sampling = [part.sequence.request.request_id for part in batch if part.samples]
+        self.num_rows += sum(part.num_rows for part in batch)
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
-        return super().prepare(chunks, moves, saves)
+        return super().prepare(batch, moves, saves)
 
     def forward(self, inputs: StepInputs | None) -> torch.Tensor:
         logits = super().forward(inputs)

@@ -7,7 +7,6 @@ at once, whatever it was that it did wrong.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +71,7 @@ class FakeRunner:
     def close(self) -> None:
         self.can_copy = False
 
-    def prepare(self, chunks: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[StepRows]:
+    def prepare(self, batch: list[StepRows], moves: Moves, saves: Sequence[SaveJob] = ()) -> list[StepRows]:
         if self.saver is not None:
             self.loader.end()
             self.saver.abandon()
@@ -83,25 +82,25 @@ class FakeRunner:
         self.doubtful = set()
         if moves.grafts:
             self.doubtful = self.loader.begin(moves.grafts, self.slots)
-        for chunk in chunks:
-            self._write(chunk)
-            self.num_rows += chunk.num_rows
-        self._spread_doubt(chunks)
+        for part in batch:
+            self._write(part)
+            self.num_rows += part.num_rows
+        self._spread_doubt(batch)
         if self.saver is not None:
             self.saver.begin(saves, self.slots)
-        return chunks
+        return batch
 
-    def forward(self, chunks: list[StepRows]) -> torch.Tensor:
+    def forward(self, batch: list[StepRows]) -> torch.Tensor:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is gone")
         rows = []
-        for chunk in chunks:
-            seen = [slot for position in chunk_positions(chunk) for slot in self._check_context(chunk, position)]
-            if chunk.samples:
+        for part in batch:
+            seen = [slot for position in part.positions.tolist() for slot in self._check_context(part, position)]
+            if part.samples:
                 is_wrong = not self.doubtful.isdisjoint(seen)
-                rows.append((predict(chunk.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
-        self._probing = [chunk for chunk in chunks if chunk.probes or chunk.num_compared]
+                rows.append((predict(part.sequence.context, self.vocab_size) + is_wrong) % self.vocab_size)
+        self._probing = [part for part in batch if part.probes or part.num_compared]
         self.doubtful = set()
         chosen = torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.int64), self.vocab_size).float()
         return chosen * (0 if self.flat else 10)
@@ -128,38 +127,37 @@ class FakeRunner:
         self.num_saved += len(moves.saves)
         self.num_loaded += len(moves.loads)
 
-    def _write(self, chunk: StepRows) -> None:
-        positions = chunk_positions(chunk)
-        slots = written_slots(chunk)
-        positions = positions[: len(positions) - chunk.num_compared]
-        assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and chunk.is_last)
-        shifts = [shift for shift, span in zip(chunk.shifts, chunk.spans, strict=True) for _ in range(*span)]
-        path = chunk.sequence.path
+    def _write(self, part: StepRows) -> None:
+        positions = part.positions.tolist()
+        slots = written_slots(part)
+        positions = positions[: len(positions) - part.num_compared]
+        assert len(slots) == len(positions) or (len(slots) == len(positions) - 1 and part.is_last)
+        path = part.sequence.path
         assert path is not None
         private = {page.ids[0] for page in path.pages if page.positions is not None}
-        for position, slot, shift in zip(positions, slots, shifts, strict=False):
+        for position, slot, key_position in zip(positions, slots, part.key_positions.tolist(), strict=False):
             assert position % self.page_size == slot[1] or slot[0] in private
             assert slot not in self.slots, "a slot is written twice"
-            self.slots[slot] = (position - shift, chunk.sequence.context[position])
+            self.slots[slot] = (key_position, part.sequence.context[position])
 
-    def _check_context(self, chunk: StepRows, query_position: int) -> list[Slot]:
+    def _check_context(self, part: StepRows, query_position: int) -> list[Slot]:
         """The row sees each token of its window once, at its position; what is left of the window may be away.
 
         Returns where it sees them.
         """
-        seen = self._seen(chunk, query_position)
+        seen = self._seen(part, query_position)
         found = {position: self.slots[slot][1] for position, slot in seen}
         assert len(found) == len(seen), "a position is seen twice"
         first = self._first_seen(query_position)
-        context = {position: chunk.sequence.context[position] for position in range(first, query_position + 1)}
+        context = {position: part.sequence.context[position] for position in range(first, query_position + 1)}
         wrong = [slot for position, slot in seen if context.get(position) != self.slots[slot][1]]
         assert self.doubtful.issuperset(wrong), "a row sees what is not its context"
         assert found.keys() == context.keys()
         return [slot for _, slot in seen]
 
-    def _seen(self, chunk: StepRows, query_position: int) -> list[tuple[int, Slot]]:
+    def _seen(self, part: StepRows, query_position: int) -> list[tuple[int, Slot]]:
         """What a row sees, in its window: positions in its sequence, and slots."""
-        path, first = chunk.sequence.path, self._first_seen(query_position)
+        path, first = part.sequence.path, self._first_seen(query_position)
         assert path is not None
         deltas = [kept.delta for kept in path.root.kept] + [0] * len(path.pages)
         seen = []
@@ -173,14 +171,14 @@ class FakeRunner:
     def _first_seen(self, query_position: int) -> int:
         return 0 if self.window is None else max(query_position - self.window + 1, 0)
 
-    def _spread_doubt(self, chunks: list[StepRows]) -> None:
+    def _spread_doubt(self, batch: list[StepRows]) -> None:
         """KV of rows that see what is not there is wrong, whoever sees it; its slots say so from now on."""
         num_before = 0
         while len(self.doubtful) > num_before:
             num_before = len(self.doubtful)
-            for chunk in chunks:
-                for position, slot in zip(chunk_positions(chunk), written_slots(chunk), strict=False):
-                    if not self.doubtful.isdisjoint(each for _, each in self._seen(chunk, position)):
+            for part in batch:
+                for position, slot in zip(part.positions.tolist(), written_slots(part), strict=False):
+                    if not self.doubtful.isdisjoint(each for _, each in self._seen(part, position)):
                         self.doubtful.add(slot)
         for slot in self.doubtful:
             self.slots[slot] = (self.slots[slot][0], WRONG)
@@ -191,12 +189,8 @@ def _num_scored(part: StepRows) -> int:
     return part.num_compared or len(part.sequence.blend.reused)
 
 
-def chunk_positions(chunk: StepRows) -> list[int]:
-    return list(itertools.chain(*itertools.starmap(range, chunk.spans)))
-
-
-def written_slots(chunk: StepRows) -> list[Slot]:
-    return [(page, offset + index) for page, offset, count in chunk.runs for index in range(count)]
+def written_slots(part: StepRows) -> list[Slot]:
+    return [(page, offset + index) for page, offset, count in part.runs for index in range(count)]
 
 
 def predict(ids: list[int], vocab_size: int) -> int:

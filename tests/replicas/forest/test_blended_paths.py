@@ -118,7 +118,7 @@ def compute(forest: PrefixForest, runner: FakeRunner, path: Path, ids: list[int]
     before = runner.num_rows
     while forest.num_pending(path, ids):
         rows = forest.take_rows(path, ids, num_rows)
-        chunk = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
-        runner.forward(runner.prepare([chunk], forest.drain_moves()))
+        part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
+        runner.forward(runner.prepare([part], forest.drain_moves()))
         forest.check()
     return runner.num_rows - before
