@@ -15,7 +15,7 @@ from mneme.config import parse
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BUILT_SELECTORS, Selector
-from mneme.replicas.fuse.report import MIN_CASES, Measured, QualityReport
+from mneme.replicas.fuse.report import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 
 _SELECTORS = tuple(each for each in BUILT_SELECTORS if each != "all")  # that one is full recompute, in two steps
 _RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
@@ -119,6 +119,8 @@ def _summary(allowed: dict[Selector, float], rows: Sequence[Measured]) -> str:
         return "allowed: " + ", ".join(f"{selector} from {ratio:g}" for selector, ratio in allowed.items())
     if any(row.num_cases < MIN_CASES for row in rows):
         return f"nothing is allowed: a report needs {MIN_CASES} cases of each layout"
+    if any(row.score_full < MIN_SCORE_FULL for row in rows):
+        return f"nothing is allowed: full recompute itself scores less than {MIN_SCORE_FULL} on a layout"
     return "nothing is allowed: no selector is within a point of full recompute on every layout"
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MIN_CASES = 100  # of each layout: below, a score is known to no better than 3 points
+MIN_SCORE_FULL = 0.2  # of full recompute: a task that the model cannot do has nothing to lose
 TOLERANCE = 0.01  # of the score of a full prefill
 _MAX_FILE_BYTES = 4 << 20
 _OTHER_MODEL = "quality was measured on other weights, another dtype or another rotary table"
@@ -65,14 +66,15 @@ class QualityReport:
         """Return by selector the smallest ratio from which on both scores of each layout are near those of full.
 
         Near: within `tolerance`. A ratio that was not measured on every layout, or on fewer than MIN_CASES cases, ends
-        the search.
+        the search; a layout on which full recompute scores less than MIN_SCORE_FULL ends it for all.
         """
         layouts = {row.layout for row in self.rows}
         good: dict[tuple[Selector, float], set[str]] = {}
         for row in self.rows:
             # Scores are ratios of counts: a difference of exactly the tolerance is within it.
             lost = max(row.score_full - row.score, row.exact_match_full - row.exact_match)
-            is_good = row.num_cases >= MIN_CASES and lost <= tolerance + 1e-9
+            is_telling = row.num_cases >= MIN_CASES and row.score_full >= MIN_SCORE_FULL
+            is_good = is_telling and lost <= tolerance + 1e-9
             good.setdefault((row.selector, row.ratio), set()).update({row.layout} if is_good else ())
         smallest: dict[Selector, float] = {}
         closed: set[Selector] = set()

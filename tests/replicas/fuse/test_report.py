@@ -69,6 +69,12 @@ def test_exact_matches_count_as_words_do() -> None:
     assert report(replace(row("query", 0.3, 0.9), exact_match=0.88)).allowed() == {}
 
 
+def test_a_task_that_the_model_cannot_do_allows_nothing() -> None:
+    failed = replace(row("query", 0.3, 0.1), score_full=0.1, exact_match_full=0.1)
+    assert report(failed).allowed() == {}
+    assert report(row("query", 0.3, 0.9), replace(failed, layout="16x2")).allowed() == {}
+
+
 def test_few_cases_allow_nothing() -> None:
     assert report(row("query", 0.3, 0.9, num_cases=MIN_CASES - 1)).allowed() == {}
     assert report().allowed() == {}
