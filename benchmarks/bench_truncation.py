@@ -246,7 +246,7 @@ class DenseDecoder(Decoder):
 
     def _attend(
         self, layer: LayerWeights, index: int, hidden: Tensor, inputs: StepInputs, pool: KvPool, spans: object
-    ) -> Tensor:
+    ) -> tuple[Tensor, None, StepInputs]:
         config, places = self.config, inputs.positions
         num_new, batch = len(places), len(self._keys[index])
         heads = layer.qkv(hidden).view(batch, num_new, -1, config.head_dim)
@@ -267,7 +267,7 @@ class DenseDecoder(Decoder):
             attn_mask=came_earlier,
             enable_gqa=True,
         )
-        return out.transpose(1, 2).reshape(batch * num_new, -1)
+        return out.transpose(1, 2).reshape(batch * num_new, -1), None, inputs
 
 
 class Question(NamedTuple):

@@ -159,7 +159,7 @@ def test_steps_are_known_by_the_prompt_rows_that_they_compute(model: CachedModel
             engine.submit(request(name, Draw(ord(name)).ids(1500), 4))
         found, num_ended = [], []
         workload = Workload(engine, [], [])
-        with workload.noted_chunks():
+        with workload.noted_batches():
             while engine.has_work:
                 engine.step()
                 found.append(sum(map(prompt_rows, workload.scheduled)))
