@@ -187,6 +187,7 @@ class Sequence:
     blend: Blend | None = None  # how it reuses documents, if it does
     declined: Declined = HISTORY  # why it does not
     parent: Sequence | None = None  # for whom it computes a document; nobody else hears of it
+    leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     was_admitted: bool = False
@@ -329,9 +330,10 @@ class Sequence:
                 if found.start >= span.end:
                     break
                 num_by_source[found.source] += min(found.end, span.end) - max(found.start, span.start)
-            num_reused = 0 if self.blend is None else self.blend.num_reused_in(span.start, span.end)
-            # What was computed for it just now is reused, and not cached.
-            num_exact = max(num_by_source.total() - num_reused, 0)
+            num_reused, num_exact = 0, num_by_source.total()
+            if self.blend is not None and self.blend.uses:
+                num_reused = self.blend.num_reused_in(span.start, span.end)
+                num_exact = min(num_exact, max(self.blend.num_exact - span.start, 0))
             first = first_by_ids.setdefault(tuple(self.context[span.start : span.end]), span)
             source = num_by_source.most_common(1)[0][0] if num_by_source else "computed"
             size = span.end - span.start

@@ -44,7 +44,7 @@ from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
-from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt
+from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, turn_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,7 +257,9 @@ class Engine:
                 sequence.blend = blend
         if sequence.blend is not None:
             has_history = sequence.root is not None
-            missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
+            sequence.leader = self._leader(sequence)
+            if sequence.leader is None:
+                missing = sequence.blend.missing(sequence.context, self.forest, has_history=has_history)
             sequence.blend.num_missing = len(missing)
         if self.connector is not None:
             self.connector.look_up(sequence, self.forest, is_alone=not self.scheduler.has_work)
@@ -272,6 +274,13 @@ class Engine:
                 taken_s=request.taken_s,
             )
             self._start(child, TurnPrompt(ids, ids, None, 0), sequence)
+
+    def _leader(self, sequence: Sequence) -> Sequence | None:
+        """Find the first choice of a turn, if the turn is blended for that one and has no answer yet."""
+        request = sequence.request
+        first = self._sequence_by_id.get(f"{turn_name(request)}.0")
+        is_ahead = first is not None and first is not sequence and first.num_output == 0 and first.blend is not None
+        return first if is_ahead and first is not None and first.context == sequence.context else None
 
     def _num_exact(self, sequence: Sequence) -> int:
         """Count the tokens that it need not compute, from the first on."""
@@ -324,6 +333,8 @@ class Engine:
             self._finish(sequence, "error", "the model's logits are not finite")
             return
         sequence.append(outcome.token_id)
+        if sequence.num_output == 1:
+            self.scheduler.release_followers(sequence)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
         if reason is None:
@@ -365,7 +376,7 @@ class Engine:
         self.pins.finished(request.request_id, reason, error)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
         following = self.sessions.end(request, kept)
-        abandon_roots(self.forest, before, sequence)
+        abandon_roots(self.forest, before, sequence, {each.root for each in self._sequence_by_id.values()})
         self._begin_next(following)
 
     def _begin_next(self, turn: list[GenerationRequest]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable
+from copy import copy
 from itertools import islice
 
 import numpy as np
@@ -69,9 +70,19 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.blend is not None and sequence.blend.num_missing:
+        if sequence.leader is not None or (sequence.blend is not None and sequence.blend.num_missing):
             self.gathering.append(sequence)
         else:
+            self.waiting.add(sequence)
+
+    def release_followers(self, leader: Sequence) -> None:
+        """Let the other choices of a turn go on from the path on which the first has its documents, if it has one."""
+        for sequence in [each for each in self.gathering if each.leader is leader]:
+            sequence.leader = None
+            if leader.num_output:
+                sequence.blend, sequence.declined = copy(leader.blend), leader.declined
+                sequence.root = leader.root
+            self.gathering.remove(sequence)
             self.waiting.add(sequence)
 
     def note_gathered(self, child: Sequence, parent: Sequence) -> None:
@@ -95,6 +106,8 @@ class Scheduler:
         """
         num_gathering = len(self.gathering)
         for parent in list(self.gathering):
+            if parent.leader is not None:
+                continue
             assert parent.blend is not None
             children = [s for s in self.running if s.parent is parent and s.found is None and not self._num_pending(s)]
             if len(children) == parent.blend.num_missing:
@@ -109,6 +122,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its pages become cached, its session's if it has one."""
+        self.release_followers(sequence)
         if sequence in self.gathering:
             self.gathering.remove(sequence)
         elif sequence.path is None:

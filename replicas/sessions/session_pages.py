@@ -33,11 +33,16 @@ def share_pages(forest: PrefixForest, log: TokenLog | None, fork: TokenLog | Non
         forest.claim(fork, tail)
 
 
-def abandon_roots(forest: PrefixForest, before: Root | None, sequence: Sequence) -> None:
-    """Abandon the roots `before` and after a turn's choice that its session does not go on from."""
+def abandon_roots(
+    forest: PrefixForest, before: Root | None, sequence: Sequence, others: collections.abc.Container[Root | None]
+) -> None:
+    """Abandon the roots `before` and after a turn's choice that its session does not go on from.
+
+    others  roots on which other sequences go on: whoever of these ends last abandons them
+    """
     now = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
     for root in {before, sequence.root}:
-        if root is not None and root is not now:
+        if root is not None and root is not now and root not in others:
             forest.abandon(root, now)
 
 

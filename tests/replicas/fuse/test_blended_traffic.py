@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,65 @@ def test_documents_that_are_known_exactly_are_not_blended() -> None:
     assert (told.declined, told.documents[0].outcome) == ("exact", "exact")
     told = blend_of(engine, [(0, 1), B, (2, 2)])
     assert told.documents[0].outcome == "blended"
+
+
+@pytest.mark.parametrize("selector", ["none", "first-k", "query", "hkvd"])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("session", [None, "s"])
+def test_choices_of_a_turn_share_its_blend(selector: Any, num_tokens: int, session: str | None) -> None:
+    engine = engine_of(max_batch_tokens=64, max_running=16)
+    blend = BlendOptions(mode="selective", selector=selector, ratio=0.3, min_tokens=1)
+    parts = [(0, 1), B, (3,), A, (2, 2)]
+    rows = []
+    for turn, num_choices in (("alone", 1), ("three", 3)):
+        before = num_rows(engine)
+        for index in range(num_choices):
+            more = {"choice_index": index, "session_id": session and turn}
+            engine.submit(blended(f"{turn}.{index}", parts, blend, num_tokens, **more))
+        events = []
+        while engine.has_work:
+            events += engine.step()
+            engine.forest.check()
+        rows.append(num_rows(engine) - before)
+        for index in range(num_choices):
+            request = blended("again", parts, blend)
+            assert tokens_of(events, f"{turn}.{index}") == continuation(list(request.prompt_token_ids), num_tokens, 5)
+        told = [event.usage.blend for event in events if event.usage is not None]
+        assert {(each.reused, each.recomputed) for each in told if each} == {
+            (each.reused, each.recomputed) for each in told[:1] if each
+        }
+        assert not any(document.exact for each in told if each for document in each.documents)
+    # Each other choice computes its prompt's last token, as the first token is drawn from it, and later output.
+    num_documents = len(A) + len(B) + 2  # and what is before them: the first computed these
+    assert rows[1] == rows[0] - num_documents + 2 * num_tokens
+    assert engine.forest.num_in_use == 0
+    for turn in ("alone", "three") if session else ():
+        answer(engine, delete_session(("", turn)))
+    engine.forest.check()
+    assert not engine.forest.kept_roots
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("index", range(3))
+def test_a_choice_that_ends_early_harms_no_other(at: int, index: int) -> None:
+    engine = engine_of(max_batch_tokens=16, max_running=16)
+    request = blended("turn", [(0, 1), B, (3,), A, (2, 2)])
+    for choice in range(3):
+        engine.submit(replace(request, request_id=f"turn.{choice}", choice_index=choice))
+    events = []
+    for step in itertools.count():
+        if step == at:
+            engine.abort(f"turn.{index}")
+        if not engine.has_work:
+            break
+        events += engine.step()
+        engine.forest.check()
+    expected = continuation(list(request.prompt_token_ids), 4, 5)
+    for choice in range(3):
+        said = tokens_of(events, f"turn.{choice}")
+        assert said == (expected[: len(said)] if choice == index else expected)
+    assert engine.forest.num_in_use == 0
+    assert not engine.forest.kept_roots
 
 
 def test_what_reuses_documents_runs_beside_them() -> None:
@@ -306,6 +366,7 @@ traffic = st.lists(
         st.integers(1, 8),  # max_tokens
         st.one_of(st.none(), st.none(), st.integers(0, 9)),  # steps until it is aborted
         st.sampled_from([None, None, "s", "t"]),  # session
+        st.sampled_from([1, 1, 3]),  # choices
     ),
     min_size=1,
     max_size=8,
@@ -336,17 +397,18 @@ def test_any_traffic_computes_what_each_request_alone_would(
     events: list[TokenEvent] = []
     expected: dict[str, tuple[Any, int]] = {}
     for step in itertools.count():
-        for index, (arrival, parts, mode, selector, ratio, num_tokens, abort_after, session) in enumerate(requests):
+        for index, (arrival, parts, mode, selector, ratio, num_tokens, abort_after, session, n) in enumerate(requests):
             if arrival == step:
                 options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
                 content = [POOL[part] if isinstance(part, int) else part for part in parts] + [(index % 5,)]
                 request = blended(f"r{index}", content, options, num_tokens, session_id=session)
                 if len(request.prompt_token_ids) + num_tokens <= engine.capacity:
-                    engine.submit(request)
-                    if abort_after is None:
-                        expected[request.request_id] = request.prompt_token_ids, num_tokens
+                    for choice in range(n):
+                        engine.submit(replace(request, request_id=f"r{index}.{choice}", choice_index=choice))
+                        if abort_after is None or choice != index % n:
+                            expected[f"r{index}.{choice}"] = request.prompt_token_ids, num_tokens
             if abort_after is not None and arrival + abort_after == step:
-                engine.abort(f"r{index}")
+                engine.abort(f"r{index}.{index % n}")
         for at, which in losses:
             if at == step:
                 lose(engine, which)
