@@ -30,7 +30,7 @@ from gpu.steps import Row, Run, Step
 from random_models import kv_bytes_per_token
 
 from mneme.cachetier.pages.host_memory import DevicePool
-from mneme.cachetier.pages.host_memory_cuda import make_tier
+from mneme.cachetier.pages.pinned_memory import make_tier
 from mneme.replicas.model.decoder import KvPool
 
 _RUNS = (1, 8, 64)

@@ -18,7 +18,7 @@ from tier_io.chunks import Arm, Chain, ChainReads, Samples, Shape
 
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import shutdown_cache_tier, start_cache_tier
-from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.distributed.ray_store import RayChunkStore
 from mneme.cachetier.store import Edge
 from mneme.cluster.serve.ray_private import single_node
 from mneme.errors import MnemeError

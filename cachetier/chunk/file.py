@@ -31,8 +31,8 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    LayerOffsets,
     Miss,
-    Placement,
     StreamedChecksum,
     U8Array,
     Wanted,
@@ -69,7 +69,7 @@ _MISS_BY_ERRNO = {
 
 def file_bytes(header: ChunkHeader) -> int:
     """The size of this chunk's file."""
-    return _placement(header).file_bytes
+    return _offsets(header).file_bytes
 
 
 def write_chunk(files: FileOperations, temporary: str, path: str, chunk: Chunk) -> None:
@@ -105,9 +105,9 @@ def miss_of(error: OSError) -> Miss:
 class ChunkReader:
     """An open file whose header is sound and is what was wanted."""
 
-    def __init__(self, files: FileOperations, fd: int, header: ChunkHeader, placement: Placement) -> None:
+    def __init__(self, files: FileOperations, fd: int, header: ChunkHeader, offsets: LayerOffsets) -> None:
         self.header = header
-        self._files, self._fd, self._placement = files, fd, placement
+        self._files, self._fd, self._offsets = files, fd, offsets
         self._is_closed = False
 
     def __enter__(self) -> ChunkReader:
@@ -118,19 +118,17 @@ class ChunkReader:
 
     def read(self, first_layer: int, layers: Sequence[U8Array]) -> Miss | None:
         """Fill one buffer [layer_bytes] per layer, from `first_layer` on; after a miss their contents are worthless."""
-        header, placement = self.header, self._placement
+        header, offsets = self.header, self._offsets
         if not 0 <= first_layer <= first_layer + len(layers) <= header.layout.num_layers:
             raise ValueError(f"layers: {first_layer}..{first_layer + len(layers)} of {header.layout.num_layers}")
         if any(layer.dtype != np.uint8 or layer.shape != (header.layer_bytes,) for layer in layers):
             raise ValueError(f"layers: must be buffers of {header.layer_bytes} bytes")
-        gap = bytearray(placement.stride - header.layer_bytes)
+        gap = bytearray(offsets.stride - header.layer_bytes)
         buffers: list[Buffer] = []
         for layer in layers:
             buffers += [layer.data, gap]
         try:
-            is_whole = _read_all(
-                self._files, self._fd, buffers[:-1], placement.first_body + first_layer * placement.stride
-            )
+            is_whole = _read_all(self._files, self._fd, buffers[:-1], offsets.first_body + first_layer * offsets.stride)
         except OSError as error:
             return miss_of(error)
         if not is_whole:
@@ -141,7 +139,7 @@ class ChunkReader:
     def check(self, buffer: memoryview) -> Miss | None:
         """Compare every layer with its checksum, piece by piece through a buffer: a layer may be larger than memory."""
         for layer, expected in enumerate(self.header.checksums):
-            start, running = self._placement.first_body + layer * self._placement.stride, StreamedChecksum()
+            start, running = self._offsets.first_body + layer * self._offsets.stride, StreamedChecksum()
             for offset in range(0, self.header.layer_bytes, len(buffer)):
                 piece = buffer[: min(len(buffer), self.header.layer_bytes - offset)]
                 try:
@@ -165,7 +163,7 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
     status = files.status(fd)
     if not is_ours(status):
         return Miss.NOT_OURS
-    parsed: tuple[ChunkHeader, Placement] | Miss = Miss.SHORT
+    parsed: tuple[ChunkHeader, LayerOffsets] | Miss = Miss.SHORT
     for size in _head_sizes(wanted, status.st_size):
         head = bytearray(size)
         if not _read_all(files, fd, [head], 0):
@@ -175,9 +173,9 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
             break
     if isinstance(parsed, Miss):
         return parsed
-    header, placement = parsed
+    header, offsets = parsed
     reason = unexpected(header, wanted) if wanted is not None else None
-    return reason or ChunkReader(files, fd, header, placement)
+    return reason or ChunkReader(files, fd, header, offsets)
 
 
 def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
@@ -189,14 +187,14 @@ def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
     return sorted({min(size, file_bytes) for size in sizes})
 
 
-def _placement(header: ChunkHeader) -> Placement:
-    return _arrow_frame(header.layout.num_layers, header.layer_bytes, header.num_bytes).placement
+def _offsets(header: ChunkHeader) -> LayerOffsets:
+    return _arrow_frame(header.layout.num_layers, header.layer_bytes, header.num_bytes).offsets
 
 
 def _pieces(chunk: Chunk) -> list[bytes | Buffer]:
     header = chunk.header
     frame = _arrow_frame(header.layout.num_layers, header.layer_bytes, header.num_bytes)
-    head, tail = frame.filled(encode_header(header, frame.placement))
+    head, tail = frame.filled(encode_header(header, frame.offsets))
     pieces: list[bytes | Buffer] = [head]
     for layer in chunk.layers:
         pieces += [layer.data, frame.gap]
@@ -242,7 +240,7 @@ class _ArrowFrame:
     gap: bytes  # between two layers
     tail: bytes  # behind the last layer; another place for the header in it
     header_bytes: int
-    placement: Placement
+    offsets: LayerOffsets
 
     def filled(self, header: bytes) -> tuple[bytes, bytes]:
         """Head and tail with a header in its places."""
@@ -268,7 +266,7 @@ def _arrow_frame(num_layers: int, layer_bytes: int, num_header_bytes: int) -> _A
     head, tail = sink.between(0, bodies[0]), sink.between(bodies[-1] + layer_bytes, sink.tell())
     assert head.count(blank) == tail.count(blank) == 1
     gap = sink.between(bodies[0] + layer_bytes, bodies[1]) if num_layers > 1 else b""
-    return _ArrowFrame(head, gap, tail, num_header_bytes, Placement(bodies[0], stride, sink.tell()))
+    return _ArrowFrame(head, gap, tail, num_header_bytes, LayerOffsets(bodies[0], stride, sink.tell()))
 
 
 def _blank(num_bytes: int) -> bytes:

@@ -88,7 +88,7 @@ class ChunkHeader:
         return header_bytes(self.layout.num_layers, len(self.token_ids))
 
 
-class Placement(NamedTuple):
+class LayerOffsets(NamedTuple):
     """Where a file has its layers: layer l is `layer_bytes` bytes from first_body + l * stride."""
 
     first_body: int
@@ -160,7 +160,7 @@ def header_bytes(num_layers: int, num_tokens: int) -> int:
     return _FIXED.size + 8 * num_tokens + CHECKSUM_BYTES * (num_layers + 1)
 
 
-def encode_header(header: ChunkHeader, placement: Placement) -> bytes:
+def encode_header(header: ChunkHeader, offsets: LayerOffsets) -> bytes:
     layout = header.layout
     fixed = _FIXED.pack(
         MAGIC,
@@ -177,13 +177,13 @@ def encode_header(header: ChunkHeader, placement: Placement) -> bytes:
         header.parent,
         header.tenant,
         header.fingerprint,
-        *placement,
+        *offsets,
     )
     body = b"".join((fixed, header.token_ids.tobytes(), header.slot_position.tobytes(), *header.checksums))
     return body + checksum(body)
 
 
-def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, Placement] | Miss:
+def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffsets] | Miss:
     """The header in the first bytes of a file of `file_bytes`."""
     start = head.find(MAGIC)
     if start < 0 or start + _FIXED.size > len(head):
@@ -202,9 +202,9 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, Placement] 
     header = _header(fields, head, start + _FIXED.size)
     if header is None:
         return Miss.BAD_HEADER
-    placement = Placement(*fields[-3:])
-    reason = _placement_fault(header, placement, end, file_bytes)
-    return reason or (header, placement)
+    offsets = LayerOffsets(*fields[-3:])
+    reason = _offsets_fault(header, offsets, end, file_bytes)
+    return reason or (header, offsets)
 
 
 def unexpected(header: ChunkHeader, wanted: Wanted) -> Miss | None:
@@ -273,15 +273,15 @@ def _header(fields: tuple[Any, ...], head: bytes, start: int) -> ChunkHeader | N
     )
 
 
-def _placement_fault(header: ChunkHeader, placement: Placement, header_end: int, file_bytes: int) -> Miss | None:
+def _offsets_fault(header: ChunkHeader, offsets: LayerOffsets, header_end: int, file_bytes: int) -> Miss | None:
     """Layers lie behind the header, apart, close together and within the file."""
-    gap = placement.stride - header.layer_bytes
-    end = placement.first_body + placement.stride * (header.layout.num_layers - 1) + header.layer_bytes
-    if not 0 <= gap <= _MAX_GAP_BYTES or not header_end <= placement.first_body <= header_end + _MAX_GAP_BYTES:
+    gap = offsets.stride - header.layer_bytes
+    end = offsets.first_body + offsets.stride * (header.layout.num_layers - 1) + header.layer_bytes
+    if not 0 <= gap <= _MAX_GAP_BYTES or not header_end <= offsets.first_body <= header_end + _MAX_GAP_BYTES:
         return Miss.BAD_HEADER
-    if not end <= placement.file_bytes:
+    if not end <= offsets.file_bytes:
         return Miss.BAD_HEADER
-    return None if placement.file_bytes == file_bytes else Miss.SHORT
+    return None if offsets.file_bytes == file_bytes else Miss.SHORT
 
 
 assert set(_DTYPE_CODES) == set(DTYPE_BYTES)

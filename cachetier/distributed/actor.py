@@ -27,10 +27,10 @@ from mneme.cachetier.distributed.directory import DirectoryShards, Span, spans_o
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready
 from mneme.cachetier.distributed.objects import HeldObjects, RayMemory, Refs
 from mneme.cachetier.distributed.session_logs import LogCall, NodeSessionLogs
-from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.index import Change
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.sessions.log import open_session_logs

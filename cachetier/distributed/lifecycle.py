@@ -18,8 +18,8 @@ from mneme.cachetier.chunk.keys import KEY_BYTES, TENANT_BYTES, Lineage, Lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.actor import NodeActor
 from mneme.cachetier.distributed.nodes import NodeIdentity, Nodes, Ready, find_actor, named_actors, node_actor_name
+from mneme.cachetier.distributed.ray_store import RayChunkStore
 from mneme.cachetier.distributed.session_logs import RaySessionLogs
-from mneme.cachetier.distributed.store import RayChunkStore
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import ConfigError
 

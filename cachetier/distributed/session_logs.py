@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import LogRows, SessionRow, taken_over
-from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.primitives import Bounded
 
 logger = logging.getLogger(__name__)

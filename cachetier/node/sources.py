@@ -18,10 +18,10 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, chec
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import make_disk_tier
 from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge

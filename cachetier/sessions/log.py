@@ -33,8 +33,8 @@ import xxhash
 from mneme.cachetier.chunk.syscalls import FileOperations, HeldLock
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.node.folder import make_root
+from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import NO_IDS, LogRows, SessionRow, TurnRow, taken_over
-from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
 
 Clock = Callable[[], float]

@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.node.writer import HostPut
 from mneme.cachetier.policy.cost_model import COST_EDGES
-from mneme.cachetier.sessions.store import Appended
+from mneme.cachetier.sessions.log_store import Appended
 from mneme.cachetier.store import EDGES
 from mneme.replicas.connector.fetch import GIVEN_UP
 from mneme.replicas.documents import BUILT_SELECTORS, Reason

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mneme.replicas.engine.engine import Engine
     from mneme.replicas.forest.forest import PrefixForest
-    from mneme.replicas.forest.tier import Tier
+    from mneme.replicas.forest.page_pool import PagePool
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _page_counts(forest: PrefixForest) -> dict[str, int]:
     return {**_by_state(forest.device), **pinned}
 
 
-def _by_state(tier: Tier) -> dict[str, int]:
+def _by_state(tier: PagePool) -> dict[str, int]:
     """Count pages by state; those in use on the host have a copy on the device that sequences hold."""
     return {
         "free": len(tier.free),

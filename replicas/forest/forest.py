@@ -14,7 +14,7 @@ own; slots above its position are hidden from it by causality, so its mask stays
 
 A page's KV may be on the device, on the host, on both, or on neither: a hole (`forest/tiers.py`, `forest/paths.py`).
 States of a device page: free (on the free list), in use (of a page that a sequence or a pin holds), cached (of a page
-that nobody holds, still matching; `forest/tier.py` says which goes when). `free + cached + in_use == num_pages` is
+that nobody holds, still matching; `forest/page_pool.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
 Policy only: no tensors.
@@ -30,6 +30,7 @@ from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.owners import Owners
+from mneme.replicas.forest.page_pool import PagePool
 from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
 from mneme.replicas.forest.paths import (
     DocumentUse,
@@ -43,7 +44,6 @@ from mneme.replicas.forest.paths import (
     use_of,
     visible_gaps,
 )
-from mneme.replicas.forest.tier import Tier
 from mneme.replicas.forest.tiers import TieredPages
 
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
@@ -80,8 +80,8 @@ class PrefixForest(Paths):
         self._clock = clock
         self._releases = itertools.count(1)
         self.owners = Owners()
-        self.device = Tier(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
-        self.host = Tier(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
+        self.device = PagePool(DEVICE, num_pages, policy or LruPolicy(), self.owners, first_page=first_page)
+        self.host = PagePool(HOST, num_host_pages if sharing else 0, host_policy or LruPolicy(), self.owners)
         tiers = TieredPages(self.device, self.host, self.owners, self._drop_root, copy_out_below=copy_out_below)
         super().__init__(tiers, page_size, sharing=sharing, window=window)
 

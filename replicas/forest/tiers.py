@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from mneme.replicas.forest.moves import LoadedPage, Moves, PendingMoves
 from mneme.replicas.forest.owners import Owners
+from mneme.replicas.forest.page_pool import PagePool
 from mneme.replicas.forest.pages import DEVICE, HOST, Page, Root
-from mneme.replicas.forest.tier import Tier
 
 _COPIES_PER_STEP = 64  # pages copied ahead of time, so that a step is not held up by choosing them
 
@@ -30,8 +30,8 @@ class TieredPages:
 
     def __init__(
         self,
-        device: Tier,
-        host: Tier,
+        device: PagePool,
+        host: PagePool,
         owners: Owners,
         on_empty_root: Callable[[Root], None],
         *,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mneme.cachetier.pages.host_memory_cuda import make_tier
+from mneme.cachetier.pages.pinned_memory import make_tier
 from mneme.cachetier.pages.tier import Load, joined
 from mneme.kernels.attention import (
     PageTable,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.config import CacheConfig
+from mneme.cachetier.sessions.log_store import Appended, LogKey, SessionLogStore, log_key
 from mneme.cachetier.sessions.rows import SessionState, next_version, rows_of, taken_over
-from mneme.cachetier.sessions.store import Appended, LogKey, SessionLogStore, log_key
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.request import GenerationRequest

@@ -14,9 +14,9 @@ from starlette.testclient import TestClient
 from mneme.cachetier.chunk.header import make_chunk
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.config import CacheConfig
-from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.memory import ProcessMemory
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import MnemeError, ReplicaUnavailable
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.engine.commands import KvTier, Query

@@ -20,8 +20,8 @@ from mneme.cachetier.chunk.header import (
     MAGIC,
     Chunk,
     ChunkHeader,
+    LayerOffsets,
     Miss,
-    Placement,
     Wanted,
     checksum,
     encode_header,
@@ -254,7 +254,7 @@ def test_what_is_no_chunk_is_a_miss(tmp_path: Path, chunk: Chunk, content: bytes
 
 def test_a_compressed_bomb_is_not_unpacked(tmp_path: Path, chunk: Chunk) -> None:
     """Arrow may compress bodies; we read no body but by our own header, and unpack nothing."""
-    header = encode_header(chunk.header, Placement(4000, 10**9, 4 * 10**9))
+    header = encode_header(chunk.header, LayerOffsets(4000, 10**9, 4 * 10**9))
     schema = pa.schema([pa.field("kv", pa.uint8())], metadata={b"mneme.chunk": header})
     batch = pa.record_batch([pa.array(np.zeros(50_000_000, np.uint8))], schema=schema)
     path = tmp_path / "bomb.kv"
@@ -324,7 +324,7 @@ def test_chunks_that_do_not_fit_their_layout_are_refused() -> None:
 def test_a_header_is_what_its_fields_say() -> None:
     """Fixed by the format: little-endian, without padding."""
     header: ChunkHeader = chunk_of([1, 2]).header
-    encoded = encode_header(header, Placement(1000, 2000, 9000))
+    encoded = encode_header(header, LayerOffsets(1000, 2000, 9000))
     assert len(encoded) == header.num_bytes == struct.calcsize("<8sIIBBHHHHH16s16s8s32sQQQ") + 2 * 8 + 4 * 16
     assert encoded[:12] == b"MnemeKV\0\x01\0\0\0"
     assert encoded[-16:] == checksum(encoded[:-16])

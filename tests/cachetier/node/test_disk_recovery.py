@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mneme.cachetier.chunk.header import Chunk
-from mneme.cachetier.node.admin import NodeAdmin
 from mneme.cachetier.node.cache import NodeCache
 from mneme.cachetier.node.disk import Litter, Put
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.errors import ReplicaUnavailable
 from tests.cachetier.chunks import LINEAGE, FailingFiles, chain_of, chunk_files, chunk_of
 from tests.cachetier.node.test_disk_tier import make_tier

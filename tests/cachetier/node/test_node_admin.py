@@ -20,8 +20,8 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, tenant_id
-from mneme.cachetier.node import admin
-from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.node import node_admin
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cachetier.pins import PinName
 from mneme.errors import CachePinRefused, ReplicaUnavailable
 from tests.cachetier.chunks import CHUNK_TOKENS, FINGERPRINT, LINEAGE, chain_of, chunk_of, make_fingerprint
@@ -222,7 +222,7 @@ def test_a_pin_that_is_taken_back_leaves_the_one_before(node: Node) -> None:
 
 
 def test_pins_of_all_tenants_are_so_many_and_each_can_be_renewed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "_MAX_ALL_PINS", 2)
+    monkeypatch.setattr(node_admin, "_MAX_ALL_PINS", 2)
     node.put([1] * 8)
     for tenant in ("a", "b"):
         node.admin.pin(PinName(tenant_id(tenant), "p"), query([1] * 8), 60)
@@ -297,7 +297,7 @@ def test_what_begins_with_a_prompt_is_deleted_whole_or_the_deletion_fails(
 ) -> None:
     for number in range(100):
         node.put([1, 2, number])
-    monkeypatch.setattr(admin, "_SCAN_S", -1.0)
+    monkeypatch.setattr(node_admin, "_SCAN_S", -1.0)
     with pytest.raises(ReplicaUnavailable, match="begins alike"):
         node.delete([1, 2])
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Pages out to host memory and back, on the CPU; for the CUDA path see `test_host_memory_cuda.py`."""
+"""Pages out to host memory and back, on the CPU; for the CUDA path see `test_pinned_memory.py`."""
 
 from __future__ import annotations
 

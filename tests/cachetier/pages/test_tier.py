@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mneme.cachetier.pages.host_memory import HostMemory
-from mneme.cachetier.pages.host_memory_cuda import make_tier
+from mneme.cachetier.pages.pinned_memory import make_tier
 from mneme.cachetier.pages.tier import JoinedLoad, KvTier, NoTier, checked_pages, joined
 from mneme.errors import ConfigError
 from tests.cachetier.pools import make_pool

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mneme.cachetier.sessions.log import MAX_CLOCK_SKEW_S, PAGE_BYTES, SessionLogs
+from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import SessionState, rows_of
-from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.errors import ConfigError
 from tests.cachetier.session_records import KEY, begin_turn, conversation, end_turn, ids_of, key_number
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cachetier.chunk.keys import tenant_id
-from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.cluster.tenancy import kv_salt, tenants
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session

@@ -33,8 +33,8 @@ from mneme.cachetier.distributed.lifecycle import (
     start_session_logs,
 )
 from mneme.cachetier.distributed.nodes import node_actor_name
+from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import LogRows
-from mneme.cachetier.sessions.store import Appended, LogKey
 from mneme.cachetier.store import ChainQuery, ChunkSource
 from mneme.cluster.serve.ray_private import single_node
 from tests.cachetier.chunks import chunk_of

@@ -19,7 +19,7 @@ from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.distributed.lifecycle import of_this_node, start_cache_tier
 from mneme.cachetier.distributed.objects import Refs, put_runs, runs_of
-from mneme.cachetier.distributed.store import RayChunkStore
+from mneme.cachetier.distributed.ray_store import RayChunkStore
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
 from mneme.replicas.engine.engine import Engine
 from tests.e2e.nodes.cache_cluster import CALL_LIMIT_S

@@ -40,7 +40,7 @@ pytestmark = MARKS
 TAIL = 10
 
 
-class Tier(NamedTuple):
+class TwoEngines(NamedTuple):
     """Two nodes with an engine each."""
 
     cluster: CacheCluster
@@ -56,9 +56,9 @@ def disk_config(folder: Path, **fields: Any) -> CacheConfig:
 
 
 @pytest.fixture(scope="module")
-def tier(cluster: CacheCluster) -> Tier:
+def tier(cluster: CacheCluster) -> TwoEngines:
     config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
-    return Tier(cluster, *(cluster.engine(name, config, "shared") for name in "ab"))
+    return TwoEngines(cluster, *(cluster.engine(name, config, "shared") for name in "ab"))
 
 
 def tokens(first: int, num_chunks: int = 3, tail: int = TAIL) -> list[int]:
@@ -82,7 +82,7 @@ def assert_all_read(read: list[ReadChunk], token_ids: list[int]) -> None:
     assert sum(each.num_usable for each in read) == len(token_ids)
 
 
-def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: Tier) -> None:
+def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: TwoEngines) -> None:
     ids = tokens(1, num_chunks=2)
     assert all(call(tier.a.put, ids, LARGE))
     for engine, edge in ((tier.a, "host"), (tier.b, "peer_host")):
@@ -91,7 +91,7 @@ def test_chunks_in_a_nodes_memory_are_read_from_this_node_and_another(tier: Tier
     assert call(tier.b.locate, [*ids[:-3], 7, 7, 7], LARGE)[-1] == ("peer_host", TAIL - 3)
 
 
-def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: Tier, cluster: CacheCluster) -> None:
+def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: TwoEngines, cluster: CacheCluster) -> None:
     ids = tokens(2, num_chunks=1, tail=0)
     config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)
     other = cluster.engine("a", config, "shared")
@@ -105,7 +105,7 @@ def test_two_engines_that_put_the_same_chunks_keep_one_copy(tier: Tier, cluster:
     ray.kill(other)
 
 
-def test_an_actor_that_was_killed_finds_its_files_again(tier: Tier) -> None:
+def test_an_actor_that_was_killed_finds_its_files_again(tier: TwoEngines) -> None:
     ids = tokens(3)
     call(tier.a.put, ids)
     await_located(tier.b, ids, "peer_host")
@@ -117,7 +117,7 @@ def test_an_actor_that_was_killed_finds_its_files_again(tier: Tier) -> None:
     await_located(tier.a, ids, "host")
 
 
-def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_written_and_no_more(tier: Tier) -> None:
+def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_written_and_no_more(tier: TwoEngines) -> None:
     ids = tokens(4, num_chunks=4, tail=0)
     actor = tier.actor("a")
     pid, taken = call(actor.stats)["pid"], call(actor.stats)["host"].get("taken", 0)
@@ -137,7 +137,7 @@ def test_an_actor_that_is_killed_while_engines_save_loses_what_it_had_not_writte
 
 
 @pytest.mark.parametrize("reader", ["a", "b"])
-def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: Tier, reader: str) -> None:
+def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: TwoEngines, reader: str) -> None:
     ids = tokens(5 if reader == "a" else 6)
     call(tier.a.put, ids)
     engine = tier.a if reader == "a" else tier.b
@@ -153,7 +153,7 @@ def test_an_actor_that_is_killed_while_engines_load_costs_misses_at_most(tier: T
     assert_all_read(call(tier.a.read), ids)
 
 
-def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(tier: Tier) -> None:
+def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(tier: TwoEngines) -> None:
     kept, lost = tokens(7), tokens(8, num_chunks=1, tail=0)
     call(tier.a.put, kept)
     call(tier.b.put, lost)
@@ -170,7 +170,7 @@ def test_a_directory_that_was_killed_is_told_all_anew_and_nothing_that_is_gone(t
     assert call(tier.a.locate, lost) == []
 
 
-def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: Tier) -> None:
+def test_what_is_wrongly_said_of_a_node_lasts_until_the_node_speaks(tier: TwoEngines) -> None:
     """And what it has stays, though somebody asked for it in vain."""
     ghost, kept = tokens(9, num_chunks=1, tail=0), tokens(10, num_chunks=1, tail=0)
     call(tier.b.put, kept)
@@ -242,7 +242,7 @@ def test_an_actor_that_hangs_is_left_alone_until_it_answers(cluster: CacheCluste
 
 
 @pytest.mark.slow
-def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
+def test_kills_without_end_never_give_a_wrong_byte(tier: TwoEngines) -> None:
     """Either node's actor is killed, and the directory, at any moment of saving and loading."""
     generator = random.Random(0)
     for number in range(100, 130):
@@ -266,7 +266,7 @@ def test_kills_without_end_never_give_a_wrong_byte(tier: Tier) -> None:
     assert_all_read(call(tier.b.read), ids)
 
 
-def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: Tier) -> None:
+def test_a_node_that_goes_takes_its_chunks_and_nothing_else(tier: TwoEngines) -> None:
     cluster = tier.cluster
     cluster.add_node("c")
     config = disk_config(cluster.folder / "kv-%n", chunk_tokens=CHUNK_TOKENS, directory_shards=2)

@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.sessions.log_store import Appended, LogKey
 from mneme.cachetier.sessions.rows import LogRows, SessionState, rows_of
-from mneme.cachetier.sessions.store import Appended, LogKey
 from tests.cachetier.session_records import conversation, ids_of, key_number
 from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, LogProcess, call, eventually, kill
 

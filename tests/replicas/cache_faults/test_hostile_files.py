@@ -14,7 +14,7 @@ import pytest
 
 from mneme.cachetier.chunk.file import write_chunk
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.header import Chunk, Placement, checksum, encode_header
+from mneme.cachetier.chunk.header import Chunk, LayerOffsets, checksum, encode_header
 from mneme.cachetier.node.folder import name_of
 from mneme.replicas.model.decoder import Decoder
 from tests.cachetier.chunk.test_chunk_file import BIG, FIELDS, with_field
@@ -41,7 +41,7 @@ def test_a_header_says_something_else(next_turn: NextTurn, field: str) -> None:
 def bomb(path: Path) -> None:
     """Arrow may compress bodies; its own reader would unpack this to 200 MB."""
     chunk = chunk_in(path)
-    header = encode_header(chunk.header, Placement(4000, 10**9, 4 * 10**9))
+    header = encode_header(chunk.header, LayerOffsets(4000, 10**9, 4 * 10**9))
     schema = pa.schema([pa.field("kv", pa.uint8())], metadata={b"mneme.chunk": header})
     batch = pa.record_batch([pa.array(np.zeros(200_000_000, np.uint8))], schema=schema)
     with pa.ipc.new_file(str(path), schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:

@@ -12,7 +12,7 @@ import pytest
 
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
-from mneme.cachetier.node.admin import NodeAdmin
+from mneme.cachetier.node.node_admin import NodeAdmin
 from mneme.replicas.connector import save
 from mneme.replicas.connector.save import ChunkSaver
 from mneme.replicas.engine.commands import KvTier, delete_sequence_pages, delete_tenant_pages

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.sessions.log import SessionLogs
+from mneme.cachetier.sessions.log_store import Appended, LogKey, log_key
 from mneme.cachetier.sessions.rows import LogRows
-from mneme.cachetier.sessions.store import Appended, LogKey, log_key
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine.commands import delete_session, fork_session, get_session
 from mneme.replicas.engine.loop import EngineLoop

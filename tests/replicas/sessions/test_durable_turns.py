@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mneme.cachetier.chunk.keys import tenant_id
-from mneme.cachetier.sessions.store import Appended
+from mneme.cachetier.sessions.log_store import Appended
 from mneme.errors import InvalidRequest, ReplicaUnavailable
 from mneme.replicas.engine.commands import leave_session
 from mneme.replicas.engine.engine import Engine

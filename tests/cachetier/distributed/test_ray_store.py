@@ -16,12 +16,12 @@ from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.chunk.syscalls import FileOperations
 from mneme.cachetier.distributed import nodes as ray_nodes
-from mneme.cachetier.distributed import store as ray_store
+from mneme.cachetier.distributed import ray_store
 from mneme.cachetier.distributed.actor import Found, PutAnswer
 from mneme.cachetier.distributed.directory import Span
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import LoadNotices
-from mneme.cachetier.distributed.store import KnownKeys, PutsUnderWay, RayChunkStore
+from mneme.cachetier.distributed.ray_store import KnownKeys, PutsUnderWay, RayChunkStore
 from mneme.cachetier.node.prefetch import LOADS_AGAIN_S
 from mneme.cachetier.node.search import Located
 from mneme.cachetier.node.writer import HostPut

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mneme.cachetier.pages.host_memory_cuda import PinnedHostMemory, make_tier, runs
+from mneme.cachetier.pages.pinned_memory import PinnedHostMemory, make_tier, runs
 from mneme.cachetier.pages.streams import CudaStreams
 from mneme.errors import ConfigError, TransferFailed
 from mneme.replicas.model.timeline import Timeline

@@ -23,7 +23,7 @@ from mneme.replicas.forest.pages import Owner, Page
 _MAX_CLIMB = 4096  # pages that one look at the queue climbs from where sessions end to what this tier has of them
 
 
-class Tier:
+class PagePool:
     """Offers runs of cached pages to a policy and names its victims, page by page.
 
     `index` is DEVICE or HOST; page ids are [first_page, first_page + num_pages).

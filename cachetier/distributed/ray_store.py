@@ -20,7 +20,6 @@ from ray.exceptions import RayError
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss
 from mneme.cachetier.chunk.keys import Lineage
 from mneme.cachetier.distributed.actor import Found, PutAnswer
-from mneme.cachetier.distributed.admin import RayCacheAdmin
 from mneme.cachetier.distributed.directory import Span, query_of
 from mneme.cachetier.distributed.nodes import Nodes
 from mneme.cachetier.distributed.objects import (
@@ -32,6 +31,7 @@ from mneme.cachetier.distributed.objects import (
     put_runs,
     runs_of,
 )
+from mneme.cachetier.distributed.ray_admin import RayCacheAdmin
 from mneme.cachetier.node.search import Located, usable
 from mneme.cachetier.node.sources import DiskSource, HostSource
 from mneme.cachetier.node.writer import HostPut
