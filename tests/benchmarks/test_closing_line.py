@@ -42,7 +42,7 @@ CLOSING = {
 
 def closing_line(command: list[str]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, *command], cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *command], cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -79,19 +79,36 @@ bool Tiles<Dot, Elem>::sees(int lane, int n) const {
          is_shown(step_, rows_.run, first_ + lane / num_groups_, page, tile_->slot[n] % step_.page_size);
 }
 
+// The masks of a page, of these lanes' rows.
+template <class Dot, class Elem>
+void Tiles<Dot, Elem>::load_masks(int page, int first_lane, uint64_t* bits) const {
+  const int64_t* mask = step_.mask + step_.mask_begin[rows_.run] + page;
+  const int32_t* number = step_.mask_number + step_.delta_begin[rows_.run] + first_;
+  for (int i = 0; i < kLanes; ++i) {
+    const int lane = std::min(first_lane + i, num_lanes_ - 1);
+    bits[i] = mask[static_cast<int64_t>(number[lane / num_groups_]) * step_.mask_stride[rows_.run]];
+  }
+}
+
 // Scores of pairs that are invisible become -inf, whatever they were.
 template <class Dot, class Elem>
 void Tiles<Dot, Elem>::hide(int first_lane, int cols, int num_keys) {
   const bool has_masks = step_.mask_stride[rows_.run] != 0;
-  for (int n = 0; n < num_keys; ++n) {
-    if (!tile_->is_partial[n]) continue;
-    const IntVec at = splat(tile_->position[n]);
-    for (int j = 0; j < cols; ++j) {
-      const int lane = first_lane + j * kLanes;
-      const IntVec position = load(position_ + lane);
+  for (int j = 0; j < cols; ++j) {
+    const int lane = first_lane + j * kLanes;
+    const IntVec position = load(position_ + lane);
+    uint64_t bits[kLanes];
+    int page = -1;
+    for (int n = 0; n < num_keys; ++n) {
+      if (!tile_->is_partial[n]) continue;
+      const IntVec at = splat(tile_->position[n]);
       IntVec visible = (at <= position) & (at > position - step_.window);
-      for (int i = 0; has_masks && i < std::min(kLanes, num_lanes_ - lane); ++i) {
-        if (visible[i] && !sees(lane + i, n)) visible[i] = 0;
+      if (has_masks) {
+        if (tile_->page[n] != page) load_masks(page = tile_->page[n], lane, bits);
+        const int offset = tile_->slot[n] % step_.page_size;
+        alignas(64) int32_t shown[kLanes];
+        for (int i = 0; i < kLanes; ++i) shown[i] = -static_cast<int32_t>(bits[i] >> offset & 1);
+        visible &= load(shown);
       }
       float* score = score_ + (n * cols + j) * kLanes;
       store(score, visible ? load(score) : splat(-INFINITY));

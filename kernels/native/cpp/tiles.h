@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 
 #include "attention.h"
 #include "products.h"
@@ -55,6 +56,7 @@ class Tiles {
   int visible_keys(int first_lane, int lanes) const;
   void scores(int first_lane, int cols, int num_keys);
   void adjust(int first_lane, int cols, int num_keys);
+  void load_masks(int page, int first_lane, uint64_t* bits) const;
   void hide(int first_lane, int cols, int num_keys);
   void softmax(int first_lane, int cols, int num_keys);
   void add_values(int first_lane, int cols, int num_keys);
@@ -221,14 +223,22 @@ void Tiles<Dot, Elem>::find_keys() {
   }
 }
 
+constexpr int kStrip = 64;  // values that are looked at together
+
 // A key's values, or null for zeros: a NaN or an infinity of a key that not every row sees is added row by row.
 template <class Dot, class Elem>
 const Elem* Tiles<Dot, Elem>::usable_values(int n) {
   const Elem* values = row_of(layer_.v, n);
   if (!tile_->is_partial[n]) return values;
-  float product = 0;
-  for (int i = 0; i < dim_; ++i) product += to_float(values[i]) * 0.0f;
-  if (product == 0) return values;
+  using Bits = std::conditional_t<sizeof(Elem) == 2, uint16_t, uint32_t>;
+  constexpr Bits kExponent = sizeof(Elem) == 2 ? 0x7F80 : 0x7F800000;  // all set: no finite number
+  Bits bits[kStrip], is_broken = 0;
+  for (int begin = 0; begin < dim_; begin += kStrip) {
+    const int count = std::min(kStrip, dim_ - begin);
+    std::memcpy(bits, values + begin, count * sizeof(Elem));
+    for (int i = 0; i < count; ++i) is_broken |= (bits[i] & kExponent) == kExponent;
+  }
+  if (!is_broken) return values;
   broken_[num_broken_++] = n;
   return nullptr;
 }
