@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": _shape(4096, 11008, 32, (32, 32), 32000),
     "llama-3-8b": _shape(4096, 14336, 32, (32, 8), 128256, max_position_embeddings=8192, rope_theta=500_000.0),
     "llama-31m": _shape(512, 1376, 8, (8, 4), 8192, max_position_embeddings=8192),
+    "llama-24l": _shape(512, 1376, 24, (8, 4), 8192, max_position_embeddings=8192),
     # To compute a token takes little beside what its KV takes, 4 KB in bfloat16: as far as a CPU is from a GPU's ratio.
     "llama-5m": _shape(256, 688, 4, (4, 4), 8192, max_position_embeddings=8192),
     "llama-wide-kv": _shape(128, 256, 4, (4, 4), 8192, max_position_embeddings=8192, head_dim=64),

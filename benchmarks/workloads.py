@@ -5,9 +5,11 @@
 | W    | 8        | 512           | 32             | 32         |
 | S    | 32       | 2,048         | 64             | 64         |
 | P    | 32       | 0             | 2,112          | 64         |
+| D    | 1        | 32            | 64             | 1          |
 
-Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden 512, intermediate 1,376, 8 layers,
-8 query and 4 key/value heads, vocabulary 8,192, untied embeddings.
+D has 6 documents of 512 tokens between them; what is shared and the documents are the same for every seed, the order of
+documents is another. Greedy, end-of-text ignored. The model: a random Llama of 31M parameters, hidden 512, intermediate
+1,376, 8 layers, 8 query and 4 key/value heads, vocabulary 8,192, untied embeddings.
 """
 
 from __future__ import annotations
@@ -34,23 +36,30 @@ class Workload(NamedTuple):
     num_shared: int
     num_private: int
     num_new: int
+    num_documents: int = 0  # of DOCUMENT_TOKENS each, behind the shared tokens
 
     @property
     def output_tokens(self) -> int:
         return self.num_requests * self.num_new
 
 
-WORKLOADS = {"W": Workload(8, 512, 32, 32), "S": Workload(32, 2048, 64, 64), "P": Workload(32, 0, 2112, 64)}
+WORKLOADS = {"W": Workload(8, 512, 32, 32), "S": Workload(32, 2048, 64, 64), "P": Workload(32, 0, 2112, 64),
+             "D": Workload(1, 32, 64, 1, 6)}  # fmt: skip
+DOCUMENT_TOKENS = 512
 
 
 def make_prompts(workload: Workload, seed: int = 1) -> list[list[int]]:
     """Token ids of each request; ids under 16 are left out, as peers give some of them a meaning."""
     generator = random.Random(seed)
+    library = random.Random("documents") if workload.num_documents else generator
 
-    def draw(count: int) -> list[int]:
-        return [generator.randrange(16, VOCAB_SIZE) for _ in range(count)]
+    def draw(count: int, source: random.Random = generator) -> list[int]:
+        return [source.randrange(16, VOCAB_SIZE) for _ in range(count)]
 
-    shared = draw(workload.num_shared)
+    shared = draw(workload.num_shared, library)
+    documents = [draw(DOCUMENT_TOKENS, library) for _ in range(workload.num_documents)]
+    for document in generator.sample(documents, len(documents)):
+        shared += document
     return [shared + draw(workload.num_private) for _ in range(workload.num_requests)]
 
 

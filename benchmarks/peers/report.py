@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def parse_arguments(description: str | None) -> tuple[argparse.Namespace, Workload]:
-    """`--workload W|S|P`, `--runs`, `--json` (one line of JSON alone, and the results file)."""
+    """`--workload W|S|P|D`, `--runs`, `--json` (one line of JSON alone, and the results file)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="W")
     parser.add_argument("--runs", type=int, default=5)

@@ -172,3 +172,22 @@ def test_a_committed_result_says_what_was_met_what_missed_and_what_not_measured(
     assert isinstance(found["quick"], bool)
     jsonschema.validate(found["checks"], {"type": "array", "items": CHECK})
     assert not {check["name"] for check in found["checks"]} & set(found["not_measured"])
+
+
+def test_bench_blend(tmp_path: Path) -> None:
+    parts = ["--only", "ttft", "--only", "decode", "--only", "permutator"]
+    found = closing_line(["benchmarks/bench_blend.py", "--quick", *parts, "--out", str(tmp_path)])
+    assert {check["name"].split("_hkvd")[0] for check in found["checks"]} == {"private_share"}
+    assert all(check["ok"] for check in found["checks"])
+    assert "decode_of_full_reuse_over_private_copies" in found["not_measured"]
+    assert {row["arm"] for row in found["results"]["ttft"]} > {"full", "prefix", "full reuse", "hkvd 0.15"}
+    assert (tmp_path / "blend.json").exists()
+
+
+def test_bench_kv_deviation(tmp_path: Path) -> None:
+    found = closing_line(["benchmarks/bench_kv_deviation.py", "--quick", "--out", str(tmp_path)])
+    assert [check["name"] for check in found["checks"]] == [
+        "rank_correlation",
+        "hkvd_nearer_than_random_at_every_share",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} >= {"kv_deviation.json"}
