@@ -33,7 +33,7 @@ Reason = Literal[
     "history",
 ]
 
-BUILT_SELECTORS: tuple[Selector, ...] = get_args(Selector)
+SELECTORS: tuple[Selector, ...] = get_args(Selector)
 _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?: ...}'
 
 

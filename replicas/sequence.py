@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import collections.abc
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -50,14 +50,16 @@ class Origins:
         """Note a source; the latest note counts, as a suspended request may find less than it had."""
         if start >= end:
             return
-        before = [_cut(each, 0, start) for each in self._noted if each.start < start]
-        after = [_cut(each, end, each.end) for each in self._noted if each.end > end]
+        low = bisect_left(self._noted, start, key=lambda each: each.end)  # what touches it, and no other
+        high = bisect_right(self._noted, end, key=lambda each: each.start)
+        before = [_cut(each, 0, start) for each in self._noted[low:high] if each.start < start]
+        after = [_cut(each, end, each.end) for each in self._noted[low:high] if each.end > end]
         new = Origin(start, end, source)
         if before and before[-1].end == start and before[-1].source == source:
             new = new._replace(start=before.pop().start)
         if after and after[0].start == end and after[0].source == source:
             new = new._replace(end=after.pop(0).end)
-        self._noted = [*before, new, *after]
+        self._noted[low:high] = [*before, new, *after]
 
     def ranges(self, num_prompt: int) -> list[Origin]:
         """Cover the whole prompt, in order; what was not begun counts as computed."""

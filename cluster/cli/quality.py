@@ -14,10 +14,10 @@ from typing import get_args, get_type_hints
 from mneme.config import parse
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
-from mneme.replicas.documents import BUILT_SELECTORS, Selector
+from mneme.replicas.documents import SELECTORS, Selector
 from mneme.replicas.fuse.report import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
 
-_SELECTORS = tuple(each for each in BUILT_SELECTORS if each != "all")  # that one is full recompute, in two steps
+_SELECTORS = tuple(each for each in SELECTORS if each != "all")  # that one is full recompute, in two steps
 _RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
 _QUICK_CASES = 20
 _QUICK_RATIOS = "0.15"
@@ -35,7 +35,7 @@ def add_quality_arguments(parser: argparse.ArgumentParser) -> None:
         "can do (documents x sentences)",
     )
     parser.add_argument(
-        "--selectors", metavar="NAMES", help=f"by commas, of {', '.join(BUILT_SELECTORS)} (default: all but all)"
+        "--selectors", metavar="NAMES", help=f"by commas, of {', '.join(SELECTORS)} (default: all but all)"
     )
     parser.add_argument("--ratios", metavar="SHARES", help=f"by commas, from 0 to 1 (default {_RATIOS})")
     parser.add_argument("--cases", type=int, metavar="N", help="of each layout, at most (default 400)")
@@ -150,10 +150,10 @@ def _ratio(given: str) -> float:
 
 
 def _selector(given: str) -> Selector:
-    for selector in BUILT_SELECTORS:
+    for selector in SELECTORS:
         if selector == given:
             return selector
-    raise ConfigError(f"selectors: must be of {', '.join(BUILT_SELECTORS)} (got {shown(given)})")
+    raise ConfigError(f"selectors: must be of {', '.join(SELECTORS)} (got {shown(given)})")
 
 
 def _check_range(name: str, value: int, high: int) -> None:

@@ -18,7 +18,7 @@ from mneme.cachetier.policy.cost_model import COST_EDGES
 from mneme.cachetier.sessions.log_store import Appended
 from mneme.cachetier.store import EDGES
 from mneme.replicas.connector.fetch import GIVEN_UP
-from mneme.replicas.documents import BUILT_SELECTORS, Reason
+from mneme.replicas.documents import SELECTORS, Reason
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -109,7 +109,7 @@ ENGINES = (
         "mneme_blend_requests_total",
         "Requests that reused documents behind other text.",
         "blend.requests.{selector}",
-        selector=BUILT_SELECTORS,
+        selector=SELECTORS,
     ),
     family(
         "mneme_blend_tokens_total",

@@ -12,6 +12,7 @@ import torch
 from mneme.cachetier.chunk.header import Miss
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import CostEdge
+from mneme.kernels.segments import PRIVATE
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, DocumentSpan
 from mneme.replicas.engine.engine import Engine
@@ -35,8 +36,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory, write_checkpoint(request.param, directory)
 
 
-def engine_of(directory: Path, num_pages: int = 64, **options: Any) -> Engine:
-    runner = RecordingRunner(decoder_of(directory), num_pages, PAGE_SIZE, num_host_pages=64)
+def engine_of(directory: Path, num_pages: int = 64, device: str = "cpu", **options: Any) -> Engine:
+    runner = RecordingRunner(decoder_of(directory, device=device), num_pages, PAGE_SIZE, num_host_pages=64)
     tokenizer: Any = SimpleNamespace(sink_ids=SINK, decode=None)
     return Engine(runner, tokenizer, EngineConfig(page_size=PAGE_SIZE, **options))
 
@@ -104,6 +105,20 @@ def test_logits_are_those_of_the_dense_computation(
         ask(engine, name, prompt, selector=selector, ratio=ratio)
         output = answers(run(engine))[name]
         assert error_of(logits_of(engine, name), dense(model, prompt, output, selector, ratio)) <= TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("selector", "ratio"), [("none", 0.0), ("first-k", 0.2), ("query", 0.3), ("hkvd", 0.3)])
+def test_a_device_computes_what_dense_computation_does(
+    checkpoint: tuple[Path, Any], selector: str, ratio: float
+) -> None:
+    directory, model = checkpoint
+    engine = engine_of(directory, device="cuda:0")
+    for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 2, 1])):
+        prompt = prompt_of(order)
+        ask(engine, name, prompt, selector=selector, ratio=ratio)
+        output = answers(run(engine))[name]
+        assert error_of(logits_of(engine, name).cpu(), dense(model, prompt, output, selector, ratio)) <= 1e-3
 
 
 @pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("random", 0.999), ("query", 1.0), ("hkvd", 1.0)])
@@ -200,3 +215,33 @@ def test_auto_computes_more_anew_while_documents_are_loaded(checkpoint: tuple[Pa
         assert (blend.mode, blend.selector, blend.ratio, blend.is_measured) == ("selective", "first-k", ratio, True)
         assert blend.why.startswith("the quality report allows it; predicted: ")
         engine.close()
+
+
+def test_requests_of_one_batch_read_a_document_once(checkpoint: tuple[Path, Any]) -> None:
+    """Every page of a document that all see is in one segment of the attention plan, with a delta for each of them."""
+    directory, _ = checkpoint
+    engine = engine_of(directory, max_running=8)
+    plans: list[Any] = []
+    forward = engine.runner.forward
+
+    def note(inputs: Any) -> torch.Tensor:
+        plans.append(inputs.plan)
+        return forward(inputs)
+
+    engine.runner.forward = note  # type: ignore[method-assign]
+    for index, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2, 0])):
+        ask(engine, f"r{index}", prompt_of(order), 8, mode="full_reuse")
+    run(engine)
+    plan = next(plan for plan in plans if plan.num_rows == plan.num_sequences == 3)  # all decode
+    num_readers: dict[int, int] = {}
+    segments_of: dict[int, set[int]] = {}
+    for page, segment in zip(plan.references.page_id.tolist(), plan.segments.segment_of_ref.tolist(), strict=True):
+        num_readers[page] = num_readers.get(page, 0) + 1
+        segments_of.setdefault(page, set()).add(segment)
+    of_all = {page for page, number in num_readers.items() if number == 3}
+    assert len(of_all) >= sum(len(document) // PAGE_SIZE for document in DOCUMENTS)
+    for page in of_all:
+        (segment,) = segments_of[page]
+        assert segment != PRIVATE
+    deltas = [set(segment.deltas.tolist()) for segment in plan.segments.segments if len(segment.sequences) == 3]
+    assert max(map(len, deltas)) == 3
