@@ -31,7 +31,7 @@ class FoundChunk(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How many chunks and bytes; a chunk in two tiers counts twice."""
+    """Says how many chunks and bytes; a chunk in two tiers counts twice."""
 
     num_chunks: int = 0
     num_bytes: int = 0

@@ -42,7 +42,7 @@ class DiskTierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How a node keeps chunks and session logs; the same on all nodes of a cluster."""
+    """Says how a node keeps chunks and session logs; the same on all nodes of a cluster."""
 
     enabled: bool = True
     chunk_tokens: int = 256  # of a full chunk; a multiple of every page size

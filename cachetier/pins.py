@@ -20,7 +20,7 @@ class Pin(Protocol):
 
     @property
     def expires_at_s(self) -> float:
-        """When it expires, on the book's clock; infinite: when it is unpinned."""
+        """Return when it expires, on the book's clock; infinite: when it is unpinned."""
 
 
 P = TypeVar("P", bound=Pin)
@@ -34,7 +34,7 @@ class PinBook(dict[PinName, P]):
         self._clock = clock
 
     def end_s(self, ttl_s: float | None) -> float:
-        """When a pin of so many seconds ends; None: never."""
+        """Return when a pin of so many seconds ends; None: never."""
         return math.inf if ttl_s is None else self._clock() + ttl_s
 
     def left_s(self, pin: Pin) -> float | None:

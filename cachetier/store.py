@@ -65,7 +65,7 @@ class ChainQuery:
 
     @property
     def root(self) -> bytes:
-        """What stands in for the parent of the first chunk."""
+        """Return what stands in for the parent of the first chunk."""
         return self.lineage.root
 
     @property
@@ -78,7 +78,7 @@ class ChainQuery:
         return self.keys[index - 1] if index else self.root
 
     def tokens_of(self, index: int) -> U32Array:
-        """What the chunk at an index would hold at most."""
+        """Return what the chunk at an index would hold at most."""
         return self.token_ids[index * self.chunk_tokens : (index + 1) * self.chunk_tokens]
 
 
@@ -104,7 +104,7 @@ class ChunkSource(Protocol):
 
 
 class ChunkStore(Protocol):
-    """Where an engine's chunks are kept and found."""
+    """Says where an engine's chunks are kept and found."""
 
     def locate(self, query: ChainQuery, timeout_s: float) -> list[ChunkSource]:
         """Sources of the chunks from `query.first` on, without a gap; the last may be short or usable in part.
@@ -117,7 +117,7 @@ class ChunkStore(Protocol):
         """Forget requests that wait no longer."""
 
     def known(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Which of these chunks need not be put; a guess from what this process has seen, without a call."""
+        """Return which of these chunks need not be put; a guess from what this process has seen, without a call."""
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
         """Keep a chunk, whose bytes are the store's from now on; False: refused. Blocks while much is written."""

@@ -47,7 +47,7 @@ def kv_salt(tenant: str, cache_salt: str | None) -> str:
 
 
 def kv_tenant(tenant: str) -> bytes:
-    """What engines and the cache tier call a tenant, whatever salts its requests name."""
+    """Return what engines and the cache tier call a tenant, whatever salts its requests name."""
     return tenant_id(kv_salt(tenant, None))
 
 

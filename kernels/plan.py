@@ -37,7 +37,7 @@ from mneme.kernels.work import Share, WorkList, arrange
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """What `attend` needs to know of a step; see `build_plan`.
+    """Holds what `attend` needs to know of a step; see `build_plan`.
 
     A plan belongs to one step: `slot_position` must not change between the first and the last layer that use it (a
     change is noticed, unless it is an inference tensor). `with_rows` starts the next step.

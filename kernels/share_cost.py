@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareCost:
-    """What passes cost on one device, in picoseconds."""
+    """Holds what passes cost on one device, in picoseconds."""
 
     many_heads: int  # from this many query heads on a pass is one of many heads
     key_few: float  # per element of a key and its value, for any number of heads

@@ -39,7 +39,7 @@ _RULE = 'must be a text that is not empty, or {"text": ..., "title"?: ..., "id"?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendOptions:
-    """What a request says about the KV of its documents.
+    """Holds what a request says about the KV of its documents.
 
     mode        "off": every token's KV is exact. "selective": that of documents is reused wherever they stand, but for
                 some tokens; "full_reuse": for none. "auto": "selective" where the model's quality report allows it,
@@ -110,7 +110,7 @@ class Document(NamedTuple):
 
 
 class DocumentSpan(NamedTuple):
-    """Where a document stands in a prompt: tokens [start, end), characters [char_start, char_end)."""
+    """Says where a document stands in a prompt: tokens [start, end), characters [char_start, char_end)."""
 
     start: int
     end: int
@@ -121,7 +121,7 @@ class DocumentSpan(NamedTuple):
 
 
 class Declined(NamedTuple):
-    """Why no document of a request was reused in place."""
+    """Says why no document of a request was reused in place."""
 
     reason: Reason  # a label of metrics
     why: str
@@ -140,7 +140,7 @@ HISTORY = Declined("history", "part of the session's history")
 
 
 class DocumentUsage(NamedTuple):
-    """What one document of a prompt cost."""
+    """Holds what one document of a prompt cost."""
 
     id: str
     start: int
@@ -153,7 +153,7 @@ class DocumentUsage(NamedTuple):
 
 
 class BlendUsage(NamedTuple):
-    """How the documents of a prompt were used."""
+    """Says how the documents of a prompt were used."""
 
     mode: Mode  # "off": every token's KV is exact
     why: str
@@ -173,7 +173,7 @@ class BlendUsage(NamedTuple):
         return {"reused": self.reused, "exact": exact, "recomputed": num_tokens - self.reused - exact}
 
     def as_json(self) -> dict[str, Any]:
-        """What `usage.kv_details.blend` says."""
+        """Return what `usage.kv_details.blend` says."""
         told: dict[str, Any] = {"mode": self.mode, "why": self.why}
         if self.selector is not None:
             told |= {"selector": self.selector, "ratio": self.ratio, "measured": self.is_measured}

@@ -96,7 +96,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended: `LLM` returns when they have."""
+        """Return whether every choice has ended: `LLM` returns when they have."""
         return all(choice.finish_reason for choice in self.outputs)
 
     def __iter__(self) -> NoReturn:

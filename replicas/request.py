@@ -32,7 +32,7 @@ MAX_TOKENS_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
+    """Says how output tokens are chosen; the names and meanings of OpenAI's and vLLM's APIs.
 
     n                   choices per prompt
     max_tokens          output tokens at most; None: as many as the context window leaves
@@ -152,7 +152,7 @@ class GenerationRequest:
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
+        """Return whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
         return self.salt == WARM_UP_SALT
 
 
@@ -175,7 +175,7 @@ class PromptUsage(NamedTuple):
     blend: BlendUsage | None = None  # None: it had no documents
 
     def kv_details(self) -> dict[str, int]:
-        """Where the prompt's KV came from, in tokens: they sum to `prompt_tokens`, but for what was truncated."""
+        """Return where the prompt's KV came from, in tokens: the sum is `prompt_tokens`, less what was truncated."""
         return {
             "device": self.cached_tokens - self.host_tokens - self.disk_tokens - self.peer_tokens,
             "host": self.host_tokens,
@@ -188,7 +188,7 @@ class PromptUsage(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What one step did for one request."""
+    """Holds what one step did for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -28,7 +28,7 @@ _CACHED: tuple[Source, ...] = ("device", "host", "disk", "peer")
 
 
 class Origin(NamedTuple):
-    """Where the KV of the positions [start, end) came from."""
+    """Says where the KV of the positions [start, end) came from."""
 
     start: int
     end: int
@@ -81,7 +81,7 @@ class Origins:
 
 
 class TokenCounts:
-    """How often each token occurs in a growing list, as arrays that the sampler's penalties index with.
+    """Says how often each token occurs in a growing list, as arrays that the sampler's penalties index with.
 
     Adding a token costs the same however many there are; counting them anew would cost milliseconds a step.
     """
@@ -123,22 +123,22 @@ class FoundChunks(Chunks, Protocol):
 
     @property
     def step_chunks(self) -> int | None:
-        """How many one step loads beside others; None: not known yet."""
+        """Return how many one step loads beside others; None: not known yet."""
 
     @property
     def is_looking(self) -> bool:
-        """Whether it is not known yet what there is."""
+        """Return whether it is not known yet what there is."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is in memory, or nothing is to come."""
+        """Return whether all is in memory, or nothing is to come."""
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether a load of it would not wait for what is read."""
+        """Return whether a load of it would not wait for what is read."""
 
     def is_ready(self, *, is_alone: bool) -> bool:
-        """Whether the sequence, which could run, need not wait for it any longer."""
+        """Return whether the sequence, which could run, need not wait for it any longer."""
 
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking."""
@@ -209,7 +209,7 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        """Whether its last token is outside its window."""
+        """Return whether its last token is outside its window."""
         return self.window is not None and len(self.context) > self.window
 
     def see(self, context: list[int]) -> None:
@@ -232,12 +232,12 @@ class Sequence:
 
     @property
     def is_probing(self) -> bool:
-        """Whether its next rows are for choosing what is computed anew, and sample nothing."""
+        """Return whether its next rows are for choosing what is computed anew, and sample nothing."""
         return self.blend is not None and self.blend.is_probing
 
     @property
     def is_comparing(self) -> bool:
-        """Whether these are rows of documents."""
+        """Return whether these are rows of documents."""
         return self.blend is not None and self.blend.is_comparing
 
     @property
@@ -264,7 +264,7 @@ class Sequence:
                 counts.add(token_id)
 
     def finish_reason(self, token_id: int) -> str | None:
-        """Why the sequence ends with this token, which it has appended; None if it does not."""
+        """Return why the sequence ends with this token, which it has appended; None if it does not."""
         if self.stop_text is not None:
             self.stop_text.push([token_id])
             if self.stop_text.stopped:
@@ -387,22 +387,22 @@ class StepRows:
 
     @property
     def is_last(self) -> bool:
-        """Whether its last row is the sequence's last known token."""
+        """Return whether its last row is the sequence's last known token."""
         return self.end == len(self.sequence.context)
 
     @property
     def probes(self) -> bool:
-        """Whether its rows tell what they look at of the sequence's documents."""
+        """Return whether its rows tell what they look at of the sequence's documents."""
         return self.sequence.is_probing and not self.sequence.is_comparing
 
     @property
     def samples(self) -> bool:
-        """Whether the token behind its last row is sampled."""
+        """Return whether the token behind its last row is sampled."""
         return self.is_last and not self.sequence.is_probing
 
     @property
     def narrowed(self) -> IntArray:
-        """Which of its rows, as indices, may leave the pass between two layers."""
+        """Return which of its rows, as indices, may leave the pass between two layers."""
         blend = self.sequence.blend
         if blend is None or not len(blend.narrowed) or self.spans[0][0] > blend.narrowed[-1]:
             return np.empty(0, np.int64)
@@ -415,7 +415,7 @@ class StepRows:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether some key is rotated for another position than its row's."""
+        """Return whether some key is rotated for another position than its row's."""
         return any(self.shifts)
 
     @property

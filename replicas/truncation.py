@@ -26,7 +26,7 @@ MAX_RUNS = 32  # of what `important` keeps: longer runs instead of more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """What happens to a request that does not fit the window.
+    """Says what happens to a request that does not fit the window.
 
     strategy    "reuse_kv" drops tokens and keeps the KV of the others as it is (needs a session); "recompute" drops
                 the same tokens and computes the others anew; "error" refuses the request
@@ -76,7 +76,7 @@ class Truncation:
 
 
 def resolved(given: Mapping[str, Any] | None, default: Truncation, *, has_session: bool) -> Truncation | None:
-    """What a request asks for, and `default` where it says nothing; None: it is refused when it is too long.
+    """Return what a request asks for, and `default` where it says nothing; None: it is refused when it is too long.
 
     Without a session nothing is truncated unless the request says how. Raises `InvalidRequest`.
     """

@@ -82,7 +82,7 @@ class ReplicaChooser:
         return load.running if load else 0
 
     def is_answering(self, session_id: str | None, *, salt: str = "") -> bool:
-        """Whether a turn of this session is in flight on a replica that is there."""
+        """Return whether a turn of this session is in flight on a replica that is there."""
         return session_id is not None and self._answering((salt, session_id)) is not None
 
     def select_and_reserve(

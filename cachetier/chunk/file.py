@@ -179,7 +179,7 @@ def _checked(files: FileOperations, fd: int, wanted: Wanted | None) -> ChunkRead
 
 
 def _head_sizes(wanted: Wanted | None, file_bytes: int) -> list[int]:
-    """How much of the file is read to find its header; the next if the header is longer."""
+    """Return how much of the file is read to find its header; the next if the header is longer."""
     sizes: tuple[int, ...] = (_USUAL_HEAD_BYTES, MAX_HEAD_BYTES)
     if wanted is not None:
         layout = wanted.fingerprint.layout
@@ -224,7 +224,7 @@ def _read_all(files: FileOperations, fd: int, buffers: Sequence[Buffer], offset:
 
 
 def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the buffers behind so many bytes."""
+    """Return what is left of the buffers behind so many bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

@@ -45,7 +45,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """How a chunk's payload lies: per layer [K and V, num_kv_heads, tokens, head_dim], one run of bytes.
+    """Says how a chunk's payload lies: per layer [K and V, num_kv_heads, tokens, head_dim], one run of bytes.
 
     It knows nothing of pages: engines with pages of different sizes read each other's chunks.
     """
@@ -155,7 +155,7 @@ def _hash_block(fd: int, start: int) -> bytes:
 
 
 def _remembered(memory: Path | None) -> dict[str, str]:
-    """What the file says, if it is ours alone to write and sound; a cache that is neither is empty."""
+    """Return what the file says, if it is ours alone to write and sound; a cache that is neither is empty."""
     try:
         found = None if memory is None else read_private(memory)
     except (OSError, ValueError):

@@ -39,7 +39,7 @@ _MAX_GAP_BYTES = 4096  # between the bodies of two layers
 
 
 class Miss(Enum):
-    """Why a chunk cannot be had: a recompute, never an error. The values are the names of counters."""
+    """Says why a chunk cannot be had: a recompute, never an error. The values are the names of counters."""
 
     ABSENT = "absent"  # never there, evicted, or deleted by someone else
     BUSY = "busy"  # this time: too many open files, no memory; the file may be sound
@@ -89,7 +89,7 @@ class ChunkHeader:
 
 
 class LayerOffsets(NamedTuple):
-    """Where a file has its layers: layer l is `layer_bytes` bytes from first_body + l * stride."""
+    """Says where a file has its layers: layer l is `layer_bytes` bytes from first_body + l * stride."""
 
     first_body: int
     stride: int
@@ -106,7 +106,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """What a reader expects of the chunk under a key; anything else is a miss."""
+    """Holds what a reader expects of the chunk under a key; anything else is a miss."""
 
     key: bytes
     fingerprint: ModelFingerprint
@@ -208,7 +208,7 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[ChunkHeader, LayerOffset
 
 
 def unexpected(header: ChunkHeader, wanted: Wanted) -> Miss | None:
-    """Why this is not the chunk that is wanted; None if it is."""
+    """Return why this is not the chunk that is wanted; None if it is."""
     if header.fingerprint != wanted.fingerprint.digest or header.layout != wanted.fingerprint.layout:
         return Miss.OTHER_MODEL
     if header.key != wanted.key:
@@ -219,7 +219,7 @@ def unexpected(header: ChunkHeader, wanted: Wanted) -> Miss | None:
 
 
 def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:
-    """Why this is not the chunk that was located; None if it is, perhaps saved anew with checksums of its own."""
+    """Return why this is not the chunk that was located; None if it is, perhaps saved anew with other checksums."""
     if header.fingerprint != located.fingerprint or header.layout != located.layout:
         return Miss.OTHER_MODEL
     if (header.key, header.parent, header.tenant) != (located.key, located.parent, located.tenant):
@@ -229,7 +229,7 @@ def differs(header: ChunkHeader, located: ChunkHeader) -> Miss | None:
 
 
 def is_beginning(header: ChunkHeader, other: ChunkHeader) -> bool:
-    """Whether this one, behind the same parent, holds a beginning of the other and no more."""
+    """Return whether this one, behind the same parent, holds a beginning of the other and no more."""
     num_tokens = header.num_tokens
     is_same_kind = (header.fingerprint, header.tenant) == (other.fingerprint, other.tenant)
     return (

@@ -110,7 +110,7 @@ def tenant_of(salt: str) -> str:
 
 
 def tenant_id(salt: str) -> bytes:
-    """What files say of the tenant that they belong to: the same under all salts of the tenant."""
+    """Return what files say of the tenant that they belong to: the same under all salts of the tenant."""
     return blake2b(
         tenant_of(salt).encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=b"mneme owner"
     ).digest()

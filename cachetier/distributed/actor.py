@@ -47,7 +47,7 @@ _OWN_SHARE, _DIRECTORY_SHARE, _PEERS_SHARE = 0.3, 0.3, 0.1
 
 
 class Found(NamedTuple):
-    """What a node knows of a chain."""
+    """Holds what a node knows of a chain."""
 
     here: list[Located]  # from `query.first` on
     spans: tuple[Span, ...]  # what follows, at this node and others; nothing if the chain ends here
@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 class PutAnswer(NamedTuple):
-    """What a node's actor says of a chunk that was put."""
+    """Holds what a node's actor says of a chunk that was put."""
 
     outcome: HostPut
     has_parent: bool  # the chunk before is there

@@ -67,7 +67,7 @@ class Announcer:
             shard.thread.wake()
 
     def held_of(self, number: int) -> list[Change]:
-        """What the node holds of a shard's keys."""
+        """Return what the node holds of a shard's keys."""
         return [change for change in self.snapshot() if shard_of(change.key, len(self.shards)) == number]
 
 

@@ -50,7 +50,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a node says to one shard; without changes it says that the node lives."""
+    """Says what a node says to one shard; without changes it says that the node lives."""
 
     node: str
     epoch: int
@@ -61,7 +61,7 @@ class Announcement:
 
 
 class Place(NamedTuple):
-    """Where a chunk is said to be."""
+    """Says where a chunk is said to be."""
 
     node: str
     tier: TierName  # the faster one
@@ -77,7 +77,7 @@ class _Held(NamedTuple):
 
 
 class _Node:
-    """What is known of a node in its present epoch."""
+    """Holds what is known of a node in its present epoch."""
 
     __slots__ = ("epoch", "heard_s", "holder", "next_holder", "next_seq", "wants_all")
 
@@ -280,7 +280,7 @@ def spans_of(places: Sequence[tuple[Place, ...]], first: int, own_node: str) -> 
 
 
 def query_of(query: ChainQuery, span: Span, *, is_last: bool) -> ChainQuery:
-    """What to ask the node of a span; behind the last one it may find a chunk that is usable in part."""
+    """Return what to ask the node of a span; behind the last one it may find a chunk that is usable in part."""
     if is_last:
         return replace(query, first=span.first)
     end = span.end

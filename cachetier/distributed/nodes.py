@@ -84,11 +84,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back, as too many in a row have failed."""
+        """Return whether calls are held back, as too many in a row have failed."""
         return self._num_failures >= _MAX_FAILURES
 
     def allows(self) -> bool:
-        """Whether to try; `succeeded` or `failed` follows if so."""
+        """Return whether to try; `succeeded` or `failed` follows if so."""
         with self._lock:
             if not self.is_open:
                 return True
@@ -146,7 +146,7 @@ class Nodes:
         self._dead: set[str] = set()  # nodes of these actors that are so for good
 
     def is_up(self) -> bool:
-        """Whether the own node answers, as far as the last calls tell."""
+        """Return whether the own node answers, as far as the last calls tell."""
         return not self._breaker(self.own_node).is_open
 
     def call(self, node: str, name: str, method: Any, *args: Any) -> Call | None:

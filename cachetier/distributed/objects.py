@@ -199,7 +199,7 @@ def begin_pull(refs: Refs) -> None:
 
 
 def timeout_s(num_bytes: int) -> float:
-    """How long bytes from another node or its disk are waited for."""
+    """Return how long bytes from another node or its disk are waited for."""
     return _BASE_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S
 
 
@@ -208,7 +208,7 @@ def layers_per_object(layer_bytes: int) -> int:
 
 
 def runs_of(layers: Sequence[U8Array]) -> list[tuple[U8Array, ...]]:
-    """What goes into each object."""
+    """Return what goes into each object."""
     step = layers_per_object(layers[0].nbytes)
     return [tuple(layers[start : start + step]) for start in range(0, len(layers), step)]
 

@@ -94,7 +94,7 @@ class RayChunkStore:
         return self._known.among(keys)
 
     def put(self, chunk: Chunk, lineage: Lineage) -> bool:
-        """What becomes of it is learned later: a chunk that was refused is not known any more."""
+        """Hand a chunk over; what becomes of it is learned later: one that was refused is not known any more."""
         header = chunk.header
         self._known.note({header.key: header.parent})  # first: the answer may come before `put` returns
         is_put = False
@@ -208,7 +208,7 @@ class RayChunkStore:
 
 
 def _expected(query: ChainQuery, span: Span, found: Sequence[Located]) -> list[Located]:
-    """What another node found, as far as it is what was asked for."""
+    """Return what another node found, as far as it is what was asked for."""
     sound: list[Located] = []
     for place, located in enumerate(found, span.first):
         num_usable = usable(located.header, query, place)
@@ -232,7 +232,7 @@ class KnownKeys:
     """
 
     def __init__(self, *, max_age_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        """What was seen `max_age_s` ago is not known: to put it again is the use that keeps it there."""
+        """Forget what was seen `max_age_s` ago: to put it again is the use that keeps it there."""
         self._max_age_s, self._clock = max_age_s, clock
         self._lock = threading.Lock()
         self._seen = Bounded[bytes, _Seen](_MAX_KEYS)
@@ -304,7 +304,7 @@ class PutsUnderWay:
         return True
 
     def settle(self, timeout_s: float) -> bool:
-        """Whether all that was under way when this was called was answered in time."""
+        """Return whether all that was under way when this was called was answered in time."""
         with self._changed:
             before = set(self._answers)
             return self._changed.wait_for(lambda: before.isdisjoint(self._answers), timeout_s)

@@ -59,7 +59,7 @@ LogCall = Literal[
 
 
 class LogRead(NamedTuple):
-    """What a node, or all that could be asked, know of a log."""
+    """Holds what a node, or all that could be asked, know of a log."""
 
     rows: LogRows | None
     is_sure: bool  # that there is nothing newer
@@ -125,7 +125,7 @@ class NodeSessionLogs:
         self._tasks = [asyncio.ensure_future(self._join()), asyncio.ensure_future(self._copies.run())]
 
     async def open(self) -> None:
-        """What cannot be opened now is tried again from time to time."""
+        """Open the log; what cannot be opened now is tried again from time to time."""
         await self._open()
         self._tasks.append(asyncio.ensure_future(self._open_again()))
 
@@ -203,7 +203,7 @@ class NodeSessionLogs:
 
     @property
     def _is_unknown(self) -> bool:
-        """Whether the folder could not be opened yet, and may hold anything."""
+        """Return whether the folder could not be opened yet, and may hold anything."""
         return self._logs is None and time.monotonic() < self._unknown_until_s
 
     async def _open_again(self) -> None:
@@ -234,7 +234,7 @@ class NodeSessionLogs:
         return [self._peers.ask(peer, "logs", call, *args, timeout_s=timeout_s) for peer in peers]
 
     async def _delete(self, call: Literal["delete", "delete_tenant"], *args: Any, nothing: _T) -> _T | None:
-        """What `SessionLogs` answers, `nothing` where there is none; None: it is not known, or cannot be written."""
+        """Return what `SessionLogs` answers, `nothing` where there is none; None: not known, or not writable."""
         if self._logs is None:
             return None if self._is_unknown else nothing
         try:
@@ -308,7 +308,7 @@ class LogCopies:
             await asyncio.sleep(_AGAIN_S)
 
     async def _outcome(self, key: LogKey, rows: LogRows | None) -> str:
-        """How that ended, as a counter's name."""
+        """Return how that ended, as a counter's name."""
         peers = (await self._peers.in_order(key.name))[:_MAX_PEERS]
         if not peers:
             self._alone[key] = None
@@ -325,6 +325,6 @@ class LogCopies:
         return "copy_failed"
 
     async def _is_taken(self, peer: Any, key: LogKey, rows: LogRows) -> bool:
-        """Whether the peer has this now, or what is newer."""
+        """Return whether the peer has this now, or what is newer."""
         outcome = await self._peers.ask(peer, "logs", "append_here", key, rows, timeout_s=_COPY_S)
         return outcome in (Appended.WRITTEN, Appended.STALE)

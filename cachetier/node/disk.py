@@ -46,7 +46,7 @@ _MAX_SIBLINGS = 8  # whose headers are read to see whether they are superseded
 
 
 class Put(Enum):
-    """What became of a chunk that was to be kept; the values are the names of counters."""
+    """Says what became of a chunk that was to be kept; the values are the names of counters."""
 
     WRITTEN = "written"
     KEPT = "kept"  # it was there, or is being written
@@ -103,7 +103,7 @@ class Litter:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so many files could not be removed that the folder may be read-only."""
+        """Return whether so many files could not be removed that the folder may be read-only."""
         return len(self._stuck) >= _MAX_STUCK
 
     def add(self, path: str, num_blocks: int) -> None:
@@ -225,7 +225,7 @@ class DiskTier(Tier):
         return reader.header
 
     def knows_header(self, key: bytes) -> bool:
-        """Whether `header` reads no file."""
+        """Return whether `header` reads no file."""
         return key in self._headers
 
     def path(self, entry: Entry) -> str:

@@ -96,7 +96,7 @@ def folders() -> list[str]:
 
 
 class Kind(Enum):
-    """What a folder's entry is; the values are shown."""
+    """Says what a folder's entry is; the values are shown."""
 
     CHUNK = "chunk"
     TORN = "torn"  # a chunk's name on a file of another size, or in a folder where it does not belong

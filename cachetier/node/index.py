@@ -88,7 +88,7 @@ def descendants(key: bytes, children: Callable[[bytes], Iterable[bytes]]) -> lis
 
 
 class NodeIndex:
-    """What a node's tiers share: entries, holds, pins, and the keys of chunks that are gone."""
+    """Holds what a node's tiers share: entries, holds, pins, and the keys of chunks that are gone."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` must not jump."""
@@ -113,7 +113,7 @@ class NodeIndex:
         return frozenset().union(*(tier.children(parent) for tier in self.tiers))
 
     def was_here(self, key: bytes) -> bool:
-        """Whether a chunk of this key went from all tiers, or was refused, not long ago."""
+        """Return whether a chunk of this key went from all tiers, or was refused, not long ago."""
         return key in self._past
 
     def note_gone(self, key: bytes) -> None:
@@ -123,7 +123,7 @@ class NodeIndex:
         self._past[key] = True
 
     def take_back(self, key: bytes) -> bool:
-        """Whether a chunk that is here again was known as gone; it no longer is."""
+        """Return whether a chunk that is here again was known as gone; it no longer is."""
         return self._past.pop(key, False)
 
     def use(self, entry: Entry) -> None:
@@ -234,7 +234,7 @@ class Tier(ABC):
 
     @abstractmethod
     def num_bytes(self, entry: Entry) -> int:
-        """What the chunk takes in this tier."""
+        """Return what the chunk takes in this tier."""
 
     @abstractmethod
     def _removed(self, entry: Entry) -> None:
@@ -253,7 +253,7 @@ class Tier(ABC):
         return self._entries.get(key)
 
     def holds(self, key: bytes) -> bool:
-        """Whether it is there, or about to be."""
+        """Return whether it is there, or about to be."""
         return key in self._entries or key in self._coming
 
     def children(self, parent: bytes) -> frozenset[bytes]:
@@ -269,7 +269,7 @@ class Tier(ABC):
         return [found] if isinstance(found, bytes) else list(islice(found, most))
 
     def child_lengths(self, parent: bytes) -> set[int] | None:
-        """How many tokens chunks behind a key hold; None: there are too many to look at."""
+        """Return how many tokens chunks behind a key hold; None: there are too many to look at."""
         keys = self.some_children(parent, _FEW_SIBLINGS + 1)
         return None if len(keys) > _FEW_SIBLINGS else {self._entries[key].num_tokens for key in keys}
 
@@ -285,7 +285,7 @@ class Tier(ABC):
         return [entry for entry in entries if entry.num_tokens < header.num_tokens]
 
     def admits(self, key: bytes, num_blocks: int, most: int) -> bool:
-        """Whether a chunk that is to come is worth what would go for it, where `most` blocks are used at most."""
+        """Return whether a chunk to come is worth what would go for it, where `most` blocks are used at most."""
         if self.taken_blocks + num_blocks <= most:
             return True
         has_returned = key in self.index or self.index.was_here(key)
@@ -307,7 +307,7 @@ class Tier(ABC):
         return True
 
     def cancel(self, key: bytes) -> None:
-        """What was reserved for a chunk is free again. Called twice it does nothing."""
+        """Free what was reserved for a chunk; called twice it does nothing."""
         self._coming.pop(key, None)
 
     def add(self, entry: Entry) -> None:
@@ -361,7 +361,7 @@ class Tier(ABC):
         self.offer(key)
 
     def pin(self, key: bytes) -> bool:
-        """Whether the tier has it and it is pinned now."""
+        """Return whether the tier has it and it is pinned now."""
         entry = self._entries.get(key)
         if entry is not None and key not in self._pinned:
             num_blocks = blocks_of(self.num_bytes(entry))
@@ -468,7 +468,7 @@ class Tier(ABC):
         return self._entries[key]
 
     def _oldest_of(self, tenant: bytes, spared: Container[bytes]) -> Entry | None:
-        """What the tenant used longest ago, of what may go."""
+        """Return what the tenant used longest ago, of what may go."""
         for key in self._keys_by_tenant.get(tenant, ()):
             if key not in self._children and not self._is_kept(key) and key not in spared:
                 return self._entries[key]

@@ -158,7 +158,7 @@ class HostTier(Tier):
         self._unwanted.discard(key)
 
     def passed(self, key: bytes) -> bool:
-        """Whether it was on its way to the disk alone; it no longer is."""
+        """Return whether it was on its way to the disk alone; it no longer is."""
         return self._passing.pop(key, None) is not None
 
     def keys_of(self, tenant: bytes) -> list[bytes]:
@@ -168,7 +168,7 @@ class HostTier(Tier):
         return here + [key for key, (other, _) in coming if other == tenant]
 
     def delete(self, key: bytes) -> bool:
-        """Whether it was there or on its way; then it does not come."""
+        """Return whether it was there or on its way; then it does not come."""
         entry, is_coming = self.get(key), key in self._coming
         if is_coming:
             self._unwanted.add(key)

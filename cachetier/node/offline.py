@@ -75,7 +75,7 @@ class FolderView:
         return Miss.OTHER_KEY
 
     def remove(self, seen: SeenFile) -> bool:
-        """Whether it is gone. Only of files that bear one of our names and are ours, and under the lock."""
+        """Return whether it is gone. Only of files that bear one of our names and are ours, and under the lock."""
         assert seen.kind in (Kind.CHUNK, Kind.TORN, Kind.TEMPORARY)
         try:
             self.files.unlink(seen.path)
@@ -103,7 +103,7 @@ class FolderView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFilter:
-    """Which chunks; what is None, all."""
+    """Says which chunks; what is None, all."""
 
     key: str | None = None  # how the key begins, in hex
     tenant: bytes | None = None

@@ -77,7 +77,7 @@ class Promoter:
         return has_room
 
     def _load(self, disk: DiskTier, key: bytes, spared: Container[bytes] | None) -> tuple[bool, Located | None]:
-        """Whether there was room in memory, and the chunk.
+        """Return whether there was room in memory, and the chunk.
 
         With `spared`, none of those goes for it, and nothing is read without room; else it is read in any case.
         """

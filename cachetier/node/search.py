@@ -141,7 +141,7 @@ class ChainSearch:
 
 
 def usable(header: ChunkHeader, query: ChainQuery, place: int) -> int | Miss:
-    """How many of a chunk's leading tokens are those at a place of the chain; perhaps none."""
+    """Return how many of a chunk's leading tokens are those at a place of the chain; perhaps none."""
     if header.fingerprint != query.fingerprint or header.layout.chunk_tokens != query.chunk_tokens:
         return Miss.OTHER_MODEL
     if query.layout not in (None, header.layout):

@@ -132,7 +132,7 @@ class WaitingRequests:
         return len(self._requests)
 
     def host_queue(self) -> tuple[bytes, ...]:
-        """Where the host's parts of the chains end, first come, first served; for a policy."""
+        """Return where the host's parts of the chains end, first come, first served; for a policy."""
         return self._host_queue
 
     def disk_queue(self) -> tuple[bytes, ...]:

@@ -35,7 +35,7 @@ _MAX_LATE = 4096  # chunks in memory that are to be written when that is possibl
 
 
 class HostPut(Enum):
-    """What became of a chunk that was given; the values are the names of counters."""
+    """Says what became of a chunk that was given; the values are the names of counters."""
 
     TAKEN = "taken"
     KEPT = "kept"  # it was there, or is about to be
@@ -166,7 +166,7 @@ class ChunkWriter:
         return self._host.holds(key)
 
     def _is_orphan(self, header: ChunkHeader) -> bool:
-        """Whether its parent is known to be gone, so that nobody would find it."""
+        """Return whether its parent is known to be gone, so that nobody would find it."""
         parent = header.parent
         is_here = self._host.holds(parent) or (self._tiers.disk is not None and parent in self._tiers.disk)
         return not is_here and self._tiers.index.was_here(parent)
@@ -257,7 +257,7 @@ class ChunkWriter:
         self._tiers.settle()
 
     def _is_cut_off(self, header: ChunkHeader, disk: DiskTier) -> bool:
-        """Whether its parent is known and not on the disk: nobody would find the chunk there after a restart."""
+        """Return whether its parent is known and not on the disk: nobody would find the chunk there after a restart."""
         parent = header.parent
         if parent in disk:
             return False
@@ -277,7 +277,7 @@ class ChunkWriter:
             self._try_later(self._failed, key)
 
     def _is_wanted(self, key: bytes) -> bool:
-        """Whether it was neither deleted nor superseded; it cannot have been evicted."""
+        """Return whether it was neither deleted nor superseded; it cannot have been evicted."""
         with self._lock:
             return self._host.holds(key)
 
@@ -344,7 +344,7 @@ class WriteBehind:
         lineage: Lineage | None = None,
         wait_s: float = 0.0,
     ) -> bool:
-        """Whether it was taken; a queue that is full for `wait_s` takes no more.
+        """Return whether it was taken; a queue that is full for `wait_s` takes no more.
 
         While the disk writes nothing at all only the first waits.
         """
@@ -367,7 +367,7 @@ class WriteBehind:
         return True
 
     def await_one(self, timeout_s: float) -> bool:
-        """Whether a chunk of the queue ended in this time: memory that it held can go for another."""
+        """Return whether a chunk of the queue ended in this time: memory that it held can go for another."""
         with self._changed:
             if self._is_stalled or not self._num_bytes:
                 return False

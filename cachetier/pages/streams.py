@@ -27,7 +27,7 @@ class Event(Protocol):
     """A point in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Return whether the stream has come past it."""
 
     def wait(self) -> None:
         """Return when the stream has come past it."""
@@ -43,10 +43,10 @@ class Stream(Protocol):
         """Append work, which launches copies and kernels and waits for nothing."""
 
     def wait(self, event: Event) -> None:
-        """What is appended from now on comes after the event."""
+        """Let what is appended from now on come after the event."""
 
     def record(self) -> Event:
-        """The point behind all that was appended so far."""
+        """Return the point behind all that was appended so far."""
 
     def upload(self, ids: IntArray) -> Tensor:
         """int64 on the device, for work of this stream alone."""
@@ -58,7 +58,7 @@ class Streams(Protocol):
     def new(self) -> Stream: ...
 
     def current(self) -> Stream:
-        """Where the engine computes."""
+        """Return where the engine computes."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Device memory."""

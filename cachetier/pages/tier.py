@@ -61,7 +61,7 @@ class KvTier(Protocol):
 
 
 class SpanRecorder(Protocol):
-    """Where a tier says what it did when; `mneme.replicas.model.timeline.Timeline` is one."""
+    """Says where a tier says what it did when; `mneme.replicas.model.timeline.Timeline` is one."""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -106,7 +106,7 @@ class JoinedLoad:
 
 
 def joined(loads: Sequence[Load]) -> Load | None:
-    """What `StepInputs.load` is for a step that needs these loads."""
+    """Return what `StepInputs.load` is for a step that needs these loads."""
     if len(loads) < 2:
         return loads[0] if loads else None
     return JoinedLoad(loads)

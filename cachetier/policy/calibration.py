@@ -50,7 +50,7 @@ class CostFile:
         self.path = folder / f"costs-{named}.json"
 
     def read(self, clock: Callable[[], float] = time.monotonic) -> CostModel | None:
-        """What was learned before; None, with a warning if there is a file, for one that is broken or foreign."""
+        """Return what was learned before; None, with a warning, for a file that is broken or foreign."""
         try:
             found = read_private(self.path)
             if found is None:

@@ -135,7 +135,7 @@ class LearnedCost:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last works were not given up one after the other, or long ago."""
+        """Return whether the last works were not given up one after the other, or long ago."""
         return self._num_missed < _NUM_MISSES or self._clock() - self._missed_s >= _DISTRUST_S
 
     def note(self, ratio: float, share: float = 1.0) -> None:
@@ -239,7 +239,7 @@ class CostModel:
 
     @property
     def step_scales(self) -> tuple[float, float]:
-        """What prefill and decode take, in times of their calibration."""
+        """Return what prefill and decode take, in times of their calibration."""
         with self._lock:
             return self._costs["prefill"].scale, self._costs["decode"].scale
 
@@ -263,7 +263,7 @@ class CostModel:
         return self._costs[edge].calibrated_s((1, num_chunks, num_bytes))
 
     def edge_scale(self, edge: CostEdge) -> float:
-        """What the edge takes, in times of its calibration."""
+        """Return what the edge takes, in times of its calibration."""
         with self._lock:
             return self._costs[edge].scale
 

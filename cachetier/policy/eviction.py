@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """What is to go: so many pages from the tail of one that is no candidate any more. What stays is offered anew."""
+    """Says what is to go: pages from the tail of one that is no candidate any more. What stays is offered anew."""
 
     candidate: Candidate
     num_pages: int
@@ -56,7 +56,7 @@ class EvictionPolicy(ABC):
         self._queue: Queue = tuple
 
     def set_queue(self, queue: Queue) -> None:
-        """Where a policy that looks ahead reads what will be used next."""
+        """Return where a policy that looks ahead reads what will be used next."""
         self._queue = queue
 
     def offer(self, candidate: Candidate) -> None:
@@ -71,7 +71,7 @@ class EvictionPolicy(ABC):
             self._unrank(candidate)
 
     def admits(self, candidate: Candidate) -> bool:
-        """Whether a full tier should take it, pages that another tier gives up; before anything is copied."""
+        """Return whether a full tier should take it, pages that another tier gives up; before anything is copied."""
         return True
 
     def choose(self) -> Victim | None:
@@ -244,7 +244,7 @@ class ReturningPolicy(LookaheadPolicy):
         self._newest_s = -math.inf
 
     def admits(self, candidate: Candidate) -> bool:
-        """Whether it would not be the next victim itself."""
+        """Return whether it would not be the next victim itself."""
         key = self._oldest_but(())
         return key is None or self._counted_age_s(candidate) < self._counted_age_s(self.candidates[key])
 

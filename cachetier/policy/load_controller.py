@@ -90,7 +90,7 @@ class LoadPlan:
     is_probe: bool = False
 
     def due_s(self, num_done: int, num_units: int, *, waited_s: float = 0.0, is_alone: bool = True) -> float:
-        """When the next unit (the load in equal parts, layers of chunks) must have come, or the load is given up.
+        """Return when the next unit (the load in equal parts, layers of chunks) must be there, else it is given up.
 
         `waited_s`: before the first was begun; `is_alone`: the request is computed meanwhile.
         """
@@ -174,7 +174,7 @@ class LoadController:
         )
 
     def lookup_wait_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
-        """How long a prompt waits for what the tier says before its first rows are computed.
+        """Return how long a prompt waits for what the tier says before its first rows are computed.
 
         num_stored  tokens behind the resident ones that a session had, so that they were stored: they are worth as much
                     time as computing them would take, which would also hold up others
@@ -185,7 +185,7 @@ class LoadController:
         return max(wait_s, self._costs.prefill_s(num_stored, num_resident))
 
     def lookup_timeout_s(self, num_resident: int, num_tokens: int, num_stored: int = 0) -> float:
-        """How long the question may take: as long as some of the prompt is still to be computed."""
+        """Return how long the question may take: as long as some of the prompt is still to be computed."""
         computing_s = self._costs.prefill_s(num_tokens - num_resident, num_resident)
         return self.lookup_wait_s(num_resident, num_tokens, num_stored) + computing_s
 
@@ -229,12 +229,12 @@ class LoadController:
         return _Choice(num_chunks, near_s, far_s, first_s, later_s, together_s + later_s)
 
     def _latest_s(self, choice: _Choice, ttft_s: float) -> float:
-        """How long the load may take for a first token at that time: `overlapped_s`, solved for the load."""
+        """Return how long the load may take for a first token at that time: `overlapped_s`, solved for the load."""
         together_s, num_layers = ttft_s - choice.later_s, self._num_layers
         return min(together_s - choice.first_s / num_layers, (together_s - choice.first_s) * num_layers)
 
     def _latest_beside_s(self, choice: _Choice, ttft_s: float) -> float:
-        """How long its far part may take, where the rest comes behind it."""
+        """Return how long its far part may take, where the rest comes behind it."""
         return ttft_s - choice.later_s - choice.first_s - choice.near_s
 
     def _step_chunks(self, chunks: Sequence[Loadable]) -> int:
@@ -242,7 +242,7 @@ class LoadController:
         return max(int(self._costs.prefill_s(self._costs.step_rows, 0) / self._costs.edge_s("host", size)), 1)
 
     def _probes(self, best: _Choice, choices: Sequence[_Choice], chunks: Sequence[Loadable]) -> bool:
-        """Whether to load one chunk more than is best, over an edge that was not tried for long."""
+        """Return whether to load one chunk more than is best, over an edge that was not tried for long."""
         slack_s = TOLERANCE * choices[0].ttft_s
         chunk, more = chunks[best.num_chunks], choices[best.num_chunks + 1]
         is_trusted = self._costs.is_trusted(chunk.edge)

@@ -158,7 +158,7 @@ class SessionLogs:
         return rows
 
     def delete(self, key: LogKey, at_least: int = 0) -> bool:
-        """What is not known here leaves no tombstone, unless `at_least` names a version."""
+        """Delete a log; one that is not known leaves no tombstone, unless `at_least` names a version."""
         with self._errors("tombstone_failed", lambda: self._db), self._transaction():
             stored, session = self._find(key)
             if session is None and not at_least:
@@ -274,7 +274,7 @@ class SessionLogs:
         return found is not None
 
     def _drop_damaged(self, key: LogKey, read: _Stored) -> None:
-        """What was read is not what was written; unless it was replaced since."""
+        """Drop a log of which what was read is not what was written, unless it was replaced since."""
         with self._errors("read_failed", lambda: self._db), self._transaction():
             stored, _ = self._find(key)
             if stored == read:
@@ -371,7 +371,7 @@ class SessionLogs:
 
     @contextmanager
     def _errors(self, counter: str, connection: Callable[[], sqlite3.Connection]) -> Iterator[None]:
-        """What SQLite raises is an OSError, and a database that is damaged is set aside."""
+        """Turn what SQLite raises into an OSError, and set a damaged database aside."""
         used = connection()
         try:
             yield

@@ -13,14 +13,14 @@ _NAME_BYTES = 16
 
 
 class LogKey(NamedTuple):
-    """Which session's log; says neither whose nor which to whoever does not know the tenant's salt."""
+    """Says which session's log; says neither whose nor which to whoever does not know the tenant's salt."""
 
     name: bytes  # 16
     tenant: bytes  # its id, 8 bytes, as `keys.tenant_id` says it
 
 
 class Appended(Enum):
-    """What became of rows; the values are the names of counters."""
+    """Says what became of rows; the values are the names of counters."""
 
     WRITTEN = "appended"
     NEEDS_WHOLE = "needs_whole"  # the log is not what they go on from: send all of them

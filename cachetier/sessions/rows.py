@@ -62,7 +62,7 @@ class SessionRow(NamedTuple):
 
 
 class TurnRow(NamedTuple):
-    """What a turn added to the ids."""
+    """Holds what a turn added to the ids."""
 
     turn: int  # its number: larger than those of all turns before it
     start: int  # of the ids before it, how many it goes on from
@@ -81,7 +81,7 @@ class LogRows(NamedTuple):
     turns: tuple[TurnRow, ...] = ()
 
     def follow(self, num_ids: int, last_turn: int) -> bool:
-        """Whether the turns lead from so many ids, the last turn's, to those that the session has."""
+        """Return whether the turns lead from so many ids, the last turn's, to those that the session has."""
         for turn in self.turns:
             if turn.turn <= last_turn or turn.start > num_ids:
                 return False
@@ -107,7 +107,7 @@ class LogRows(NamedTuple):
 
 
 def rows_of(state: SessionState, before: SessionState | None = None) -> LogRows:
-    """What leads from `before` to `state`; None: from anything."""
+    """Return what leads from `before` to `state`; None: from anything."""
     start = 0 if before is None else common_prefix(before.ids, state.ids)
     seen_ids = None if state.seen_ids is None else state.seen_ids.tobytes()
     session = SessionRow(state.version, len(state.ids), seen_ids, *state[3:])
@@ -127,7 +127,7 @@ def taken_over(version: int, now_s: float) -> int:
 
 
 def common_prefix(one: array[int], other: array[int]) -> int:
-    """How many ids both begin with."""
+    """Return how many ids both begin with."""
     limit = min(len(one), len(other))
     if not limit:
         return 0

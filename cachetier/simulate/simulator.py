@@ -96,7 +96,7 @@ class SimulatedLoads:
         return FirstToken(plan.predicted_ttft_s, compute_s, tuple(loaded))
 
     def disk_blocks(self, seconds: float, block_tokens: int) -> float:
-        """How many the disk gives in so long."""
+        """Return how many the disk gives in so long."""
         return seconds / self._costs.edge_s("disk", self.block_bytes(block_tokens))
 
     def block_bytes(self, block_tokens: int) -> int:

@@ -68,7 +68,7 @@ def most_used_within(trace: Sequence[TraceRequest], span_s: float) -> int:
 
 
 class _Checks:
-    """What one file's lines must hold, one after the other."""
+    """Holds what one file's lines must hold, one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -294,7 +294,7 @@ def _server_sent_events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _message(response: httpx.Response) -> str:
-    """What an error answer says, whoever gave it."""
+    """Return what an error answer says, whoever gave it."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -82,7 +82,7 @@ def _port(port: int) -> Finding:
 
 
 def _graphs(port: int) -> list[Finding]:
-    """What the replicas of a cluster that serves on the port say of their CUDA graphs; nothing where none has any."""
+    """Return what replicas of the cluster on the port say of their CUDA graphs; nothing where none has any."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ASK_S)
     try:
         connection.request("GET", "/metrics")
@@ -153,7 +153,7 @@ def _compiled_kernels() -> list[Finding]:
 
 
 def _placement() -> list[Finding]:
-    """What `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
+    """Return what `mneme serve` would start here unless it is told otherwise, and whether torch can use the GPUs."""
     from mneme.replicas.engine.load import cuda_trouble
 
     placement = place_engines(ClusterConfig(), count_gpus())

@@ -91,7 +91,7 @@ def _report_throughput(url: str, before: dict[str, Any]) -> None:
 
 
 def throughput_line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str | None:
-    """What happened between two answers of `GET /`; None: nothing. A replica's end takes its counts away."""
+    """Return what happened between two answers of `GET /`; None: nothing. A replica's end takes its counts away."""
     counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
     prompt, cached, generated = (max(0, now[name] - before[name]) for name in counts)
     requests = now["requests"]

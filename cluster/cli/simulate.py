@@ -122,7 +122,7 @@ def _given_rates(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _assumptions(costs: CostModel, prices: Prices, args: argparse.Namespace) -> list[str]:
-    """What the figures rest on, and how to say otherwise."""
+    """Return what the figures rest on, and how to say otherwise."""
     kv_bytes = costs.calibration.kv_bytes_per_token
     prefill_per_s = _RATED_TOKENS / costs.prefill_s(_RATED_TOKENS, 0)
     host, disk = (GB / costs.edge_s(edge, int(GB)) for edge in ("host", "disk"))

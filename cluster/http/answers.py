@@ -214,7 +214,7 @@ class Answer(ABC):
         """`choices[i].logprobs`; of a stream's chunks in their order."""
 
     def _end(self, delta: Delta, usage: str) -> str:
-        """What follows the text in a chunk."""
+        """Return what follows the text in a chunk."""
         logprobs = _dumped(self._logprobs(delta.choice, delta.logprobs)) if delta.logprobs else "null"
         reason = "null" if delta.finish_reason is None else _quoted(delta.finish_reason)
         return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
@@ -290,7 +290,7 @@ class CompletionAnswer(Answer):
 
 
 def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What the end of an answer says of it."""
+    """Return what the end of an answer says of it."""
     metrics = metrics_object(choices)
     return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
 

@@ -150,7 +150,7 @@ async def _health(api: ApiState, request: Request) -> dict[str, Any]:
 
 
 async def _ready(api: ApiState, request: Request) -> Response:
-    """How many replicas requests may go to; status 503 if none."""
+    """Return how many replicas requests may go to; status 503 if none."""
     num_ready = api.client.num_ready()
     headers = {} if num_ready else {"retry-after": "1"}
     return JSONResponse({"ready": num_ready > 0, "replicas": num_ready}, 200 if num_ready else 503, headers)
@@ -178,7 +178,7 @@ async def _openapi(api: ApiState, request: Request) -> dict[str, Any]:
 
 
 async def _root(api: ApiState, request: Request) -> Response:
-    """What runs here and how busy it is: a page for a browser, JSON for others."""
+    """Return what runs here and how busy it is: a page for a browser, JSON for others."""
     model = api.model(None)
     replicas = (await api.client.stats()).values()
 

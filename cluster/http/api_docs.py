@@ -74,7 +74,7 @@ class DocumentUsage(TypedDict):
 
 
 class BlendUsage(TypedDict):
-    """How the KV of the prompt's documents was used, and why so; as they stand in the prompt.
+    """Says how the KV of the prompt's documents was used, and why so; as they stand in the prompt.
 
     Where some was reused behind other text: by which selector and ratio, whether their quality was measured on this
     model, and document tokens that were reused and that the selector chose to recompute.
@@ -417,7 +417,7 @@ class Requests(TypedDict):
 
 
 class Service(TypedDict):
-    """What runs here: sums over the replicas that answered; tokens since their start."""
+    """Says what runs here: sums over the replicas that answered; tokens since their start."""
 
     service: Literal["mneme"]
     version: str
@@ -507,7 +507,7 @@ def service_page(service: Service, url: str) -> str:
 
 
 def curl_line(url: str, service: Mapping[str, Any]) -> str:
-    """How to ask it from a shell."""
+    """Return how to ask it from a shell."""
     key = ' -H "Authorization: Bearer $KEY"' if service["needs_key"] else ""
     body = json.dumps({"model": service["model"], "messages": [{"role": "user", "content": "Hello"}]})
     quoted = body.replace("'", "'\\''")

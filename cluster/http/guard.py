@@ -138,7 +138,7 @@ class _Response:
 
 
 def _has_body(headers: Mapping[str, str]) -> bool:
-    """Whether the headers announce one."""
+    """Return whether the headers announce one."""
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 

@@ -109,7 +109,7 @@ class DropRequest(SequenceSelector):
 
 
 async def lookup(api: ApiState, request: Request, body: LookupRequest) -> dict[str, Any]:
-    """How much of a prompt is kept, and where; changes nothing."""
+    """Return how much of a prompt is kept, and where; changes nothing."""
     chosen = await _select(api, request, body, visible=True)
     engines = await api.client.query(commands.look_up_pages(chosen.salt, chosen.token_ids))
     tier = await ask_tier(api.client, commands.look_up_kv(chosen.salt, chosen.token_ids))
@@ -152,7 +152,7 @@ async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
 
 
 async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
-    """What the API key has pinned, and where."""
+    """Return what the API key has pinned, and where."""
     tenant = kv_tenant(request.state.tenant)
     described_by_id: dict[str, dict[str, Any]] = {}
     replicas_by_id: dict[str, list[str]] = {}

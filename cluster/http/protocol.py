@@ -64,7 +64,7 @@ class SessionOptions(Body):
 
 
 class TruncationOptions(Body):
-    """What happens if the prompt does not fit; what is left out is as configured. Ranges: `Truncation`."""
+    """Says what happens if the prompt does not fit; what is left out is as configured. Ranges: `Truncation`."""
 
     model_config = ConfigDict(extra="forbid")  # ours alone: a name that is not known is misspelt
 
@@ -82,7 +82,7 @@ class PromptParts(Body):
 
 
 class SamplingBody(Body):
-    """What both completion APIs take."""
+    """Defines what both completion APIs take."""
 
     model: str
     stream: bool | None = None
@@ -160,7 +160,7 @@ class GivenDocument(Body):
 
 
 class BlendBody(Body):
-    """How the KV of documents is used; what is not given is as `engine.blend` has it. Ranges: `BlendOptions`."""
+    """Says how the KV of documents is used; what is not given is as `engine.blend` has it. Ranges: `BlendOptions`."""
 
     model_config = ConfigDict(extra="forbid")  # ours alone: a name that is not known is misspelt
 

@@ -25,7 +25,7 @@ _MAX_MOVES = 8  # of a session to another replica while it is being forked
 
 
 async def get_session(api: ApiState, request: Request) -> dict[str, Any]:
-    """What is kept of a conversation, and where."""
+    """Return what is kept of a conversation, and where."""
     key = _key(request)
     return _session_object(_name(key), *await _find(api, key))
 
@@ -54,7 +54,7 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> di
 
 
 async def explain(api: ApiState, request: Request) -> dict[str, Any]:
-    """Where each range of a recent request's prompts came from; `request_id` may be the id of its completion."""
+    """Return where each range of a recent request's prompts came from; `request_id` may be the id of its completion."""
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")

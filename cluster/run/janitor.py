@@ -60,7 +60,7 @@ class Cluster(NamedTuple):
                 yield int(entry)
 
     def owns(self, pid: int) -> bool:
-        """Whether the process is one of the cluster's."""
+        """Return whether the process is one of the cluster's."""
         return self._is_marked(pid) or self._writes_here(pid)
 
     def _is_marked(self, pid: int) -> bool:
@@ -102,7 +102,7 @@ def _kill(pid: int, cluster: Cluster) -> None:
 
 
 def _is_writable(pid: int, descriptor: str) -> bool:
-    """Whether a descriptor is open for writing; who only reads a log (`tail -f`) is not ours."""
+    """Return whether a descriptor is open for writing; who only reads a log (`tail -f`) is not ours."""
     for line in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text(encoding="ascii").splitlines():
         if line.startswith("flags:"):
             return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY

@@ -116,7 +116,7 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """Where the API answers; the wildcard address is reached by the loopback."""
+        """Return where the API answers; the wildcard address is reached by the loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
         return f"http://{host}:{self.config.port}"
 

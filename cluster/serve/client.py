@@ -102,7 +102,7 @@ class PlacedChoice:
         )
 
     def is_complete(self) -> bool:
-        """Whether all tokens came and only the word that it has finished was lost."""
+        """Return whether all tokens came and only the word that it has finished was lost."""
         max_tokens = self.request.sampling.max_tokens
         return max_tokens is not None and len(self.emitted) >= max_tokens
 

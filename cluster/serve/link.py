@@ -73,12 +73,12 @@ class ReplicaLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be submitted: there is a stream, and it is warm."""
+        """Return whether requests may be submitted: there is a stream, and it is warm."""
         return self.epoch is not None and self._warm_up is None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation still waits for events."""
+        """Return whether a generation still waits for events."""
         return bool(self._sinks)
 
     def start(self) -> None:

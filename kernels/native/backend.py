@@ -55,7 +55,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What all layers of a step with the same options have in common."""
+    """Holds what all layers of a step with the same options have in common."""
 
     step: _Step
     address: int  # of `step`

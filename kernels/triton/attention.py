@@ -124,7 +124,7 @@ def visible_pages(key_position, begin, end, effective, seen, window, PAGE_SIZE: 
 
 @triton.jit
 def _section(work, number: tl.constexpr):
-    """Where a section of the packed work begins."""
+    """Return where a section of the packed work begins."""
     return work + tl.load(work + number)
 
 
@@ -347,7 +347,7 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_listed"])
 def key_position_kernel(key_position, slot_position, work, num_listed, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """Where each key of each listed page was rotated, in the order of the list; FREE where no row may see it.
+    """Return where each key of each listed page was rotated, in the order of the list; FREE where no row may see it.
 
     Once per step, for all layers: a layer then reads positions as it reads anything contiguous, without page ids and
     masks. Bytes: 8 per key and 12 per page; no flops.

@@ -39,7 +39,7 @@ _recording = threading.Lock()
 
 
 class Variant(NamedTuple):
-    """What a launch has compiled."""
+    """Holds what a launch has compiled."""
 
     module: str
     kernel: str

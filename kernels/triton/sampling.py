@@ -186,7 +186,7 @@ _MAX_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _load(values_ptr, index, num_values, temperature, top, pivot, UNIT: tl.constexpr):
-    """Which of these values are candidates, what they are by the temperature, and their weights (0 of others)."""
+    """Return which values are candidates, what they are by the temperature, and their weights (0 of others)."""
     x = tl.load(values_ptr + index, mask=index < num_values, other=-float("inf"))
     scaled = scaled_of(x, temperature)
     is_candidate = scaled - top >= pivot
@@ -198,7 +198,7 @@ def _crossing(
     values_ptr, num_values, temperature, top, pivot, target, BY_WEIGHT: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the cumulative weight (or count) of candidates, in descending order, passes `target`.
+    """Return where the cumulative weight (or count) of candidates, in descending order, passes `target`.
 
     The scaled logit there; count and weight of the candidates above it; the weight of one token that has it.
 

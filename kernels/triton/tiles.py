@@ -27,7 +27,7 @@ _IntArray = npt.NDArray[np.int64]
 
 
 class Grid(NamedTuple):
-    """What the cut depends on beside the work."""
+    """Holds what the cut depends on beside the work."""
 
     page_size: int
     num_groups: int  # query heads per KV head
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """What is to be cut; one entry per piece."""
+    """Holds what is to be cut; one entry per piece."""
 
     num_rows: _IntArray
     rows_per_tile: _IntArray

@@ -195,12 +195,12 @@ class Fetch:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Return whether nobody wants it any more."""
         return self._is_closed
 
     @property
     def is_looking(self) -> bool:
-        """Whether it is not known yet what there is."""
+        """Return whether it is not known yet what there is."""
         return not (self._has_looked or self._is_there or self._is_closed)
 
     def num_rows_before(self, num_tokens: int) -> int:
@@ -217,7 +217,7 @@ class Fetch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody need wait for it: all is in memory, or nothing is to come."""
+        """Return whether nobody need wait for it: all is in memory, or nothing is to come."""
         return self._is_closed or self._is_there
 
     @property
@@ -242,12 +242,12 @@ class Fetch:
 
     @property
     def step_chunks(self) -> int | None:
-        """How many one step loads beside others; None: not planned yet."""
+        """Return how many one step loads beside others; None: not planned yet."""
         return None if self.plan is None else self.plan.step_chunks
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether a load of it would not wait for what is read."""
+        """Return whether a load of it would not wait for what is read."""
         return self._times is not None and self._times.is_all_brought
 
     def begin_load(self, beside_s: float = 0.0) -> None:
@@ -261,8 +261,10 @@ class Fetch:
         return self._times.left_s(layer, computed_s)
 
     def is_ready(self, *, is_alone: bool) -> bool:
-        """Whether the sequence, which could run, need not wait for it any longer: all is in memory, nothing was found,
-        it is too late, or what there is will be said while the first rows are computed.
+        """Return whether the sequence, which could run, need not wait for it any longer.
+
+        All is in memory, nothing was found, it is too late, or what there is will be said while the first rows are
+        computed.
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
@@ -377,7 +379,7 @@ class Fetch:
         return [index for index, source in enumerate(self.sources) if source.edge != "host"]
 
     def _is_lost(self, index: int) -> bool:
-        """Whether nothing more of a chunk is brought."""
+        """Return whether nothing more of a chunk is brought."""
         return self._is_closed or not self._is_busy or index >= self._num_sound
 
     def _bring(self, index: int, layer: int) -> bool:

@@ -56,7 +56,7 @@ class SaveJob:
 
     @property
     def is_void(self) -> bool:
-        """Whether what its pages hold is not what was to be computed: the sequence had to go back to the queue."""
+        """Return whether its pages hold other KV than was to be computed: the sequence went back to the queue."""
         return self.sequence.path is None
 
 

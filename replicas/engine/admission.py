@@ -167,7 +167,7 @@ class QueueLimits:
         return self._waiting.num_tokens + self._queued.num_tokens
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Whether the request may wait too."""
+        """Return whether the request may wait too."""
         return self._excess(request) is None
 
     def check(self, request: GenerationRequest) -> None:

@@ -155,7 +155,7 @@ def measured_steps(
 
 
 class _Plan(NamedTuple):
-    """What one pass has measured, and others repeat."""
+    """Holds what one pass has measured, and others repeat."""
 
     pieces: list[int]  # rows of each piece of a prompt
     context_by_batch: dict[int, int]  # tokens of each prompt that is decoded behind, by how many there are

@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
+        """Return whether a step would do nothing yet: all there is waits for the cache tier, for some milliseconds."""
         return not self._outbox and self.scheduler.is_blocked
 
     @property
@@ -199,7 +199,7 @@ class Engine:
         return engine_stats(self)
 
     def turn_so_far(self, key: SessionKey) -> tuple[FinishedTurn, GenerationRequest] | None:
-        """What the first choice of the session's running turn has, if it runs."""
+        """Return what the first choice of the session's running turn has, if it runs."""
         first = self._first_choice(key)
         return None if first is None else (finished_turn(first, self._tokenizer), first.request)
 

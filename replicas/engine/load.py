@@ -323,7 +323,7 @@ def _described(device: torch.device) -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether Linux says that it does; where not, products in float32 are several times faster."""
+    """Return whether Linux says that it does; where not, products in float32 are several times faster."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -399,7 +399,7 @@ def _costs(runner: Runner, engine: EngineConfig, cache: CacheConfig, file: CostF
 
 
 def _kept_folder() -> Path:
-    """Where digests and costs are kept from start to start; for a user without a home they are not."""
+    """Return where digests and costs are kept from start to start; for a user without a home they are not."""
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ class PrefixForest(Paths):
 
     @property
     def wants_copies(self) -> bool:
-        """Whether a step without rows would still have pages to copy to the host."""
+        """Return whether a step without rows would still have pages to copy to the host."""
         return self.tiers.wants_copies
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:

@@ -70,7 +70,7 @@ class PendingMoves:
         return bool(self._load_by_device_page or self._grafts)
 
     def is_fresh(self, device_page: int | None) -> bool:
-        """Whether what it is to hold will be there only when the step has run."""
+        """Return whether what it is to hold will be there only when the step has run."""
         return device_page in self._fresh
 
     def save(self, device_page: int, host_page: int) -> None:
@@ -91,7 +91,7 @@ class PendingMoves:
         self._grafts.append(graft)
 
     def cancel_load(self, device_page: int | None) -> bool:
-        """Whether there was one: what the device page is said to hold is not there then."""
+        """Return whether there was one: what the device page is said to hold is not there then."""
         return device_page is not None and self._load_by_device_page.pop(device_page, None) is not None
 
     def forget(self) -> None:

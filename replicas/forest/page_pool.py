@@ -190,7 +190,7 @@ class PagePool:
         return length
 
     def _continues(self, page: Page, parent: Page) -> bool:
-        """Whether the run that `page` is part of goes on in its parent."""
+        """Return whether the run that `page` is part of goes on in its parent."""
         is_of_release = parent.released == page.released and parent.claim is None
         return is_of_release and self._is_idle(parent) and parent.below[self.index] == 1
 

@@ -121,7 +121,7 @@ class Root(Page):
         return {kept.root for kept in self.kept if kept.root.is_own} - {self}
 
     def begins(self, ids: Sequence[int]) -> bool:
-        """Whether what it keeps is still what `ids` begin with: a page that lost its KV may have got other tokens."""
+        """Return whether `ids` still begin with what it keeps: a page that lost its KV may have got other tokens."""
         for kept in self.kept:
             page, position = kept.page, kept.start + kept.delta
             if page.positions is not None:  # its tokens are one blend's: nobody else's come there

@@ -67,7 +67,7 @@ class Paths:
         return self._device.num_pages - self._device.num_in_use
 
     def is_settled(self, path: Path) -> bool:
-        """Whether what the path sees lies on the device already, but for tokens that this step adds to older pages."""
+        """Return whether all that the path sees lies on the device, but for tokens that this step adds to pages."""
         return not path.gaps and not any(map(self.tiers.moves.is_fresh, path.page_ids))
 
     def extend(self, path: Path, ids: Sequence[int], limit: int) -> int:
@@ -209,7 +209,7 @@ class Paths:
         return loaded
 
     def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
-        """Whether the path's next token may go into its last page."""
+        """Return whether the path's next token may go into its last page."""
         page, position = path.tail, path.num_tokens
         if position % self.page_size == 0 or page is path.root or page.end != position:
             return False
@@ -267,7 +267,7 @@ def num_missing(path: Path, index: int) -> int:
 
 
 def is_lost(path: Path) -> bool:
-    """Whether tokens that the root keeps have no KV any more; their own lineage is not the path's to compute."""
+    """Return whether tokens that the root keeps have no KV any more; their own lineage is not the path's to compute."""
     return any(num_missing(path, index) for index in path.gaps if index < len(path.root.kept))
 
 
@@ -394,7 +394,7 @@ def loaded_span(path: Path, index: int) -> tuple[int, int]:
 
 
 def _is_whole(path: Path, index: int) -> bool:
-    """Whether the device has all the path needs of a page, where the path knows it."""
+    """Return whether the device has all the path needs of a page, where the path knows it."""
     page = path.pages[index]
     has_all = page.filled[DEVICE] >= needed_tokens(path, index)
     return has_all and path.page_ids[index] == page.ids[DEVICE]

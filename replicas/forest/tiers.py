@@ -51,7 +51,7 @@ class TieredPages:
 
     @property
     def wants_copies(self) -> bool:
-        """Whether copies should be made ahead of time, and there is something to copy."""
+        """Return whether copies should be made ahead of time, and there is something to copy."""
         is_short = len(self.device.free) + self.num_reclaimable < self._copy_target
         return is_short and self.host.num_pages > 0 and (bool(self._uncopied) or self._copying is not None)
 

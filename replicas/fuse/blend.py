@@ -48,7 +48,7 @@ DEFAULT_RATIO = 0.15  # of a document's tokens; CacheBlend's
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Blend:
-    """How one sequence reuses documents."""
+    """Says how one sequence reuses documents."""
 
     options: BlendOptions
     spans: tuple[DocumentSpan, ...]  # in order, of what the sequence sees; without those that are too short
@@ -151,7 +151,7 @@ class Blend:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether rows of documents are to be computed as far as their keys can be compared."""
+        """Return whether rows of documents are to be computed as far as their keys can be compared."""
         return self.is_probing and self.selector == "hkvd"
 
     def next_compared(self, max_rows: int) -> IntArray:
@@ -176,7 +176,7 @@ class Blend:
         return is_last
 
     def uses_any(self, start: int, end: int) -> bool:
-        """Whether its path reuses some of the positions [start, end)."""
+        """Return whether its path reuses some of the positions [start, end)."""
         index = bisect_right(self.uses, start, key=lambda use: use[1])
         return index < len(self.uses) and self.uses[index][0] < end
 

@@ -35,7 +35,7 @@ _EDGES: Mapping[str, Edge] = {"host": "host", "disk": "disk", "peer": "peer_host
 
 
 class Work(NamedTuple):
-    """What there is to compute of a prompt."""
+    """Holds what there is to compute of a prompt."""
 
     num_exact: int  # tokens that are found as an exact prefix
     num_reused: int  # behind them, of documents that are reused
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How documents are reused."""
+    """Says how documents are reused."""
 
     options: BlendOptions
     why: str

@@ -135,7 +135,7 @@ class Gate(NamedTuple):
     ratios: tuple[float, ...] = ()  # all that were measured
 
     def is_measured(self, selector: Selector, ratio: float) -> bool:
-        """Whether answers were measured to be as good as those of a full prefill."""
+        """Return whether answers were measured to be as good as those of a full prefill."""
         return ratio >= self.allowed.get(selector, math.inf)
 
 

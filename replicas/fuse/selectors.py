@@ -21,7 +21,7 @@ _FALL = 0.5
 
 
 class Wanted(NamedTuple):
-    """What is reused of one document: the positions [start, end) of a sequence."""
+    """Holds what is reused of one document: the positions [start, end) of a sequence."""
 
     start: int
     end: int

@@ -71,7 +71,7 @@ class DecoderConfig:
 
     @property
     def is_windowed(self) -> bool:
-        """Whether a row does not see all on some layer."""
+        """Return whether a row does not see all on some layer."""
         return any(window is not None for window in self.windows)
 
     @property

@@ -58,7 +58,7 @@ class Graph(Protocol):
 
 
 class Shape(NamedTuple):
-    """What a captured step's launches depend on."""
+    """Holds what a captured step's launches depend on."""
 
     num_rows: int
     attention: Hashable
@@ -103,7 +103,7 @@ class DecodeGraphs:
 
     @property
     def is_on(self) -> bool:
-        """Whether steps are still captured."""
+        """Return whether steps are still captured."""
         return self._num_failures < _MAX_FAILURES
 
     def stats(self) -> dict[str, int]:

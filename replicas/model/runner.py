@@ -52,7 +52,7 @@ _NO_PAGES = PageTable.own([])  # of sequences that pad a decode step
 
 
 class _Seen(NamedTuple):
-    """What a path was when the kept plan was made."""
+    """Holds what a path was when the kept plan was made."""
 
     path: Path
     num_pages: int
@@ -109,7 +109,7 @@ class Runner:
 
     @property
     def can_copy(self) -> bool:
-        """Whether the tier has time for copies ahead of need."""
+        """Return whether the tier has time for copies ahead of need."""
         return self._tier.is_idle
 
     def prepare(

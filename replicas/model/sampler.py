@@ -30,7 +30,7 @@ _NUM_CANDIDATES = 256
 
 
 class SampleRow(NamedTuple):
-    """What the sampler needs to know of one sequence."""
+    """Holds what the sampler needs to know of one sequence."""
 
     params: SamplingParams
     seed: int

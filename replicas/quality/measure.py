@@ -39,7 +39,7 @@ _OFF = BlendOptions(mode="off")
 
 
 class Arm(NamedTuple):
-    """How documents are reused."""
+    """Says how documents are reused."""
 
     selector: Selector
     ratio: float

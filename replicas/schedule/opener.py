@@ -82,7 +82,7 @@ class PathOpener:
         return -(-len(sequence.context) // self._forest.page_size) + 1
 
     def _fits(self, path: Path, sequence: Sequence, num_running: int, budget: StepBudget, num_kept: int = 0) -> bool:
-        """Whether all known tokens fit beside the reserve, at least one page more for each running sequence.
+        """Return whether all known tokens fit beside the reserve, at least one page more for each running sequence.
 
         Prompts that were cut in this step count as if they were whole.
         """

@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether all there is to do is to wait for what the cache tier has of the next prompt."""
+        """Return whether all there is to do is to wait for what the cache tier has of the next prompt."""
         return not self.running and bool(self.waiting) and not self._is_ready(self.waiting.head)
 
     def reopen(self, sequence: Sequence) -> None:
@@ -286,7 +286,7 @@ class Scheduler:
             sequence.found = None
 
     def _comes_whole(self, sequence: Sequence) -> bool:
-        """Whether one that does not run yet would wait neither for its chunks nor for a later step to load them."""
+        """Return whether one that does not run yet would wait neither for its chunks nor for a step to load them."""
         found = sequence.found
         if found is None or not found.is_settled:
             return found is None
@@ -358,11 +358,11 @@ class Scheduler:
 
     @property
     def _has_streams(self) -> bool:
-        """Whether somebody's next token would wait for what a step loads."""
+        """Return whether somebody's next token would wait for what a step loads."""
         return any(sequence.num_output for sequence in self.running)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether it need not wait for the cache tier; alone, it may be computed while its chunks come.
+        """Return whether it need not wait for the cache tier; alone, it may be computed while its chunks come.
 
         Not before others whose chunks come too: they are read at the same time, so its step would wait longer.
         """

@@ -53,7 +53,7 @@ class StepBudget:
         self._cuts[path.tail, sequence.context[end]] = _Cut(sequence, end, num_pages)
 
     def follows(self, path: Path, ids: list[int]) -> bool:
-        """Whether another prompt was cut where this one is, and goes on alike."""
+        """Return whether another prompt was cut where this one is, and goes on alike."""
         return self._leader(path, ids) is not None
 
     def num_promised(self, path: Path, ids: list[int]) -> int:

@@ -101,7 +101,7 @@ class DurableSessions:
         take_over(sessions, self.recall(keys, sessions.version_of))
 
     def delete(self, key: SessionKey) -> bool:
-        """Whether there was a durable log; there is none now, nor what was still to be written of it.
+        """Return whether there was a durable log; there is none now, nor what was still to be written of it.
 
         Raises OSError if that is not sure.
         """
@@ -156,7 +156,7 @@ class DurableSessions:
 
 @dataclass(slots=True)
 class _Unwritten:
-    """What is still to be written of a session: its deletion, and then what it is now."""
+    """Holds what is still to be written of a session: its deletion, and then what it is now."""
 
     number: int  # of the first change since it was written
     deletion: int | None  # the version that deletes
@@ -220,7 +220,7 @@ class SessionLogWriter:
         self._leave(key, log.state())
 
     def after(self, call: Callable[[], None]) -> bool:
-        """Whether all that happened until now is written, or failed; if not, another thread calls `call` then."""
+        """Return whether all that happened until now is written, or failed; else another thread calls `call` then."""
         with self._condition:
             if self._is_done(self._num_changes) or self._is_stopping:
                 return True
@@ -337,7 +337,7 @@ class SessionLogWriter:
         self._retry_at_s = time.monotonic() + RETRY_S
 
     def _is_done(self, number: int) -> bool:
-        """Whether all that was left until then is written; called with the lock held."""
+        """Return whether all that was left until then is written; called with the lock held."""
         is_written = self._writing is None or self._writing > number
         return is_written and all(each.number > number for each in islice(self._waiting.values(), 1))
 

@@ -108,7 +108,7 @@ class TokenLog(Owner):
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a conversation: one that failed before its first token, or was deleted, is none."""
+        """Return whether there is a conversation: one that failed before its first token, or was deleted, is none."""
         return bool(self.ids) or (self.running is not None and not self.running.is_deleted)
 
     @property
@@ -213,7 +213,7 @@ class TokenLog(Owner):
 
 
 def is_usable(state: SessionState, vocab_size: int) -> bool:
-    """Whether a state that was read can be a session here: its ids are tokens, its marks lie in order within them."""
+    """Return whether a state that was read can be a session: its ids are tokens, its marks in order within them."""
     for ids in (state.ids, state.seen_ids):
         values = np.frombuffer(ids, np.int32) if ids else np.zeros(1, np.int32)
         if not 0 <= values.min() <= values.max() < vocab_size:

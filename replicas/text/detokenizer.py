@@ -161,7 +161,7 @@ class _CharacterStream:
         self._given = max(0, self._num_decoded - waiting)
 
     def _ends(self, text: str, size: int) -> bool:
-        """Whether the last `size` tokens alone give the end of the text."""
+        """Return whether the last `size` tokens alone give the end of the text."""
         end = self._decode(self._window[-size:])
         return end.strip(_INCOMPLETE) != "" and not end.startswith(_INCOMPLETE) and text.endswith(end)
 

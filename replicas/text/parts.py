@@ -101,7 +101,7 @@ class StandIns:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What templates with a place for documents read."""
+        """Return what templates with a place for documents read."""
         return {"documents": [{"title": "", "text": each} for each in self._beside]} if self._beside else {}
 
     def placed(self, render: Callable[[Conversation], Appended], messages: Conversation) -> Appended:

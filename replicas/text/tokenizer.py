@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def sink_ids(self) -> list[int]:
-        """What every text prompt begins with: the model's BOS, or nothing."""
+        """Return what every text prompt begins with: the model's BOS, or nothing."""
         return self.encode("", add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
