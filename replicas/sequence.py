@@ -70,14 +70,11 @@ class Origins:
                 break
             if position < each.start:
                 ranges.append(Origin(position, each.start, "device"))
-            ranges.append(_cut(each, 0, num_prompt))
+            ranges.append(each if each.end <= num_prompt else _cut(each, 0, num_prompt))
             position = ranges[-1].end
         if position < num_prompt:
             ranges.append(Origin(position, num_prompt, "recomputed"))
         return ranges
-
-    def num_tokens(self, num_prompt: int, source: Source) -> int:
-        return sum(each.end - each.start for each in self.ranges(num_prompt) if each.source == source)
 
 
 class TokenCounts:
@@ -299,7 +296,10 @@ class Sequence:
     def usage(self) -> PromptUsage:
         """Count where the prompt came from, as far as it has been computed; what was not begun counts as computed."""
         num_seen = self.num_prompt - self.num_unseen
-        counted = {source: self.origins.num_tokens(num_seen, source) for source in (*_CACHED, "dropped")}
+        ranges = self.origins.ranges(num_seen)
+        counted = collections.Counter[Source]()
+        for start, end, source in ranges:
+            counted[source] += end - start
         return PromptUsage(
             prompt_tokens=num_seen,
             cached_tokens=sum(counted[source] for source in _CACHED),
@@ -308,22 +308,22 @@ class Sequence:
             truncated_tokens=self.num_unseen,
             disk_tokens=counted["disk"],
             peer_tokens=counted["peer"],
-            blend=self._blend_usage(num_seen),
+            blend=self._blend_usage(ranges),
         )
 
-    def _blend_usage(self, num_seen: int) -> BlendUsage | None:
+    def _blend_usage(self, ranges: collections.abc.Sequence[Origin]) -> BlendUsage | None:
         request = self.request
         if not request.document_order:
             return None
-        blend, documents, order = self.blend, self._document_usages(num_seen), request.document_order
+        blend, documents, order = self.blend, self._document_usages(ranges), request.document_order
         if blend is not None and blend.uses:
             usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
             return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=blend.is_measured)
         reason, why = self.declined if blend is None else blend.declined
         return BlendUsage("off", why, order, documents, declined=reason)
 
-    def _document_usages(self, num_seen: int) -> tuple[DocumentUsage, ...]:
-        cached = [each for each in self.origins.ranges(num_seen) if each.source in _CACHED]
+    def _document_usages(self, ranges: collections.abc.Sequence[Origin]) -> tuple[DocumentUsage, ...]:
+        cached = [each for each in ranges if each.source in _CACHED]
         first_by_ids: dict[tuple[int, ...], DocumentSpan] = {}
         usages = []
         for span in self.request.documents:
