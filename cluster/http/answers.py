@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
-from mneme.errors import InvalidRequest
+from mneme.cluster.http.error_response import error_object
+from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -174,7 +175,27 @@ def metrics_object(choices: Sequence[Choice]) -> dict[str, float] | None:
 
 
 class Answer(ABC):
-    """Words the answers of one API, whole and as the JSON of a stream's events."""
+    """Words the answers of one API, whole and as a stream of server-sent events."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The body when every choice has finished; `deltas` holds all of each."""
+
+    @abstractmethod
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        """What deltas are told as; `usage` gives what a chunk of OpenAI's says behind its choices."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
+        """What ends a whole stream; `has_usage`: the client asks for it."""
+
+    def failed(self, error: MnemeError) -> bytes:
+        """What ends a stream that broke; a client must not take that for a whole answer."""
+        return event(json.dumps(error_object(error)))
+
+
+class OpenAiAnswer(Answer):
+    """What OpenAI's two completion APIs have in common."""
 
     def __init__(
         self, answer_id: str, kind: str, created: int, model: str, tokenizer: Tokenizer, *, num_top: int
@@ -185,7 +206,7 @@ class Answer(ABC):
         self._num_top = num_top
 
     def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The body when every choice has finished; `deltas` holds all of each."""
+        """See `Answer`."""
         entries = [
             {
                 "index": delta.choice,
@@ -197,13 +218,17 @@ class Answer(ABC):
         ]
         return {**self._fields, "choices": entries, **_figures(choices)}
 
-    @abstractmethod
-    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
-        """The JSON of a delta's events, of which the last has its text; `usage` is what follows `choices`."""
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        """See `Answer`."""
+        return b"".join(event(chunk) for delta in deltas for chunk in self._chunks(delta, usage()))
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        """The last event's JSON, which has no choices."""
-        return f"{self._head}],{_dumped(_figures(choices))[1:]}"
+    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
+        """See `Answer`; the chunk with usage has no choices."""
+        return (event(f"{self._head}],{_dumped(_figures(choices))[1:]}") if has_usage else b"") + DONE
+
+    @abstractmethod
+    def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+        """The JSON of a delta's events, of which the last has its text; `usage` is what follows `choices`."""
 
     @abstractmethod
     def _said(self, delta: Delta) -> dict[str, Any]:
@@ -220,10 +245,10 @@ class Answer(ABC):
         return f',"logprobs":{logprobs},"finish_reason":{reason}}}]{usage}}}'
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAiAnswer):
     """`chat.completion`, or `chat.completion.chunk` in a stream."""
 
-    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+    def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
         choice = f'{self._head}{{"index":{delta.choice},"delta":'
         if delta.is_first:
@@ -253,7 +278,7 @@ class ChatAnswer(Answer):
         }
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAiAnswer):
     """`text_completion`; `echoes` are the prompts' texts, by choice, where they were asked for."""
 
     def __init__(self, *args: Any, echoes: Sequence[str], **kwargs: Any) -> None:
@@ -261,7 +286,7 @@ class CompletionAnswer(Answer):
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # by choice: where the next token's text begins
 
-    def chunks(self, delta: Delta, usage: str) -> Iterator[str]:
+    def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         yield f'{self._head}{{"index":{delta.choice},"text":{_quoted(self._text(delta))}{self._end(delta, usage)}'
 
     def _said(self, delta: Delta) -> dict[str, Any]:
@@ -293,6 +318,11 @@ def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return what the end of an answer says of it."""
     metrics = metrics_object(choices)
     return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
+
+
+def event(payload: str, name: str | None = None) -> bytes:
+    """A server-sent event; Anthropic's have names."""
+    return f"{'' if name is None else f'event: {name}{chr(10)}'}data: {payload}\n\n".encode()
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's completions, models, tokenizing, probes and metrics, over any `EngineClient`.
+"""The HTTP API: OpenAI's completions, Anthropic's messages, tokenizing, probes, metrics, over any `EngineClient`.
 
 A request passes `Guard` (id, API key, whole body), `body` and `protocol` (types, ranges), and its route's handler.
 A completion passes `api_state` there (template and tokenizer, off the event loop), and becomes a `RunResponse`, which
@@ -20,10 +20,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
-from mneme.cluster.http import completions, kv, sessions
+from mneme.cluster.http import completions, kv, messages, sessions
 from mneme.cluster.http.api_docs import Route
 from mneme.cluster.http.api_state import ApiState, ServedModel
-from mneme.cluster.http.error_response import http_exception_response
+from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
 from mneme.cluster.http.protocol import (
     ChatRequest,
@@ -94,6 +94,12 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
             others={"text/event-stream": docs.CompletionChunk},
             headers=sent,
         ),
+        Route(
+            *("POST", MESSAGES, messages.messages, docs.AnthropicMessage, messages.MessagesRequest),
+            others={"text/event-stream": docs.AnthropicEvent},
+            headers=sent,
+        ),
+        Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens, docs.InputTokens, messages.CountRequest),
         Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
         Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
         Route("GET", "/v1/models", _list_models, docs.ModelList),
@@ -213,7 +219,7 @@ async def _refused_by_framework(request: Request, error: Exception) -> Response:
         error.detail = f"{path} is not offered; /docs lists what is"
     elif error.status_code == 405:
         error.detail = f"{path} does not take {request.method}"
-    return http_exception_response(error)
+    return http_exception_response(error, request.scope["path"], request.state.request_id)
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:

@@ -128,6 +128,65 @@ class _Answer(TypedDict):
     metrics: NotRequired[Metrics]
 
 
+class AnthropicText(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicUsage(TypedDict):
+    """`input_tokens` had to be computed; the prompt has these and the cached ones."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicText]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicErrorFields(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicDelta(TypedDict):
+    """`text` of a text_delta; of the last one why the message ended."""
+
+    type: NotRequired[Literal["text_delta"]]
+    text: NotRequired[str]
+    stop_reason: NotRequired[str | None]
+    stop_sequence: NotRequired[str | None]
+
+
+class AnthropicEvent(TypedDict):
+    """One event of a stream; which fields it has goes by its type."""
+
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop", "error",
+    ]  # fmt: skip
+    message: NotRequired[AnthropicMessage]
+    index: NotRequired[int]
+    content_block: NotRequired[AnthropicText]
+    delta: NotRequired[AnthropicDelta]
+    usage: NotRequired[AnthropicUsage]
+    error: NotRequired[AnthropicErrorFields]
+    request_id: NotRequired[str]
+
+
+class InputTokens(TypedDict):
+    input_tokens: int
+
+
 class Logprob(TypedDict):
     token: str
     logprob: float

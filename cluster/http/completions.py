@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -25,6 +25,25 @@ from mneme.replicas.truncation import Truncation, resolved
 
 async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -> RunResponse:
     """Render the conversation, then run n choices of it."""
+    return await run_chat(
+        api,
+        request,
+        body,
+        lambda params, model: ChatAnswer(
+            f"chatcmpl-{request.state.request_id}",
+            "chat.completion.chunk" if body.stream else "chat.completion",
+            int(api.wall_clock()),
+            model.id,
+            api.tokenizer,
+            num_top=params.logprobs or 0,
+        ),
+    )
+
+
+async def run_chat(
+    api: ApiState, request: Request, body: ChatRequest, worded: Callable[[SamplingParams, ServedModel], Answer]
+) -> RunResponse:
+    """Run a conversation whose answer is `worded` as the API at hand has it."""
     model = api.model(body.model)
     params = _sampling(api, body)
     turn = _turn(api, request, body, model, num_prompts=1)
@@ -37,16 +56,8 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
         truncation=turn.truncation,
         documents=body.documents_beside,
     )
-    answer = ChatAnswer(
-        f"chatcmpl-{request.state.request_id}",
-        "chat.completion.chunk" if body.stream else "chat.completion",
-        int(api.wall_clock()),
-        model.id,
-        api.tokenizer,
-        num_top=params.logprobs or 0,
-    )
     fields = [FieldNames("messages", body.max_tokens_field)]
-    return _run(api, request, body, turn, params, [prompt], fields, answer)
+    return _run(api, request, body, turn, params, [prompt], fields, worded(params, model))
 
 
 async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:

@@ -1,4 +1,7 @@
-"""Failures as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`, mapped only here."""
+"""Failures as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`, mapped only here.
+
+Below /v1/messages they are Anthropic's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from mneme.errors import InvalidRequest, MnemeError, RequestTimeout, TryAgainLat
 
 _TRANSIENT = {408, 429}  # 4xx that may go well when tried again
 _FINAL = {504}  # 5xx that a client must not repeat by itself: whoever waited has waited long enough
+MESSAGES = "/v1/messages"  # the path of Anthropic's API
+_ANTHROPIC_TYPES = {
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"},
+    **{429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"},
+}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -24,20 +32,34 @@ def error_object(error: MnemeError) -> dict[str, Any]:
     return _object(str(error) or "internal error", error.type, param, error.code)
 
 
-def error_response(error: MnemeError) -> Response:
+def anthropic_error(error: MnemeError, request_id: str) -> dict[str, Any]:
+    """The same in Anthropic's form."""
+    return _anthropic(error.http_status, str(error) or "internal error", request_id)
+
+
+def _anthropic(status: int, message: str, request_id: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_response(error: MnemeError, path: str, request_id: str) -> Response:
     """The answer to a request that failed before its first byte was sent."""
     headers = {}
     if isinstance(error, TryAgainLater):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"  # the rest of the body may never come
-    return _response(error.http_status, error_object(error), headers)
+    body = anthropic_error(error, request_id) if path.startswith(MESSAGES) else error_object(error)
+    return _response(error.http_status, body, headers)
 
 
-def http_exception_response(error: HTTPException) -> Response:
+def http_exception_response(error: HTTPException, path: str, request_id: str) -> Response:
     """Answer what the framework refuses by itself: unknown paths and methods."""
     status = error.status_code
-    body = _object(str(error.detail), "invalid_request_error", None, _CODES.get(status, "invalid_request"))
+    message = str(error.detail)
+    body = _object(message, "invalid_request_error", None, _CODES.get(status, "invalid_request"))
+    if path.startswith(MESSAGES):
+        body = _anthropic(status, message, request_id)
     return _response(status, body, dict(error.headers or {}))
 
 

@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of two, a proxy may have judged the other one.
-_ONCE = ("Authorization", "Content-Type", "X-Session-ID")
+_ONCE = ("Authorization", "X-API-Key", "Content-Type", "X-Session-ID")
 # What we or Serve take for text, by its name in lower case with hyphens.
 _TEXT = {
     "x-session-id": "X-Session-ID",
@@ -79,7 +79,7 @@ class Guard:
         arrived_s = self._clock()
         headers = self._headers(scope)
         is_open = scope["path"] in OPEN_PATHS
-        tenant = authenticate(headers.get("authorization"), () if is_open else self._config.api_keys)
+        tenant = authenticate(_credentials(headers), () if is_open else self._config.api_keys)
         if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
             await self._bodies.read(body, headers, receive)
         times = {"arrived_s": arrived_s, "received_s": self._clock()}
@@ -95,7 +95,8 @@ class Guard:
             error.code,
         )
         if response.status is None:
-            await error_response(error)(scope, receive, response.send)
+            answer = error_response(error, scope["path"], response.request_id)
+            await answer(scope, receive, response.send)
 
     def _headers(self, scope: Scope) -> dict[str, str]:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
@@ -135,6 +136,16 @@ class _Response:
                 header = (b"x-request-id", self.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), header]
         await self._send(message)
+
+
+def _credentials(headers: Mapping[str, str]) -> str | None:
+    """Return what an Authorization header says, or Anthropic's X-API-Key; raises `InvalidRequest` where they differ."""
+    authorization, key = headers.get("authorization"), headers.get("x-api-key")
+    if key is None:
+        return authorization
+    if authorization is not None and authorization.partition(" ")[2].strip() != key.strip():
+        raise InvalidRequest("X-API-Key", None, "is another key than Authorization's")
+    return f"Bearer {key}"
 
 
 def _has_body(headers: Mapping[str, str]) -> bool:

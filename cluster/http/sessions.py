@@ -58,7 +58,7 @@ async def explain(api: ApiState, request: Request) -> dict[str, Any]:
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
-    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_")
     answers = await api.client.query(commands.explain_prompt(_salt(request), http_id))
     choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
     if not choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -13,9 +13,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mneme.cluster.http.answers import DONE, Answer, Choice, Delta, joined, usage_object
+from mneme.cluster.http.answers import Answer, Choice, Delta, joined, usage_object
 from mneme.cluster.http.body import ClientGone, Receive
-from mneme.cluster.http.error_response import error_object
 from mneme.cluster.http.guard import Send
 from mneme.cluster.http.protocol import StreamOptions
 from mneme.cluster.metrics.latency import Clock, Latencies
@@ -110,19 +109,14 @@ class RunResponse:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         usage = self._usage_writer(options)
         while not generation.is_done:
-            await self._send(send, self._events(generation.take(), usage))
+            await self._send(send, self.answer.events(self.choices, generation.take(), usage))
             await generation.news()
-        last = self._events(generation.take(), usage)
-        if generation.failure is not None:  # no [DONE]: the client must not take this for a whole answer
-            last += _event(json.dumps(error_object(generation.failure)))
+        last = self.answer.events(self.choices, generation.take(), usage)
+        if generation.failure is not None:
+            last += self.answer.failed(generation.failure)
         else:
-            if options.include_usage:
-                last += _event(self.answer.usage_chunk(self.choices))
-            last += DONE
+            last += self.answer.end(self.choices, has_usage=bool(options.include_usage))
         await self._send(send, last, is_last=True)
-
-    def _events(self, deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
-        return b"".join(_event(chunk) for delta in deltas for chunk in self.answer.chunks(delta, usage()))
 
     def _usage_writer(self, options: StreamOptions) -> Callable[[], str]:
         """Choose what each chunk says of usage: nothing, null, or the count so far."""
@@ -141,10 +135,6 @@ class RunResponse:
         except TimeoutError:
             logger.info("client stalled request=%s", self.choices[0].request.request_id)
             raise ClientGone from None
-
-
-def _event(payload: str) -> bytes:
-    return f"data: {payload}\n\n".encode()
 
 
 class Generation:

@@ -44,7 +44,7 @@ class TextStream:
         self._held = ""  # the longest end of the text that a stop string may begin with
         self._pieces: list[str] = []
         self._num_chars = array("i", [0])  # of the first n tokens' text, where there are stop strings
-        self.stopped = False
+        self.stop_string: str | None = None  # that ended the text
 
     @staticmethod
     def of(tokenizer: Tokenizer, params: SamplingParams, min_tokens: int | None = None) -> TextStream:
@@ -52,6 +52,11 @@ class TextStream:
         num_unstoppable = params.min_tokens if min_tokens is None else min_tokens
         includes_stop = params.include_stop_str_in_output
         return TextStream(tokenizer, params.stop, params.skip_special_tokens, num_unstoppable, includes_stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string has ended the text."""
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -95,11 +100,10 @@ class TextStream:
     def _release(self, text: str) -> str:
         """Append complete characters; return those that no stop string can contain any more."""
         pending = self._held + text
-        found = [(start, len(stop)) for stop in self._stop if (start := pending.find(stop)) >= 0]
+        found = [(start, len(stop), stop) for stop in self._stop if (start := pending.find(stop)) >= 0]
         if found:
-            self.stopped = True
             self._held = ""
-            start, size = min(found)
+            start, size, self.stop_string = min(found)
             return pending[: start + size if self._includes_stop else start]
         num_safe = len(pending) - self._num_held(pending)
         self._held = pending[num_safe:]

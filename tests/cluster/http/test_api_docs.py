@@ -44,7 +44,11 @@ class Described:
         if media_type == "application/json":
             answers = [response.json()]
         elif media_type == "text/event-stream":
-            answers = [json.loads(line[6:]) for line in response.text.splitlines() if line and "[DONE]" not in line]
+            answers = [
+                json.loads(line[6:])
+                for line in response.text.splitlines()
+                if line.startswith("data: ") and "[DONE]" not in line
+            ]
         else:
             return None
         schema = {**described[media_type]["schema"], "components": self.document["components"]}
@@ -57,6 +61,7 @@ def test_every_answer_has_the_fields_that_are_described_and_no_other(client: Tes
     described = Described()
     ask_the_service(described, client)
     ask_for_completions(described, client)
+    ask_for_messages(described, client)
     ask_of_sessions(described, client)
     ask_of_kv(described, engines)
     assert described.unseen == set()
@@ -81,6 +86,14 @@ def ask_for_completions(described: Described, client: TestClient) -> None:
         described.ask(client, "POST", path, {**body, "n": 2})
         explained = described.ask(client, "GET", "/v1/kv/explain/{request_id}", request_id=whole["id"])
         assert explained["choices"]
+
+
+def ask_for_messages(described: Described, client: TestClient) -> None:
+    body = {**CHAT, "max_tokens": 8}
+    whole = described.ask(client, "POST", "/v1/messages", body)
+    assert described.ask(client, "POST", "/v1/messages", {**body, "stream": True})["type"] == "message_stop"
+    counted = described.ask(client, "POST", "/v1/messages/count_tokens", CHAT)
+    assert counted["input_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
 
 
 def ask_of_sessions(described: Described, client: TestClient) -> None:
