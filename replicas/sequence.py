@@ -137,6 +137,9 @@ class FoundChunks(Chunks, Protocol):
     def is_ready(self, *, is_alone: bool) -> bool:
         """Return whether the sequence, which could run, need not wait for it any longer."""
 
+    def has_all(self, num_tokens: int) -> bool:
+        """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
+
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking."""
 
@@ -160,6 +163,7 @@ class ChunkChain:
     lineage: Lineage
     keys: list[bytes] = field(default_factory=list)  # of full chunks, as far as they are known
     num_saved: int = 0  # full chunks that were saved or are not to be
+    event: bytes = b""  # of its lineage; empty: that of exact KV
 
     def restart(self) -> None:
         """The sequence sees other tokens."""
@@ -178,6 +182,7 @@ class Sequence:
     owner: Owner | None = None  # its session
     context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
     root: Root | None = None  # where `context` goes on behind what a truncation kept
+    event: bytes = b""  # under which the cache tier may have what the session saw, where its engine lacks `root`
     window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
     num_history: int = 0  # tokens of `context` that the session had before this turn
     num_unseen: int = 0  # of the prompt, when its first token is drawn
@@ -209,6 +214,11 @@ class Sequence:
         """Return whether its last token is outside its window."""
         return self.window is not None and len(self.context) > self.window
 
+    @property
+    def num_fitting(self) -> int:
+        """Count the tokens of `context` that are inside its window."""
+        return len(self.context) if self.window is None else min(len(self.context), self.window)
+
     def see(self, context: list[int]) -> None:
         """Replace what the sequence sees; what the cache tier had of it before is of no use then."""
         if self.num_output == 0:
@@ -216,7 +226,7 @@ class Sequence:
         self.context = context
         self.request = replace(self.request, documents=())  # they are elsewhere now, or not there any more
         self.declined = TRUNCATED
-        self.blend = None
+        self.blend, self.event = None, b""
         if self.chain is not None:
             self.chain.restart()
         self.drop_found()  # KV of what it saw before

@@ -11,7 +11,7 @@ a dependency (BLAKE3) could only save a part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class LineageKind(IntEnum):
 
     PREFIX = 1  # exact KV of a prefix; anyone of the tenant with that prefix may use it
     DOCUMENT = 2  # tokens behind an attention sink; usable at any position through the fusor
-    SESSION = 3  # approximate KV, after a truncation or a blend; only its session may use it; nothing saves that yet
+    SESSION = 3  # approximate KV, after a truncation; only its session may use it
 
 
 class KeyedRange(NamedTuple):
@@ -102,6 +102,15 @@ def prefix_lineage(fingerprint: ModelFingerprint, salt: str) -> Lineage:
 def document_lineage(fingerprint: ModelFingerprint, salt: str, sink_ids: TokenIds) -> Lineage:
     """The lineage of documents that were encoded behind these tokens; positions count from behind them."""
     return _lineage(LineageKind.DOCUMENT, fingerprint, salt, encoded(sink_ids).tobytes())
+
+
+def session_lineage(fingerprint: ModelFingerprint, salt: str, session_id: str, event: bytes = b"") -> Lineage:
+    """The lineage of what a session has computed since an event that made its KV approximate.
+
+    All events of a session have one root, so that whoever deletes it need not know them; no two have a key in common.
+    """
+    parts = (fingerprint, salt, session_id.encode("utf-8", "surrogatepass"))
+    return replace(_lineage(LineageKind.SESSION, *parts, event), root=_lineage(LineageKind.SESSION, *parts).root)
 
 
 def tenant_of(salt: str) -> str:

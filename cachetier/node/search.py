@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mneme.cachetier.chunk.header import ChunkHeader, Miss
-from mneme.cachetier.chunk.keys import U32Array
+from mneme.cachetier.chunk.keys import LineageKind, U32Array
 from mneme.cachetier.node.disk import DiskTier
 from mneme.cachetier.node.memory import Held, HostTier
 from mneme.cachetier.store import ChainQuery, TierName
@@ -80,7 +80,8 @@ class ChainSearch:
         if not len(query.tokens_of(place)):
             return None
         tail = self._tail(query, place)
-        found = self._children(query.parent(place), open_until_s)
+        is_private = query.lineage.kind is LineageKind.SESSION  # under its root are chunks of other events, too
+        found = [] if is_private else self._children(query.parent(place), open_until_s)
         found = [each for each in found if each.header.key not in query.keys[place:][:1]]
         judged = [self._judged(each, usable(each.header, query, place)) for each in (*found, *filter(None, [tail]))]
         return max((each for each in judged if each is not None), key=lambda each: each.num_usable, default=None)

@@ -40,6 +40,7 @@ class SessionState(NamedTuple):
     num_base: int = 0  # ids there were before the last turn, which has begun and may not have ended
     last_turn: int | None = None  # its name, 64 bits
     ttl_s: float | None = None  # the session's own
+    event: bytes = b""  # under which the cache tier may have the KV of what is seen, where that is approximate
 
 
 class SessionRow(NamedTuple):
@@ -55,6 +56,7 @@ class SessionRow(NamedTuple):
     num_base: int = 0
     last_turn: int | None = None
     ttl_s: float | None = None
+    event: bytes = b""
 
     @property
     def is_deleted(self) -> bool:

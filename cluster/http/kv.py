@@ -184,7 +184,7 @@ async def drop(api: ApiState, request: Request, body: DropRequest) -> dict[str, 
     else:
         chosen = await _select(api, request, body, visible=False, others=("tenant",))
         of_engines = commands.delete_sequence_pages(salt, chosen.token_ids, chosen.session)
-        of_tier = commands.delete_kv(salt, chosen.token_ids, spares_longer=chosen.session is not None)
+        of_tier = commands.delete_kv(salt, chosen.token_ids, chosen.session)
     engines = await api.client.query(of_engines)
     tier = await ask_tier(api.client, of_tier)  # last: what a replica saves meanwhile goes too
     return {"object": "kv.deleted", "by": field, "replicas": _by_replica(engines), "tier": tier}

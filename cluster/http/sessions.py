@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mneme.cluster.http.api_state import ApiState
 from mneme.cluster.http.protocol import ForkRequest
-from mneme.cluster.serve.engine_client import look_up_session
+from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine import commands
@@ -31,9 +31,11 @@ async def get_session(api: ApiState, request: Request) -> dict[str, Any]:
 
 
 async def delete_session(api: ApiState, request: Request) -> dict[str, Any]:
-    """Forget a conversation; a turn that is answering goes on, and is not kept."""
+    """Forget a conversation, and KV that is its alone; a turn that is answering goes on, and is not kept."""
     key = _key(request)
     answers = await api.client.query(commands.delete_session(key))
+    await api.client.query(commands.settle_saves())
+    await ask_tier(api.client, commands.delete_kv(key[0], (), key))
     if not any(answers.values()):
         raise SessionNotFound("session_id", _name(key))
     return {"id": _name(key), "object": "session.deleted", "deleted": True}

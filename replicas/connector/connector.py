@@ -27,8 +27,8 @@ from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob, SavePolicy
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page
-from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
+from mneme.replicas.sequence import StepRows
 
 
 class KvConnector:
@@ -76,18 +76,21 @@ class KvConnector:
 
         `is_alone`: nothing else runs or waits.
         """
-        if sequence.root is not None or sequence.request.is_warm_up:
+        if sequence.request.is_warm_up:
             return
-        salt, context = sequence.request.salt, sequence.context
-        sequence.chain = ChunkChain(self._saves.lineage(salt))
+        salt, context, event = sequence.request.salt, sequence.context, sequence.event
+        sequence.chain = self._saves.chain(sequence, event)
+        if sequence.root is not None and not sequence.root.is_lost:
+            return
         if self.config.load == "never" or sequence.request.choice_index:  # other choices follow the first, which asks
             return
         if sequence.blend is not None:  # what it reuses is asked for by itself
             return
-        resident = forest.resident(salt, context)
-        num_resident = resident.device + resident.host
+        num_resident = sum(forest.resident(salt, context))
         if len(context) - num_resident < self.config.min_load_tokens:
             return
+        if event:  # what is resident is other KV
+            num_resident = 0
         query = self._query(sequence, num_resident)
         sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1

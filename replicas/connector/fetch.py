@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from mneme.cachetier.chunk.header import Miss, U8Array
+from mneme.cachetier.chunk.header import I32Array, Miss, U8Array
 from mneme.cachetier.policy.cost_model import CostModel
 from mneme.cachetier.policy.load_controller import Loadable, LoadController, LoadPlan
 from mneme.cachetier.store import ChainQuery, ChunkSource, ChunkStore, Edge
@@ -202,6 +202,14 @@ class Fetch:
     def is_looking(self) -> bool:
         """Return whether it is not known yet what there is."""
         return not (self._has_looked or self._is_there or self._is_closed)
+
+    def rotated(self, index: int) -> I32Array:
+        """Return where the keys of a chunk's tokens are rotated."""
+        return self.sources[index].header.slot_position
+
+    def has_all(self, num_tokens: int) -> bool:
+        """Whether nothing of so many tokens is missing but the end that is shorter than a chunk."""
+        return self.end >= num_tokens // self.query.chunk_tokens * self.query.chunk_tokens
 
     def num_rows_before(self, num_tokens: int) -> int:
         """Count the rows behind so many tokens that a step may compute while it is looking: to where a chunk ends."""

@@ -1,7 +1,8 @@
 """Chunks of KV out of an engine into the cache tier: which ones, and how (AttentionStore 3.2.2).
 
-*Which*: full chunks as steps complete them, tails as requests end. Only KV of exact lineage goes there: what a
-truncated session computes stays in its engine. A chunk that the store is known to have is not saved again.
+*Which*: full chunks as steps complete them, tails as requests end. What a truncated session sees goes there from its
+first token on, some chunks a step, under keys that are its alone. A chunk that the store is known to have is not saved
+again.
 
 *How*: the chunks that a step completes are copied layer by layer while it computes the layers above; what ends with a
 request is copied after the step. A second thread makes chunks of the copies, with their checksums, and puts them into
@@ -18,12 +19,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain as chained
 
 import numpy as np
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.header import U8Array, make_chunk
-from mneme.cachetier.chunk.keys import Lineage, prefix_lineage
+from mneme.cachetier.chunk.header import I32Array, U8Array, make_chunk
+from mneme.cachetier.chunk.keys import Lineage, prefix_lineage, session_lineage
 from mneme.cachetier.pages.streams import Event
 from mneme.cachetier.store import ChunkStore
 from mneme.kernels.page_table import IntArray
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINEAGES = 1024  # of tenants that were seen last
 MIN_TAIL_TOKENS = 16  # shorter tails cost more to find than to compute
+_MAX_OWN_CHUNKS = 16  # of one truncated session that a step saves: more would fill the write buffer
 _CLOSE_S = 5.0  # how long a close waits for what is being saved
 
 TokenRun = tuple[int, int, int, int]  # page id, first offset, number of tokens, first token in the chunk
@@ -50,14 +53,21 @@ class SaveJob:
     sequence: RunningSequence
     lineage: Lineage
     parent: bytes
-    start: int  # position of the first token; where its key is rotated, too
+    start: int  # position of the first token
     token_ids: list[int]
+    rotated: I32Array  # where each key is
     runs: list[TokenRun]
 
     @property
     def is_void(self) -> bool:
         """Return whether its pages hold other KV than was to be computed: the sequence went back to the queue."""
         return self.sequence.path is None
+
+    def put_off(self, chunk_tokens: int) -> None:
+        """Let a later step try again, where the chunks behind are of no use without it: nobody can compute it anew."""
+        chain = self.sequence.chain
+        if chain is not None and chain.event:
+            chain.num_saved = min(chain.num_saved, self.start // chunk_tokens)
 
 
 class SavePolicy:
@@ -75,34 +85,53 @@ class SavePolicy:
         lineage = self._lineages[salt] = self._lineages.get(salt) or prefix_lineage(self.fingerprint, salt)
         return lineage
 
+    def chain(self, sequence: RunningSequence, event: bytes = b"") -> ChunkChain:
+        """Begin the chain of a sequence: of exact KV, or of what its session has computed since an event."""
+        salt, session_id = sequence.request.salt, sequence.request.session_id
+        if event and session_id is not None:
+            return ChunkChain(session_lineage(self.fingerprint, salt, session_id, event), event=event)
+        return ChunkChain(self.lineage(salt))
+
     def of_step(self, batch: Iterable[StepRows]) -> list[SaveJob]:
         """Return the full chunks that a step completes; its rows are scheduled and not computed yet."""
         jobs: list[SaveJob] = []
         for part in batch:
-            chain, path = part.sequence.chain, part.sequence.path
+            chain, path = self._chain_of(part.sequence), part.sequence.path
             if chain is not None and path is not None and path.num_tokens // self._chunk_tokens > chain.num_saved:
-                jobs += self._full(part.sequence, chain, path)
+                jobs += self._full(part.sequence, chain, path, _MAX_OWN_CHUNKS if chain.event else None)
         return jobs
 
     def of_end(self, sequence: RunningSequence) -> list[SaveJob]:
         """Return what is left to save of a sequence that ends, its tail too."""
-        chain, path = sequence.chain, sequence.path
+        chain, path = self._chain_of(sequence), sequence.path
         if chain is None or path is None:
             return []
         jobs = self._full(sequence, chain, path)
         start = path.num_tokens - path.num_tokens % self._chunk_tokens
-        if path.num_tokens - start >= MIN_TAIL_TOKENS and not path.root.is_own:
+        if path.num_tokens - start >= MIN_TAIL_TOKENS:
             jobs += self._job(sequence, chain, path, start, path.num_tokens)
         return jobs
 
-    def _full(self, sequence: RunningSequence, chain: ChunkChain, path: Path) -> list[SaveJob]:
-        if path.root.is_own:  # truncated: approximate, and its own
-            return []
+    def _chain_of(self, sequence: RunningSequence) -> ChunkChain | None:
+        """Return the chain of what a sequence's path goes on from, begun anew where that is another."""
+        chain, path = sequence.chain, sequence.path
+        if chain is None or path is None or path.root.is_blend:
+            return None
+        if chain.event != path.root.event:
+            if path.root.is_own and sequence.request.choice_index:  # its session goes on from the first choice
+                return None
+            chain = sequence.chain = self.chain(sequence, path.root.event)
+        return chain
+
+    def _full(
+        self, sequence: RunningSequence, chain: ChunkChain, path: Path, limit: int | None = None
+    ) -> list[SaveJob]:
         jobs: list[SaveJob] = []
         size = self._chunk_tokens
-        for index in range(chain.num_saved, path.num_tokens // size):
-            jobs += self._job(sequence, chain, path, index * size, (index + 1) * size)
-        chain.num_saved = path.num_tokens // size
+        while chain.num_saved < path.num_tokens // size and len(jobs) != limit:
+            start = chain.num_saved * size
+            chain.num_saved += 1
+            jobs += self._job(sequence, chain, path, start, start + size)
         return jobs
 
     def _job(self, sequence: RunningSequence, chain: ChunkChain, path: Path, start: int, end: int) -> list[SaveJob]:
@@ -115,28 +144,43 @@ class SavePolicy:
             chain.keys.append(key)
         if self._store.known([key]):
             return []
-        runs = token_runs(path, start, end, self._page_size)
-        if runs is None:
+        found = token_runs(path, start, end, self._page_size)
+        if found is None:
             return []
-        return [SaveJob(sequence=sequence, lineage=chain.lineage, parent=parent, start=start, token_ids=ids, runs=runs)]
+        runs, rotated = found
+        return [
+            SaveJob(
+                sequence=sequence,
+                lineage=chain.lineage,
+                parent=parent,
+                start=start,
+                token_ids=ids,
+                rotated=rotated,
+                runs=runs,
+            )
+        ]
 
 
-def token_runs(path: Path, start: int, end: int, page_size: int) -> list[TokenRun] | None:
-    """Find where the device has the tokens [start, end) of a path; None if it lacks some."""
-    runs: list[TokenRun] = []
-    index = bisect_right(path.pages, start, key=lambda page: page.start) - 1
-    position = start
+def token_runs(path: Path, start: int, end: int, page_size: int) -> tuple[list[TokenRun], I32Array] | None:
+    """Find where the device has the tokens [start, end) of a path, and where their keys are rotated; None: not all."""
+    kept, runs, positions, position = path.root.kept, list[TokenRun](), list[range](), start
+
+    def first(index: int) -> int:
+        """Return the position of a page's first token."""
+        return kept[index].start + kept[index].delta if index < len(kept) else path.pages[index].start
+
+    index = bisect_right(range(len(path.pages)), start, key=first) - 1
     while position < end:
-        page = path.pages[index]
+        page, delta = path.pages[index], kept[index].delta if index < len(kept) else 0
         index += 1
-        limit = path.pages[index].start if index < len(path.pages) else end
-        count = min(limit, end) - position
-        page_id = page.ids[DEVICE]
-        if page_id is None or page.start + page.filled[DEVICE] < position + count or count <= 0:
+        count = min(first(index) if index < len(path.pages) else end, end) - position
+        page_id, rotated = page.ids[DEVICE], position - delta
+        if page_id is None or page.start + page.filled[DEVICE] < rotated + count or count <= 0:
             return None
-        runs.append((page_id, position % page_size, count, position - start))
+        runs.append((page_id, rotated % page_size, count, position - start))
+        positions.append(range(rotated, rotated + count))
         position += count
-    return runs
+    return runs, np.array([*chained.from_iterable(positions)], np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -286,6 +330,7 @@ class ChunkSaver:
         with shared.condition:
             if layers is None or self.num_bytes + layers.nbytes > self._max_bytes:
                 shared.counts.dropped += 1
+                job.put_off(self._layout.chunk_tokens)
                 return
             page_ids = frozenset(page_id for page_id, *_ in job.runs)
             tokens = ChunkTokens(len(job.token_ids), np.array(job.runs, np.int64))
@@ -369,8 +414,7 @@ def _put(shared: _Shared, copy: _Copy) -> str:
     if copy.is_void:
         return "void"
     job, started_s = copy.job, time.monotonic()
-    positions = np.arange(job.start, job.start + len(job.token_ids), dtype=np.int32)
-    chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, positions, list(copy.layers))
+    chunk = make_chunk(job.lineage, shared.fingerprint, job.parent, job.token_ids, job.rotated, list(copy.layers))
     if not shared.store.put(chunk, job.lineage):
         return "refused"
     shared.note_save(copy.layers.nbytes, copy.seconds + time.monotonic() - started_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mneme.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from mneme.replicas.config import MAX_TIMEOUT_S, EngineConfig
 from mneme.replicas.documents import check_spans
-from mneme.replicas.forest.pages import Owner, Root
+from mneme.replicas.forest.pages import Owner
 from mneme.replicas.request import GenerationRequest
 from mneme.replicas.schedule.queue import WaitingQueue
 from mneme.replicas.sequence import Sequence, TokenCounts
@@ -88,7 +88,8 @@ def make_sequence(
         max_tokens=max_output_tokens(request, len(prompt.context), capacity),
         arrival=arrival,
         context=prompt.context,
-        root=_root(request, prompt),
+        root=prompt.root if _goes_on(request, prompt) else None,
+        event=prompt.event if _goes_on(request, prompt) else b"",
         window=None if truncation is None else capacity,
         num_history=prompt.num_history,
         end_token_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)),
@@ -101,13 +102,12 @@ def make_sequence(
     return sequence
 
 
-def _root(request: GenerationRequest, prompt: TurnPrompt) -> Root | None:
-    """Return where the turn goes on, if it may go on from KV that is approximate."""
+def _goes_on(request: GenerationRequest, prompt: TurnPrompt) -> bool:
+    """Whether the turn may go on from KV that is approximate."""
     strategy = None if request.truncation is None else request.truncation.strategy
-    may_go_on = strategy == "reuse_kv"
     if prompt.root is not None and prompt.root.is_blend:
-        may_go_on = strategy in (None, "reuse_kv") and request.blend.mode != "off"
-    return prompt.root if may_go_on else None
+        return strategy in (None, "reuse_kv") and request.blend.mode != "off"
+    return strategy == "reuse_kv"
 
 
 def max_output_tokens(request: GenerationRequest, num_prompt: int, capacity: int) -> int:

@@ -29,7 +29,7 @@ from mneme.cachetier.admin import (
     num_leading_tokens,
 )
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
-from mneme.cachetier.chunk.keys import prefix_lineage, tenant_id, tenant_of
+from mneme.cachetier.chunk.keys import prefix_lineage, session_lineage, tenant_id, tenant_of
 from mneme.cachetier.pins import PinName
 from mneme.cachetier.store import ChainQuery
 from mneme.errors import KvNotFound, NoCacheTier, ReplicaUnavailable
@@ -62,6 +62,11 @@ class KvTier:
         """The chunks of these tokens under a tenant's salt, as a prompt begins."""
         lineage = prefix_lineage(self.fingerprint, salt)
         return ChainQuery.of(lineage, self.fingerprint.digest, ids, self.fingerprint.layout.chunk_tokens)
+
+    def of_session(self, key: SessionKey) -> ChainQuery:
+        """What all begins with that is a session's alone."""
+        lineage = session_lineage(self.fingerprint, *key)
+        return ChainQuery.of(lineage, self.fingerprint.digest, (), self.fingerprint.layout.chunk_tokens)
 
 
 def kv_tier_of(chunks: KvConnector | None) -> KvTier | None:
@@ -282,14 +287,16 @@ def delete_kv(
     asked: AskedEngine,
     salt: str,
     token_ids: tuple[int, ...],
-    *,
-    spares_longer: bool = False,
+    session: SessionKey | None = None,
 ) -> Any:
-    """Delete the tier's chunks of a sequence, with all that begins with it unless `spares_longer`."""
+    """Delete the tier's chunks of a sequence, with all that begins with it; of a session, what is its alone."""
     tier = asked.kv_tier
     if tier is None:
         return None
-    return _shown_amount(tier.admin.delete(tier.chain(salt, token_ids), spares_longer=spares_longer))
+    removed = tier.admin.delete(tier.chain(salt, token_ids), spares_longer=session is not None)
+    if session is not None:
+        removed = removed.plus(tier.admin.delete(tier.of_session(session), spares_longer=False))
+    return _shown_amount(removed)
 
 
 @KvCommand
@@ -350,7 +357,7 @@ def _settle(asked: AskedEngine) -> None:
 
 def _save_no_more(engine: Engine, is_meant: Callable[[RunningSequence], bool]) -> None:
     """Keep out of the tier what running requests compute: it would come there after the deletion."""
-    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
+    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting, *engine.scheduler.gathering):
         if is_meant(sequence):
             sequence.chain = None
 

@@ -100,7 +100,7 @@ class Engine:
             end_token_ids=self._eos_token_ids,
             decode=None if tokenizer is None else tokenizer.decode,
             on_drop=partial(expire_pages, self.forest),
-            on_delete=partial(delete_pages, self.forest),
+            on_delete=self._delete_kv,
             journal=None if durable is None else durable.writer,
         )
         self._blends = Controller(gate, None if connector is None else connector.costs)
@@ -210,6 +210,13 @@ class Engine:
         share_pages(
             self.forest, self.sessions.get(key), self.sessions.get(new_key), None if first is None else first.path
         )
+
+    def _delete_kv(self, log: TokenLog) -> None:
+        """Delete a session's pages. What runs of it is saved no more: it would come after the deletion."""
+        delete_pages(self.forest, log)
+        for sequence in self._sequence_by_id.values():
+            if sequence.owner is log:
+                sequence.chain = None
 
     def _first_choice(self, key: SessionKey) -> Sequence | None:
         """Find the first choice of the session's running turn."""

@@ -120,7 +120,8 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     if tokenizer is not None and sequence.request.prompt_text is not None:
         said = said_to_client(tokenizer, sequence.request.sampling, sequence.output_ids, sequence.stop_text)
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
-    seen = None if sees_all else Seen(array("i", sequence.context), sequence.root)
+    stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
+    seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)
     return FinishedTurn(
         sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen
     )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
-from mneme.replicas.forest.moves import Moves
+from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.page_pool import PagePool
 from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
@@ -38,6 +38,7 @@ from mneme.replicas.forest.paths import (
     Spans,
     is_lost,
     kept_by,
+    moved_pages,
     note_gaps,
     private_pages,
     references_of,
@@ -209,6 +210,46 @@ class PrefixForest(Paths):
             self._last_truncated = owner, root
             self.release(path)
         return truncated
+
+    def restore(
+        self, path: Path, ids: Sequence[int], chunks: Chunks, event: bytes, limit: int | None = None
+    ) -> tuple[Path, Graft] | None:
+        """Open a path of its own with what chunks have of a truncated session, behind what `path` has of them already.
+
+        Keys stay where they were rotated; their KV comes with the step. The other path is released, if there is one to
+        return: else nothing has happened. At most `limit` chunks.
+        """
+        num_tokens = path.num_tokens if path.root.is_own else 0
+        kept = references_of(path) if path.root.is_own else []
+        num_pages = len(kept)
+        spans: list[tuple[int, int, int]] = []  # of each chunk: its index, and which of `kept` are its pages
+        for index, (start, end) in enumerate(chunks.spans):
+            if start == num_tokens and len(spans) != limit:
+                first, num_tokens = len(kept), end
+                kept += moved_pages(path.root.salt, ids, start, chunks.rotated(index)[: end - start], self.page_size)
+                spans.append((index, first, len(kept)))
+        if not spans or not self._sharing or len(kept) - num_pages > self.num_available:
+            return None
+        self.kept_roots.update(each.root for each in kept[num_pages:])
+        restored = self._open(Root(path.root.salt, tuple(kept), event=event))
+        self.release(path)
+        pieces = [self._graft_moved(restored, *span) for span in spans]
+        restored.gaps = visible_gaps(restored, 0, None)
+        graft = Graft(chunks, pieces, is_last=num_tokens == chunks.spans[-1][1])
+        self.tiers.moves.graft(graft)
+        return restored, graft
+
+    def _graft_moved(self, path: Path, chunk: int, first: int, last: int) -> GraftPiece:
+        """Take pages for the references [first, last) of a path: what a chunk has."""
+        runs = []
+        for index, (page, start, end, *_) in enumerate(path.root.kept[first:last], first):
+            self.tiers.add(page)
+            page.filled[DEVICE] = end - start
+            page_id = path.page_ids[index] = page.ids[DEVICE]
+            assert page_id is not None
+            runs.append((page_id, start % self.page_size, end - start))
+        ends = [(kept.start + kept.delta, kept.end + kept.delta) for kept in path.root.kept[first:last]]
+        return GraftPiece(chunk, ends[0][0], ends[-1][1], runs, tuple(path.pages[first:last]))
 
     def release(self, path: Path, owner: Owner | None = None) -> None:
         """Give a path back: its pages stay cached. They are the owner's, if it is given, and no others any more."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from mneme.cachetier.chunk.header import I32Array
 from mneme.replicas.forest.pages import Page
 
 
@@ -29,6 +30,9 @@ class Chunks(Protocol):
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """The positions whose KV each has, in order, without a gap."""
+
+    def rotated(self, index: int) -> I32Array:
+        """Where the keys of a chunk's tokens are rotated; in a truncated session's not where they stand."""
 
 
 class GraftPiece(NamedTuple):

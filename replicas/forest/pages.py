@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import NamedTuple
 ALL_SLOTS = -1  # a mask with every bit set
 DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
 _WORD_BITS = 64  # of a mask
+_EVENT_BYTES = 16
 
 
 class Page:
@@ -104,15 +106,19 @@ class Root(Page):
     the tokens that were kept, and nobody else finds it.
     """
 
-    __slots__ = ("is_blend", "is_lost", "is_own", "kept", "salt")
+    __slots__ = ("event", "is_blend", "is_lost", "is_own", "kept", "salt")
 
-    def __init__(self, salt: str, kept: tuple[Kept, ...] = (), *, blend_end: int | None = None) -> None:
+    def __init__(
+        self, salt: str, kept: tuple[Kept, ...] = (), *, blend_end: int | None = None, event: bytes = b""
+    ) -> None:
         """`blend_end`: where the part of a sequence that is a blend ends."""
         super().__init__(None, sum(each.end - each.start for each in kept) if blend_end is None else blend_end)
         self.is_blend = blend_end is not None
         self.salt = salt
         self.kept = kept
         self.is_own = bool(kept) or self.is_blend  # one session's, or one sequence's
+        # Names what is computed here in the cache tier, for its session alone; empty: it is exact.
+        self.event = event or (os.urandom(_EVENT_BYTES) if self.is_own else b"")
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
     @property

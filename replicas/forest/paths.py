@@ -17,11 +17,12 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from mneme.cachetier.chunk.header import I32Array
 from mneme.kernels.page_table import IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece
@@ -350,6 +351,26 @@ def private_pages(
         for delta, places in groupby(range(len(positions)), deltas.__getitem__):
             low, *_, high = [*places] * 2
             kept.append(Kept(page, first + low, first + high + 1, delta, root))
+    return kept
+
+
+def moved_pages(salt: str, ids: Sequence[int], start: int, rotated: I32Array, page_size: int) -> list[Kept]:
+    """Make pages, under roots of their own, for tokens from position `start` on whose keys are rotated elsewhere."""
+    deltas = np.arange(start, start + len(rotated)) - rotated
+    edges = [0, *(np.flatnonzero(np.diff(deltas)) + 1).tolist(), len(rotated)]
+    kept: list[Kept] = []
+    for low, high in pairwise(edges):
+        delta, position, end = int(deltas[low]), int(rotated[low]), int(rotated[high - 1]) + 1
+        root = Root(salt)
+        root.is_own, root.start = True, position
+        page: Page = root
+        while position < end:
+            last = min(end, (position // page_size + 1) * page_size)
+            parent, page = page, Page(page, position)
+            page.tokens = array("i", ids[position + delta : last + delta])
+            parent.children[(position, page.tokens[0])] = page
+            kept.append(Kept(page, position, last, delta, root))
+            position = last
     return kept
 
 

@@ -33,7 +33,7 @@ from mneme.kernels.page_table import FREE_SLOT_POSITION, IntArray
 from mneme.kernels.segments import ranges
 from mneme.replicas.connector.load import ChunkLoader
 from mneme.replicas.connector.save import ChunkSaver, SaveJob
-from mneme.replicas.forest.moves import GraftPiece, Moves
+from mneme.replicas.forest.moves import Moves
 from mneme.replicas.forest.pages import Path
 from mneme.replicas.forest.paths import slots_of
 from mneme.replicas.fuse.fusor import DocumentRows, Fusor
@@ -295,7 +295,7 @@ class Runner:
             assert self._loader is not None
             pieces = [piece for graft in moves.grafts for piece in graft.pieces]
             page_ids, offsets, counts = np.array([run for piece in pieces for run in piece.runs], np.int64).T
-            starts = np.array([start for piece in pieces for start in _run_starts(piece)], np.int64)
+            starts = np.array([page.start for piece in pieces for page in piece.pages], np.int64)
             self._mark_written(page_ids, offsets, counts, starts)
             loads.append(self._loader.begin(moves.grafts))
         return joined(loads)
@@ -397,12 +397,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _path(part: StepRows) -> Path:
     assert part.sequence.path is not None
     return part.sequence.path
-
-
-def _run_starts(piece: GraftPiece) -> list[int]:
-    """Return the position at which each run begins."""
-    counts = [count for _, _, count in piece.runs]
-    return list(accumulate(counts[:-1], initial=piece.start))
 
 
 def _page_table(path: Path) -> PageTable:

@@ -34,12 +34,15 @@ class PathOpener:
         self._attention_mass = attention_mass
 
     def open(self, sequence: Sequence) -> Path:
-        """Open a path with what is known of the sequence, which is shortened first if it is too long."""
+        """Open a path with what is known of the sequence, which is shortened first if it is too long.
+
+        Not before what a truncated session has in the cache tier has come: of that some stays.
+        """
         path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
         if path is None:
             path, sequence.root = self._forest.open_path(sequence.request.salt), None
         self._forest.extend(path, sequence.context, len(sequence.context))
-        if sequence.is_over:
+        if sequence.is_over and not (sequence.event and sequence.found is not None):
             return self.shorten(sequence, path, sequence.num_history)
         if sequence.blend is not None:
             path = sequence.blend.open(path, sequence.context, self._forest)
@@ -86,7 +89,7 @@ class PathOpener:
 
         Prompts that were cut in this step count as if they were whole.
         """
-        needed = self._forest.num_new_pages(path, sequence.context, len(sequence.context))
+        needed = self._forest.num_new_pages(path, sequence.context, sequence.num_fitting)
         kept = num_kept + (max(self._forest.num_reserved, num_running) if num_running else 0)
         kept += budget.num_promised(path, sequence.context)
         return needed + kept <= self._forest.num_available

@@ -25,6 +25,7 @@ from itertools import islice
 import numpy as np
 
 from mneme.replicas.forest.forest import PrefixForest
+from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page, Path
 from mneme.replicas.forest.tiers import OutOfPages
 from mneme.replicas.schedule.opener import AttentionMass, PathOpener
@@ -203,7 +204,8 @@ class Scheduler:
                 budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
             if sequence.is_over:
-                sequence.path = self._opener.shorten(sequence, sequence.path, sequence.path.num_tokens)
+                num_history = max(sequence.path.num_tokens, sequence.num_history)
+                sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
             limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
@@ -271,11 +273,14 @@ class Scheduler:
         assert path is not None
         # Pages of their own may be one more than counted.
         has_room = self._num_missing_pages(sequence) < self._forest.num_available
-        can_graft = has_room and sequence.root is None
         limit = self._load_limit(found)
-        if can_graft and limit == 0 and sequence.num_to_come:
+        if has_room and limit == 0 and sequence.num_to_come:
             return  # others load in this step
-        graft = self._forest.graft(path, sequence.context, found, limit) if can_graft else None
+        graft = None
+        if has_room and sequence.event:
+            graft = self._restore(sequence, path, found, limit)
+        elif has_room and sequence.root is None:
+            graft = self._forest.graft(path, sequence.context, found, limit)
         for piece in () if graft is None else graft.pieces:
             sequence.note_origin(piece.start, piece.end, found.source_of(piece.chunk))
         if graft is None:
@@ -284,6 +289,20 @@ class Scheduler:
         self._budget.num_loaded += len(graft.pieces)
         if graft.is_last:
             sequence.found = None
+
+    def _restore(self, sequence: Sequence, path: Path, found: FoundChunks, limit: int | None) -> Graft | None:
+        """Let a truncated session go on from its stored KV, if that is more than what was computed anew meanwhile.
+
+        Where not all is there that it had, it is another event: what is computed behind is not what was.
+        """
+        event = sequence.event if found.has_all(sequence.num_history - 1) else b""
+        is_more = path.root.is_own or found.end > path.num_tokens
+        restored = self._forest.restore(path, sequence.context, found, event, limit) if is_more else None
+        if restored is None:
+            return None
+        sequence.path, graft = restored
+        sequence.root = sequence.path.root
+        return graft
 
     def _comes_whole(self, sequence: Sequence) -> bool:
         """Return whether one that does not run yet would wait neither for its chunks nor for a step to load them."""
@@ -331,7 +350,7 @@ class Scheduler:
         if sequence.found is not None and not sequence.found.is_looking:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
-        elif budget.num_left > 0:
+        elif budget.num_left > 0 and not sequence.is_over:
             part = self._take_rows(sequence, budget.limit(has_others=has_others))
             if part is not None:
                 batch.append(part)
@@ -354,7 +373,7 @@ class Scheduler:
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         assert sequence.path is not None
-        return self._forest.num_new_pages(sequence.path, sequence.context, len(sequence.context))
+        return self._forest.num_new_pages(sequence.path, sequence.context, sequence.num_fitting)
 
     @property
     def _has_streams(self) -> bool:
@@ -401,7 +420,8 @@ class Scheduler:
         sequence.note_rows(rows)
         part = StepRows(sequence, rows.spans, rows.runs, rows.shifts)
         if found is not None:
-            found.num_resident = path.num_tokens
+            if not sequence.event:  # what it computes is a part of what is found
+                found.num_resident = path.num_tokens
             if part.samples:  # it has all its rows: too late
                 found.give_up("lookup")
                 sequence.drop_found()

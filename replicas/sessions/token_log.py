@@ -46,6 +46,12 @@ class Seen(NamedTuple):
 
     ids: array[int]
     root: Root | None  # None: its KV is that of these ids, as anybody's
+    stored: bytes = b""  # without a root: the event under which the cache tier may have other KV of them
+
+    @property
+    def event(self) -> bytes:
+        """Name the KV that it goes on from in the cache tier; empty: that is exact."""
+        return self.stored if self.root is None else self.root.event
 
 
 class TurnPrompt(NamedTuple):
@@ -56,6 +62,7 @@ class TurnPrompt(NamedTuple):
     root: Root | None  # as in `Seen`
     num_history: int  # of `context`, what was there before the turn
     documents: tuple[DocumentSpan, ...] = ()  # of `context`, those of this turn
+    event: bytes = b""  # as in `Seen`
 
 
 class Said(NamedTuple):
@@ -158,7 +165,7 @@ class TokenLog(Owner):
             return TurnPrompt(ids, ids, None, min(num_known, len(ids)), documents)
         context = [*self.seen.ids, *ids[num_known:]]
         new = shifted([each for each in documents if each.start >= num_known], len(context) - len(ids))
-        return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids), new)
+        return TurnPrompt(ids, context, self.seen.root, len(self.seen.ids), new, self.seen.event)
 
     def note_hit(self, num_prompt: int, num_cached: int) -> None:
         self.hits = (self.hits + struct.pack("<II", num_prompt, num_cached))[-8 * MAX_HITS :]
@@ -193,11 +200,12 @@ class TokenLog(Owner):
             num_base=self.num_base,
             last_turn=self.last_turn,
             ttl_s=self.ttl_s,
+            event=b"" if self.seen is None else self.seen.event,
         )
 
     @staticmethod
     def restored(state: SessionState) -> TokenLog:
-        """Make the session of a durable log; where it was truncated, what it sees is computed anew, exactly."""
+        """Make the session of a durable log; where it was truncated, the cache tier may have what it sees."""
         return TokenLog(
             ids=state.ids,
             marks=state.marks,
@@ -208,7 +216,7 @@ class TokenLog(Owner):
             last_turn=state.last_turn,
             ttl_s=state.ttl_s,
             version=state.version,
-            seen=None if state.seen_ids is None else Seen(state.seen_ids, None),
+            seen=None if state.seen_ids is None else Seen(state.seen_ids, None, state.event),
         )
 
 

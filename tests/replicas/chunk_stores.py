@@ -10,7 +10,7 @@ import numpy as np
 
 from mneme.cachetier.chunk.fingerprint import ChunkLayout, ModelFingerprint
 from mneme.cachetier.chunk.header import Chunk, ChunkHeader, Miss, U8Array, checksum
-from mneme.cachetier.chunk.keys import Lineage
+from mneme.cachetier.chunk.keys import Lineage, LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.cachetier.policy.cost_model import Calibration, CostEdge, CostModel, Terms
 from mneme.cachetier.store import ChainQuery, ChunkSource, Edge
@@ -52,6 +52,9 @@ class FakeStore:
                 index = len(query.keys)
             wanted = query.tokens_of(index)
             siblings = [c for c in self.chunks.values() if c.header.parent == query.parent(index)]
+            if query.lineage.kind is LineageKind.SESSION:  # under its root are chunks of other events, too
+                keys = query.lineage.beginnings(query.parent(index), wanted)
+                siblings = [c for c in siblings if c.header.key in keys]
             usable, best = max(((_common(c, wanted), i) for i, c in enumerate(siblings)), default=(0, 0))
             if usable:
                 sources.append(FakeSource(self, siblings[best], usable))

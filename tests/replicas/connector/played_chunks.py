@@ -138,8 +138,12 @@ class FakeLoader:
                 told = None if is_lost else self._taken(fetch, piece.chunk)
                 is_lost = told is None
                 places = [(page, offset + i) for page, offset, count in piece.runs for i in range(count)]
-                for slot, position in zip(places, range(piece.start, piece.end), strict=True):
-                    slots[slot] = (position, WRONG) if told is None else told[position]
+                counts = [count for *_, count in piece.runs]
+                rotated = [p.start + i for p, count in zip(piece.pages, counts, strict=True) for i in range(count)]
+                first = piece.start - fetch.start_of(piece.chunk)
+                for number, (slot, position) in enumerate(zip(places, rotated, strict=True), first):
+                    slots[slot] = (position, WRONG) if told is None else told[number]
+                    assert slots[slot][0] == position
                 doubtful.update(places if is_lost else ())
                 self._lost += piece.pages if is_lost else ()
         return doubtful
@@ -156,14 +160,14 @@ class FakeLoader:
     def close(self) -> None:
         self.end()
 
-    def _taken(self, fetch: Fetch, index: int) -> dict[int, tuple[int, int]] | None:
-        """(position, token) by position; None if a layer does not come."""
+    def _taken(self, fetch: Fetch, index: int) -> list[tuple[int, int]] | None:
+        """(position, token) of each; None if a layer does not come."""
         layers = [fetch.take(index, layer) for layer in range(LAYOUT.num_layers)]
         if any(isinstance(layer, Miss) for layer in layers):
             return None
         told = [_decoded(layer) for layer in layers if not isinstance(layer, Miss)]
         assert all(each == told[0] for each in told)
-        return {position: (position, token) for position, token in told[0]}
+        return told[0]
 
 
 class FakeSaver:
@@ -198,11 +202,10 @@ class FakeSaver:
     def _put(self, saves: list[_Save]) -> None:
         for save in saves:
             job = save.job
-            expected = list(enumerate(job.token_ids, job.start))
+            expected = list(zip(job.rotated.tolist(), job.token_ids, strict=True))
             assert save.told == expected, "what is saved is not what it says it is"
-            positions = np.arange(job.start, job.start + len(expected), dtype=np.int32)
             layers = [_encoded(expected)] * LAYOUT.num_layers
-            chunk = make_chunk(job.lineage, FINGERPRINT, job.parent, job.token_ids, positions, layers)
+            chunk = make_chunk(job.lineage, FINGERPRINT, job.parent, job.token_ids, job.rotated, layers)
             self.counts.chunks += self._store.put(chunk, job.lineage)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.keys import LineageKind
 from mneme.cachetier.config import CacheConfig
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.loop import EngineLoop
@@ -228,7 +229,7 @@ def test_a_failed_step_saves_nothing_of_itself(decoder: Decoder, monkeypatch: py
     assert tuple(draw(12, 200)[:3]) not in firsts
 
 
-def test_a_truncated_session_puts_nothing_approximate(decoder: Decoder) -> None:
+def test_what_a_truncated_session_puts_is_its_own_unless_exact(decoder: Decoder) -> None:
     store, ids, window = FakeStore(), draw(14, 100), 128
     engine = make_cached_engine(decoder, store, max_context=window, num_pages=40)
     truncation = Truncation(strategy="reuse_kv")
@@ -237,11 +238,11 @@ def test_a_truncated_session_puts_nothing_approximate(decoder: Decoder) -> None:
     submit(engine, "b", told + draw(15, 10), 20, session_id="s", truncation=truncation)
     assert usages(run(engine))["b"].truncated_tokens > 0
     finish_saves(engine)
-    assert store.chunks
-    for chunk in store.chunks.values():
-        start, end = int(chunk.header.slot_position[0]), int(chunk.header.slot_position[-1]) + 1
+    assert {chunk.header.kind for chunk in store.chunks.values()} == {LineageKind.PREFIX, LineageKind.SESSION}
+    for header in [chunk.header for chunk in store.chunks.values() if chunk.header.kind is LineageKind.PREFIX]:
+        start, end = int(header.slot_position[0]), int(header.slot_position[-1]) + 1
         assert end <= window
-        assert chunk.header.token_ids.tolist() == told[start:end]
+        assert header.token_ids.tolist() == told[start:end]
 
 
 traffic = st.lists(

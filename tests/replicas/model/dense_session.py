@@ -46,6 +46,13 @@ class DenseSession:
         other._keys, other._values = list(self._keys), list(self._values)
         return other
 
+    def forget(self, start: int) -> None:
+        """Lose the KV of all tokens from this one on: it is computed anew with the next step."""
+        self._waiting = [*self.seen[start:], *self._waiting]
+        self.seen = self.seen[:start]
+        self._keys = [keys[:start] for keys in self._keys]
+        self._values = [values[:start] for values in self._values]
+
     def begin_turn(self, ids: list[int]) -> None:
         """New tokens behind what was said; what is too long goes first."""
         history = [*self.seen, *self._waiting]

@@ -1,0 +1,271 @@
+"""A truncated session goes on from its stored KV in another engine, and nobody else does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.chunk.header import ChunkHeader, Miss
+from mneme.cachetier.chunk.keys import LineageKind, session_lineage
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.sources import ProcessChunkStore
+from mneme.replicas.engine.commands import delete_kv, kv_tier_of
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.model.decoder import Decoder
+from mneme.replicas.request import PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.sessions.sessions import SessionKey
+from mneme.replicas.truncation import Truncation
+from tests.cachetier.chunks import chunk_files
+from tests.replicas.asked import answer
+from tests.replicas.cache_faults.saved_turn import header_of
+from tests.replicas.checkpoints import decoder_of, write_checkpoint
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, fingerprint_of, make_cached_engine
+from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
+from tests.replicas.fake_runner import FakeRunner
+from tests.replicas.losses import lose
+from tests.replicas.model.dense_session import DenseSession
+from tests.replicas.schedule.test_engine_policy import make_engine, make_request, tokens_of
+from tests.replicas.tiered_engine import answers, draw, logits_of, run, submit, usages
+
+WINDOW = 300
+TOLERANCE = 1e-4
+TRUNCATIONS = {"oldest half": Truncation(), "keep_first": Truncation(ratio=0.4, keep_first=5)}
+KEY = ("tenant", "s")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Any]:
+    directory = tmp_path_factory.mktemp("model")
+    model = write_checkpoint("llama-2", directory)
+    return decoder_of(directory, max_context=WINDOW), model
+
+
+class Conversation:
+    """One session, which moves from engine to engine, beside the dense computation of the same."""
+
+    def __init__(
+        self, checkpoint: tuple[Decoder, Any], truncation: Truncation, open_store: Callable[[], Any] | None = None
+    ) -> None:
+        self.decoder, self.model = checkpoint
+        self.store, self.truncation = FakeStore(), truncation
+        self._open_store = open_store or (lambda: self.store)
+        self.dense = DenseSession(self.model, WINDOW, truncation)
+        self.engine = self.new_engine()
+        self._numbers = itertools.count()
+
+    def new_engine(self) -> Engine:
+        return make_cached_engine(self.decoder, self._open_store(), num_pages=64, max_context=WINDOW)
+
+    def say(self, num_new: int, num_tokens: int, key: SessionKey = KEY, **more: Any) -> PromptUsage:
+        """A turn; its answer is drawn from the logits of the dense computation."""
+        number = next(self._numbers)
+        ids, name = draw(number, num_new), f"t{number}.0"
+        options = {"truncation": self.truncation, "append": number > 0, "salt": key[0], "session_id": key[1], **more}
+        submit(self.engine, name, ids, num_tokens, **options)
+        events = run(self.engine)
+        output = answers(events)[name]
+        logits = logits_of(self.engine, name)[-len(output) :]  # without those of a step that was taken back
+        assert (logits - self._dense_logits(ids, output)).abs().max() <= TOLERANCE
+        return usages(events)[name]
+
+    def move(self, key: SessionKey = KEY, **more: Any) -> None:
+        """To a new engine, which knows the session's log."""
+        log = self.engine.sessions.get(KEY)
+        assert log is not None
+        state = log.state()
+        self.close()
+        self.engine = self.new_engine()
+        self.engine.sessions.restore(key, state._replace(version=1, **more), 2)
+
+    def forget(self, start: int = 0) -> None:
+        """What it sees is computed anew from this token on; exactly, if that is the first."""
+        self.dense.forget(start)
+
+    def close(self) -> None:
+        assert self.engine.connector is not None
+        assert self.engine.connector.saver.settle(60)
+        self.engine.close()
+        assert self.store.num_open == 0
+
+    def chunk_keys(self) -> list[bytes]:
+        """Of the session's own chunks, those of the last event, in order."""
+        log = self.engine.sessions.get(KEY)
+        assert log is not None
+        assert log.seen is not None
+        lineage = session_lineage(fingerprint_of(self.decoder), *KEY, log.seen.event)
+        return [each.key for each in lineage.chain(log.seen.ids, CHUNK_TOKENS) if each.key in self.store.chunks]
+
+    def _dense_logits(self, ids: list[int], output: list[int]) -> torch.Tensor:
+        self.dense.begin_turn(ids)
+        logits = []
+        for token_id in output:
+            logits.append(self.dense.step())
+            self.dense.take(token_id)
+        return torch.stack(logits)
+
+
+@pytest.mark.parametrize("edge", ["host", "disk"])
+@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_it_goes_on_where_it_moves(checkpoint: tuple[Decoder, Any], truncation: Truncation, edge: Any) -> None:
+    """Over several truncations and moves its logits are those of one that never moved."""
+    talk = Conversation(checkpoint, truncation)
+    talk.store.edge = edge
+    talk.say(100, 240)
+    for num_new, num_tokens in ((20, 30), (9, 120), (30, 10)):
+        talk.move()
+        usage = talk.say(num_new, num_tokens)
+        num_history = usage.prompt_tokens - num_new
+        assert usage.host_tokens + usage.disk_tokens >= num_history - 17  # all but a tail that is not worth a question
+    assert talk.dense.num_truncations >= 2
+    talk.close()
+
+
+OTHERS = {"session": (("tenant", "t"), {}), "tenant": (("another", "s"), {}), "event": (KEY, {"event": bytes(16)})}
+
+
+@pytest.mark.parametrize(("key", "more"), OTHERS.values(), ids=OTHERS)
+def test_nobody_else_finds_it(checkpoint: tuple[Decoder, Any], key: SessionKey, more: dict[str, Any]) -> None:
+    talk = Conversation(checkpoint, Truncation())
+    talk.say(100, 240)
+    talk.move(key, **more)
+    talk.forget()
+    assert talk.say(20, 10, key).cached_tokens == 0
+    submit(talk.engine, "text", talk.dense.visible()[:-5], 1, salt=KEY[0])
+    assert usages(run(talk.engine))["text"].host_tokens == 0
+    talk.close()
+
+
+def test_a_layer_that_does_not_come_lets_all_be_computed_anew(checkpoint: tuple[Decoder, Any]) -> None:
+    """That is exact then, and found where the session moves next."""
+    talk = Conversation(checkpoint, Truncation())
+    talk.say(100, 240)
+    lost = talk.chunk_keys()[1]
+
+    def fault(header: ChunkHeader, layer: int) -> Miss | None:
+        return Miss.BAD_CHECKSUM if (header.key, layer) == (lost, 1) else None
+
+    talk.store.fault = fault
+    talk.move()
+    talk.forget()
+    assert talk.say(20, 10).host_tokens == 0
+    talk.move()
+    assert talk.say(9, 4).host_tokens > 200
+    talk.close()
+
+
+def test_behind_a_chunk_that_is_gone_it_is_another_event(checkpoint: tuple[Decoder, Any]) -> None:
+    """What was computed behind that chunk before is not what is computed there now, and is not found any more."""
+    talk = Conversation(checkpoint, Truncation())
+    talk.say(100, 240)
+    keys = talk.chunk_keys()
+    gone = talk.store.chunks.pop(keys[1])
+    talk.move()
+    talk.forget(CHUNK_TOKENS)
+    assert talk.say(20, 10).host_tokens == CHUNK_TOKENS
+    talk.store.chunks[keys[1]] = gone
+    assert not {*talk.chunk_keys()} & {*keys}
+    talk.move()
+    assert talk.say(9, 4).host_tokens > 200
+    talk.close()
+
+
+def test_it_outlives_a_restart_until_it_is_deleted(checkpoint: tuple[Decoder, Any], tmp_path: Path) -> None:
+    """What is exact stays then: others may begin so."""
+    disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, disk=disk, host_bytes=1 << 24)
+    talk = Conversation(checkpoint, Truncation(), lambda: ProcessChunkStore(config))
+    talk.say(100, 240)
+    talk.move()
+    assert talk.say(20, 10).disk_tokens > 180
+    talk.move()
+    tier = kv_tier_of(talk.engine.connector)
+    assert answer(talk.engine, delete_kv("tenant", (), ("tenant", "t")), tier)["chunks"] == 0
+    assert answer(talk.engine, delete_kv("tenant", (), KEY), tier)["chunks"] > 0
+    assert {header_of(path).kind for path in chunk_files(tmp_path)} == {LineageKind.PREFIX}
+    talk.forget()
+    assert talk.say(20, 10).cached_tokens == 0
+    talk.close()
+
+
+turns = st.lists(
+    st.tuples(
+        st.sampled_from([("", "s"), ("", "t"), ("tenant", "s")]),
+        st.integers(1, 20),  # new tokens
+        st.integers(1, 40),  # of the answer
+        st.booleans(),  # whether the session moves before
+        st.integers(0, 2),  # losses on the device before
+    ),
+    min_size=2,
+    max_size=10,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    turns,
+    st.sampled_from([Truncation(), Truncation(keep_first=5), Truncation(ratio=0.3)]),
+    st.sampled_from(["host", "disk"]),
+    st.sampled_from([0.0, 0.05, 0.3]),
+    st.sampled_from([None, 1, 2]),
+    st.integers(0, 2**16),
+)
+def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
+    turns: list[Any], truncation: Truncation, edge: Any, fault_share: float, step_chunks: int | None, seed: int
+) -> None:
+    """Whatever is lost on the way: the fake runner checks where each row sees each token."""
+    chance = random.Random(seed)
+    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
+    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
+    runners = [FakeRunner(64, 4, max_context=48, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
+    engines = [
+        make_played_engine(runner, cache, itertools.count().__next__)
+        for runner, cache in zip(runners, caches, strict=True)
+    ]
+    plain = make_engine(runner=FakeRunner(64, 4, max_context=48))
+    home = dict.fromkeys([key for key, *_ in turns], 0)
+    for number, (key, num_new, num_tokens, moves, num_losses) in enumerate(turns):
+        old = engines[home[key]]
+        home[key] = chance.randrange(2) if moves else home[key]
+        engine, cache = engines[home[key]], caches[home[key]]
+        log = old.sessions.get(key)
+        if moves and log is not None:
+            state = log.state()
+            assert old.sessions.delete(key, is_elsewhere=True)
+            engine.sessions.restore(key, state._replace(version=number + 1), number + 1)
+        for _ in range(num_losses):
+            lose(engine, chance.randrange(100))
+        ids = [chance.randrange(5) for _ in range(num_new)]
+        said = []
+        for each in (plain, engine):
+            params = SamplingParams(temperature=0, max_tokens=num_tokens)
+            events: list[TokenEvent] = []
+            more = {"salt": key[0], "session_id": key[1], "append": log is not None, "truncation": truncation}
+            if each is engine and chance.random() < 0.5:  # beside which a history may come in parts
+                stream = make_request(f"stream{number}", [number % 5], SamplingParams(temperature=0, max_tokens=30))
+                each.submit(stream)
+                events += each.step() + each.step()
+            each.submit(make_request(f"t{number}.0", ids, params, **more))
+            while each.has_work:
+                cache.now_s += chance.choice([0.1, 1, 20])
+                cache.play(chance.choice([0, 1, None]), chance.choice([0, 1, None]))
+                events += each.step()
+                each.forest.check()
+            said.append(tokens_of(events, f"t{number}.0"))
+        assert said[0] == said[1]
+        assert len(said[0]) == num_tokens
+    for engine, cache in zip(engines, caches, strict=True):
+        cache.play()
+        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        for key in home:
+            engine.sessions.delete(key)
+        engine.forest.clear()
+        assert not engine.forest.kept_roots
+    assert store.num_open == 0
