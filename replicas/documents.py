@@ -134,6 +134,7 @@ TOO_SHORT = Declined("too_short", "shorter than blend.min_tokens")
 TOO_LONG = Declined("too_long", "longer than the model's context or the page pool allows")
 NO_ROOM = Declined("no_room", "there were too few pages")
 EXACT = Declined("exact", "part of the exact prefix")
+ALL_ANEW = Declined("exact", "all of its tokens are to be computed anew")
 EVICTED = Declined("evicted", "its KV was evicted meanwhile")
 TRUNCATED = Declined("truncated", "the prompt was truncated")
 HISTORY = Declined("history", "part of the session's history")
@@ -155,7 +156,7 @@ class DocumentUsage(NamedTuple):
 class BlendUsage(NamedTuple):
     """Says how the documents of a prompt were used."""
 
-    mode: Mode  # "off": every token's KV is exact
+    mode: Mode  # "off": the KV of every token that this turn brings is exact
     why: str
     order: tuple[int, ...]  # of the documents as they were given, as they stand in the prompt
     documents: tuple[DocumentUsage, ...]  # as they stand; without those of a session's earlier turns
@@ -165,6 +166,7 @@ class BlendUsage(NamedTuple):
     recomputed: int = 0  # tokens of documents that the selector chose
     is_measured: bool = False  # the model's quality report allows it
     declined: Reason | None = None  # why the mode is "off"
+    is_history_approximate: bool = False  # earlier turns of the session reuse documents behind other text
 
     def token_counts(self) -> dict[str, int]:
         """Count tokens of documents: reused behind other text, found as exact KV, and the rest, which were computed."""
@@ -178,6 +180,8 @@ class BlendUsage(NamedTuple):
         if self.selector is not None:
             told |= {"selector": self.selector, "ratio": self.ratio, "measured": self.is_measured}
             told |= {"reused": self.reused, "recomputed": self.recomputed}
+        if self.is_history_approximate:
+            told["history"] = "approximate"
         return told | {"documents": [each._asdict() for each in self.documents]}
 
 

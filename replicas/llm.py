@@ -420,6 +420,8 @@ def _listed(prompts: object) -> list[object]:
 
 def _conversations(messages: object, documents: Sequence[object]) -> tuple[list[tuple[Conversation, StandIns]], bool]:
     """Return the conversations as templates expect them, with their documents, and whether it is one alone."""
+    if isinstance(documents, str | Mapping):
+        raise InvalidRequest("documents", documents, "must be a list of texts or mappings")
     listed = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
     if any(isinstance(each, Mapping) for each in listed):
         return [_checked(listed, "messages", StandIns(documents))], True

@@ -181,6 +181,7 @@ class Sequence:
     arrival: int  # FCFS order, kept through suspensions
     owner: Owner | None = None  # its session
     context: list[int] = field(default_factory=list)  # what is seen of `ids`: all of them, until a truncation
+    is_approximate: bool = False  # what it goes on from is: its session's earlier turns reuse documents in place
     root: Root | None = None  # where `context` goes on behind what a truncation kept
     event: bytes = b""  # under which the cache tier may have what the session saw, where its engine lacks `root`
     window: int | None = None  # tokens that `context` may have before it is truncated; None: it never outgrows
@@ -291,7 +292,8 @@ class Sequence:
             return
         for start, end in rows.loaded:
             self.note_origin(start, end, "host")
-        num_refilled = rows.num_refilled
+        # A blend's own slots lie between what it reuses: they were never there before.
+        num_refilled = 0 if self.blend is not None and self.blend.uses else rows.num_refilled
         for start, end in rows.spans:
             middle = min(start + num_refilled, end)
             self.origins.note(start, middle, "dropped")
@@ -322,15 +324,19 @@ class Sequence:
         )
 
     def _blend_usage(self, ranges: collections.abc.Sequence[Origin]) -> BlendUsage | None:
-        request = self.request
-        if not request.document_order:
-            return None
-        blend, documents, order = self.blend, self._document_usages(ranges), request.document_order
+        order, is_approximate = self.request.document_order, self.is_approximate
+        if not order:
+            why = "no document; its history reuses some behind other text"
+            return BlendUsage("off", why, (), (), is_history_approximate=True) if is_approximate else None
+        blend, documents = self.blend, self._document_usages(ranges)
         if blend is not None and blend.uses:
             usage = BlendUsage(blend.options.mode, blend.why, order, documents, blend.selector, blend.ratio)
-            return usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=blend.is_measured)
-        reason, why = self.declined if blend is None else blend.declined
-        return BlendUsage("off", why, order, documents, declined=reason)
+            is_measured = blend.is_measured and not is_approximate
+            usage = usage._replace(reused=len(blend.reused), recomputed=blend.num_chosen, is_measured=is_measured)
+        else:
+            reason, why = self.declined if blend is None else blend.declined
+            usage = BlendUsage("off", why, order, documents, declined=reason)
+        return usage._replace(is_history_approximate=is_approximate)
 
     def _document_usages(self, ranges: collections.abc.Sequence[Origin]) -> tuple[DocumentUsage, ...]:
         cached = [each for each in ranges if each.source in _CACHED]
@@ -357,6 +363,8 @@ class Sequence:
         blend = self.blend
         if blend is not None and blend.uses_any(span.start, span.end):
             why = "its KV is reused behind other text" if usage.reused else "the selector chose all of its tokens"
+            if len(blend.narrowed) and not usage.reused:
+                why = "computed anew in the first layers, and its KV is reused in the others but for the farthest off"
             if first is not span and usage.reused:
                 why = f"it has the tokens of {first.name}, and the same KV is reused"
             return usage._replace(outcome="blended", why=why)

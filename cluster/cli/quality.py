@@ -9,13 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from mneme.config import parse
 from mneme.errors import ConfigError, shown
 from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import SELECTORS, Selector
 from mneme.replicas.fuse.report import MIN_CASES, MIN_SCORE_FULL, Measured, QualityReport
+
+if TYPE_CHECKING:
+    from mneme.replicas.quality.tasks import Task
 
 _SELECTORS = tuple(each for each in SELECTORS if each != "all")  # that one is full recompute, in two steps
 _RATIOS = "0.05,0.1,0.15,0.2,0.3,0.5"
@@ -53,6 +56,7 @@ def add_quality_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{_QUICK_CASES} cases at ratio {_QUICK_RATIOS}; no report, unless --out says where",
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--force", action="store_true", help="replace a report of more cases, or of other layouts")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the report (default: the model's)")
 
 
@@ -65,7 +69,7 @@ def quality(args: argparse.Namespace) -> int:
     _check_range("max-tokens", args.max_tokens, _MAX_ANSWER_TOKENS)
 
     from mneme.replicas.engine.load import choose_device, choose_dtype, load_engine, model_fingerprint
-    from mneme.replicas.fuse.report import measured_on
+    from mneme.replicas.fuse.report import measured_on, report_path
     from mneme.replicas.model.config import load_model_config, model_directory
     from mneme.replicas.quality.measure import Arm, measure
     from mneme.replicas.quality.tasks import read_task
@@ -86,6 +90,9 @@ def quality(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    measured = measured_on(model_fingerprint(folder, model_config, dtype))
+    if out is not None and not args.force:
+        _check_broader(report_path(out, measured), task)
     tokenizer = Tokenizer.load(folder)
     engine = load_engine(args.model, config, tokenizer=tokenizer)
     try:
@@ -97,9 +104,7 @@ def quality(args: argparse.Namespace) -> int:
     finally:
         engine.close()
         tokenizer.close()
-    report = QualityReport(
-        model=measured_on(model_fingerprint(folder, model_config, dtype)), task=task.name, rows=tuple(rows)
-    )
+    report = QualityReport(model=measured, task=task.name, rows=tuple(rows))
     path = None if out is None else report.write(out)
     if num_left_out:
         print(f"mneme quality: {num_left_out} cases are longer than the context, and left out", file=sys.stderr)
@@ -112,6 +117,20 @@ def quality(args: argparse.Namespace) -> int:
         if path is not None:
             print(f"the report is {path}")
     return 0
+
+
+def _check_broader(path: Path, task: Task) -> None:
+    """Raise `ConfigError` if the report there says more than one on this task will."""
+    try:
+        known = QualityReport.read(path)
+    except (OSError, ConfigError):
+        return
+    num_cases = {layout: len(cases) for layout, cases in task.cases_by_layout.items()}
+    for row in known.rows:
+        if row.num_cases > num_cases.get(row.layout, 0):
+            raise ConfigError(
+                f"out: {path} has {row.num_cases} cases of {row.layout}; --force replaces it all the same"
+            )
 
 
 def _summary(allowed: dict[Selector, float], rows: Sequence[Measured]) -> str:

@@ -31,6 +31,7 @@ from mneme.cluster.http.protocol import (
     DetokenizeRequest,
     ForkRequest,
     TokenizeRequest,
+    plain_documents,
     validate,
 )
 from mneme.cluster.metrics.families import number_at
@@ -39,6 +40,7 @@ from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import InvalidRequest, shown
 from mneme.replicas.documents import BlendOptions
+from mneme.replicas.text.parts import prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
 from mneme.version import __version__
@@ -238,12 +240,14 @@ async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> di
     model, text = api.model(body.model), body.prompt
     if (text is None) == (body.messages is None):
         raise InvalidRequest("prompt", None, "give either a prompt or messages")
+    documents = plain_documents(body.documents)
     if body.messages is not None:
-        prompt = await api.render(body.messages, model, add_generation_prompt=body.add_generation_prompt)
+        begin = body.add_generation_prompt
+        prompt = await api.render(body.messages, model, add_generation_prompt=begin, documents=documents)
     else:
         assert text is not None
-        special = body.add_special_tokens
-        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", text, model, add_special_tokens=special))
+        special, given = body.add_special_tokens, prompt_parts(text, documents)
+        prompt = await api.off_loop(len(text), lambda: api.encode("prompt", given, model, add_special_tokens=special))
     ids = list(prompt.token_ids)
     strings = {"token_strs": list(map(api.tokenizer.token_text, ids))} if body.return_token_strs else {}
     return {"count": len(ids), "max_model_len": model.max_context, "tokens": ids, **strings}

@@ -87,6 +87,7 @@ class BlendUsage(TypedDict):
     measured: NotRequired[bool]
     reused: NotRequired[int]
     recomputed: NotRequired[int]
+    history: NotRequired[Literal["approximate"]]  # earlier turns of the session reuse documents behind other text
     documents: list[DocumentUsage]
 
 

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.http.protocol import Body, Messages, Text, TokenIds, Ttl, template_variables
+from mneme.cluster.http.protocol import Body, GivenDocument, Messages, Text, TokenIds, Ttl, template_variables
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
 from mneme.errors import (
@@ -38,6 +38,7 @@ from mneme.errors import (
     ReplicaUnavailable,
     SessionNotFound,
 )
+from mneme.replicas.documents import Document
 from mneme.replicas.engine import commands
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.replicas.text.parts import Part
@@ -70,10 +71,11 @@ class PromptSelector(Body):
     prompt_token_ids: TokenIds | None = None
     token_ids: TokenIds | None = None
     messages: Messages | None = None
-    document: Text | TokenIds | None = None
+    document: Text | GivenDocument | TokenIds | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
+    documents: list[Any] | None = None  # refused, as they would be left out: here they are parts of messages
 
 
 class SequenceSelector(PromptSelector):
@@ -322,8 +324,10 @@ async def _select(
 async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, field: str) -> Selection:
     """The tokens of a prompt, given ids, or what all conversations begin with that begin with these messages."""
     model, salt = api.model(body.model), kv_salt(request.state.tenant, body.cache_salt)
+    if body.documents is not None:
+        raise InvalidRequest("documents", len(body.documents), "not taken here: make them parts of the messages")
     if body.document is not None:
-        ids = await _token_ids(api, field, body.document, model, special=False, goes_on=True)
+        ids = await _token_ids(api, field, _document_prompt(body.document, field), model, special=False)
         return Selection(field, salt, _bounded(field, (*api.tokenizer.sink_ids, *ids), model))
     if body.messages is None:
         ids = await _token_ids(api, field, getattr(body, field), model, special=body.add_special_tokens)
@@ -335,17 +339,25 @@ async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, 
 
 
 async def _token_ids(
-    api: ApiState, field: str, given: str | list[int], model: ServedModel, *, special: bool, goes_on: bool = False
+    api: ApiState, field: str, given: str | tuple[Part, ...] | list[int], model: ServedModel, *, special: bool
 ) -> tuple[int, ...]:
-    """Ids of a text, perhaps one that `goes_on` behind another, or ids that were given."""
+    """Ids of a text or of parts, or those that were given."""
 
     def take() -> Prompt:
-        if isinstance(given, str):
-            parts = [Part(""), Part(given)] if goes_on else given
-            return api.encode(field, parts, model, add_special_tokens=special)
-        return api.take_ids(field, given, model)
+        if isinstance(given, list):
+            return api.take_ids(field, given, model)
+        return api.encode(field, given, model, add_special_tokens=special)
 
-    return _bounded(field, (await api.off_loop(len(given), take)).token_ids, model)
+    size = sum(len(part.text) for part in given) if isinstance(given, tuple) else len(given)
+    return _bounded(field, (await api.off_loop(size, take)).token_ids, model)
+
+
+def _document_prompt(given: str | GivenDocument | list[int], field: str) -> tuple[Part, ...] | list[int]:
+    """A document as it stands behind other text."""
+    if isinstance(given, list):
+        return given
+    document = Document.of(given if isinstance(given, str) else given.model_dump(), field, index=0)
+    return Part(""), Part(document.text, document)
 
 
 def _bounded(field: str, ids: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:

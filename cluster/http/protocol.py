@@ -109,7 +109,7 @@ class SamplingBody(Body):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     truncation: TruncationOptions | None = None
-    documents: Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)] | None = None
+    documents: Documents | None = None
     blend: BlendBody | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
@@ -133,7 +133,7 @@ class SamplingBody(Body):
     @property
     def documents_beside(self) -> list[Any]:
         """The documents that stand in no message and no prompt."""
-        return [each if isinstance(each, str) else each.model_dump() for each in self.documents or ()]
+        return plain_documents(self.documents)
 
     @property
     def appends(self) -> bool:
@@ -157,6 +157,14 @@ class GivenDocument(Body):
     text: Text
     title: str | None = None
     id: str | None = None
+
+
+Documents = Annotated[list[str | GivenDocument], Field(max_length=MAX_DOCUMENTS)]
+
+
+def plain_documents(given: list[str | GivenDocument] | None) -> list[Any]:
+    """Return the documents as texts and mappings."""
+    return [each if isinstance(each, str) else each.model_dump() for each in given or ()]
 
 
 class BlendBody(Body):
@@ -267,6 +275,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    documents: Documents | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None

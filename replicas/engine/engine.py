@@ -246,6 +246,8 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
         )
         sequence.parent = parent
+        root = sequence.root
+        sequence.is_approximate = root is not None and any(each.is_blend for each in (root, *root.kept_roots))
         missing: list[list[int]] = []
         if sequence.request.documents:
             sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)

@@ -25,6 +25,7 @@ import numpy as np
 
 from mneme.kernels.page_table import IntArray
 from mneme.replicas.documents import (
+    ALL_ANEW,
     EVICTED,
     EXACT,
     OFF,
@@ -85,7 +86,7 @@ class Blend:
         return {"none": 0.0, "all": 1.0}.get(self.selector, given)
 
     @property
-    def _settled_selector(self) -> Selector:
+    def settled_selector(self) -> Selector:
         """The selector, or what it comes to where scores would not matter."""
         ends: dict[float, Selector] = {0.0: "none", 1.0: "all"}
         return ends.get(self.ratio, self.selector)
@@ -122,7 +123,7 @@ class Blend:
         if not uses:
             return path
         is_probing = self.selector in NEEDS_SCORES and 0 < self.ratio < 1 and not self.is_scored
-        selector = "none" if is_probing else self._settled_selector
+        selector = "none" if is_probing else self.settled_selector
         share = first_share(self.num_layers, self.ratio) if selector == "hkvd" else self.ratio
         wanted = [Wanted(use.start, use.end) for use in uses]
         chosen = choose(selector, wanted, share, self.seed, self.scores)
@@ -262,5 +263,7 @@ def make_blend(
         why=why,
         may_raise=may_raise,
     )
+    if blend.settled_selector == "all":
+        return ALL_ANEW
     blend.is_measured = controller.gate.is_measured(blend.selector, blend.ratio)
     return blend

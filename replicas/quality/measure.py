@@ -103,7 +103,7 @@ def measure(
                 options = BlendOptions(mode="selective", selector=arm.selector, ratio=arm.ratio, min_tokens=1)
                 forced = talker.run(prompts, options, full)
                 usages = [said.blend for said in forced if said.blend is not None]
-                if all(usage.mode == "off" for usage in usages):
+                if not _is_exact(options) and all(usage.mode == "off" for usage in usages):
                     raise ConfigError(f"{layout}: documents are computed in full: {usages[0].why}")
                 others = [index for index, said in enumerate(forced) if not all(said.agrees)]
                 free = dict(zip(others, talker.run([prompts[index] for index in others], options), strict=True))
@@ -172,7 +172,7 @@ class _Talker:
                     request_id=name,
                     prompt_token_ids=tuple(prompt.ids),
                     sampling=params,
-                    salt="full" if blend.mode == "off" else "blend",
+                    salt="full" if blend.mode == "off" else "control" if _is_exact(blend) else "blend",
                     documents=prompt.spans,
                     blend=blend,
                 )
@@ -209,6 +209,11 @@ class _Talker:
             logits[row] = 0
             logits[row, wanted] = 1
         return logits
+
+
+def _is_exact(blend: BlendOptions) -> bool:
+    """Return whether all is computed anew: its prompts would be exact prefixes of those that reuse documents."""
+    return blend.selector == "all" or blend.ratio == 1
 
 
 def best_scores(said: str, answers: Sequence[str]) -> tuple[float, float]:

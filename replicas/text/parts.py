@@ -51,7 +51,8 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part], *, add_special_tok
         if index == 0:
             ids += tokenizer.encode(text, add_special_tokens=add_special_tokens)
         elif text:
-            ids += tokenizer.encode_continuation(text)
+            encode = tokenizer.encode_continuation if document is None else tokenizer.encode_foreign
+            ids += encode(text)
         if document is not None:
             if len(ids) == start:
                 raise InvalidRequest("documents", document.name, "each document must have at least one token")

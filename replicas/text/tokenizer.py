@@ -57,6 +57,9 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        # A document that has one written in it must not act as the template does.
+        markup = sorted((each.content for each in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
+        self._markup = re.compile("|".join(re.escape(each) for each in markup if len(each) > 1) or r"(?!)")
         self._chat_template = chat_template and ChatTemplate(
             chat_template, template_variables or {}, max_render_s=max_render_s
         )
@@ -103,6 +106,14 @@ class Tokenizer:
         marker = self.eos_token_ids[0]
         ids = self.encode_rendered(self.token_text(marker) + text)
         return ids[1:] if ids[:1] == [marker] else self.encode_rendered(text)
+
+    def encode_foreign(self, text: str) -> list[int]:
+        """Encode text of others behind other text: a special token that is written in it is text as any."""
+        pieces, start = [], 0
+        for found in self._markup.finditer(text):
+            pieces.append(text[start : found.start() + 1])
+            start = found.start() + 1
+        return [token_id for piece in (*pieces, text[start:]) if piece for token_id in self.encode_continuation(piece)]
 
     @property
     def sink_ids(self) -> list[int]:

@@ -24,6 +24,18 @@ def test_a_run_writes_the_report_that_it_shows(tmp_path: Path, capsys: pytest.Ca
     assert all(f"{row.selector:14} {row.ratio:5g} {row.score:6.3f}" in shown for row in rows)
 
 
+def test_a_report_is_not_replaced_by_one_that_says_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*QUICK, "--selectors", "first-k", "--ratios", "0.2", "--out", str(tmp_path)]
+    assert main(options) == 0
+    (path,) = tmp_path.iterdir()
+    for narrower in (["--cases", "1"], ["--task", "coreference:3x3"]):
+        assert main([*options, *narrower]) == 2
+        assert "--force replaces it" in capsys.readouterr().err
+    assert QualityReport.read(path).rows[0].num_cases == 2
+    assert main([*options, "--cases", "1", "--force"]) == 0
+    assert QualityReport.read(path).rows[0].num_cases == 1
+
+
 def test_a_quick_run_in_json_leaves_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--selectors", "random", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -371,7 +371,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("", {"tenant": True, "document": "a"}, 400, "prompt"),
     ("", {"document": ""}, 400, "document"),
     ("", {"document": ["a"]}, 400, "document[0]"),
-    ("", {"document": {"text": "a"}}, 400, "document"),
+    ("", {"document": {"title": "a"}}, 400, "document.text"),
+    ("", {"messages": [{"role": "user", "content": "a"}], "documents": ["b"]}, 400, "documents"),
     ("", {"document": [10**9]}, 400, "document"),
 ]
 

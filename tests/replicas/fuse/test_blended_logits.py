@@ -194,6 +194,22 @@ def test_documents_come_from_the_cache_tier_and_nothing_behind_them_goes_there(
             store.fault = lambda header, layer: Miss.SHORT if layer == 1 else None
 
 
+def test_no_chunk_of_what_stands_behind_a_blend_is_saved(checkpoint: tuple[Path, Any]) -> None:
+    directory, _ = checkpoint
+    store = FakeStore()
+    engine = make_cached_engine(decoder_of(directory), store)
+    engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+    ids, spans = prompt_of([2, 0])
+    ask(engine, "a", ([*ids, *draw(9, 4 * CHUNK_TOKENS)], spans), mode="full_reuse")
+    run(engine)
+    engine.close()
+    known = [SYSTEM, *([*SINK, *document] for document in DOCUMENTS)]
+    assert store.chunks
+    for chunk in store.chunks.values():
+        tokens = chunk.header.token_ids.tolist()
+        assert any(tokens in (each[:CHUNK_TOKENS], each[CHUNK_TOKENS:]) for each in known)
+
+
 class SlowLoads(SlowRows):
     """The tier is slower still than rows, and they are loaded all the same."""
 

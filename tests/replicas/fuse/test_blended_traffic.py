@@ -71,6 +71,26 @@ def test_documents_are_computed_once_and_reused_in_any_order() -> None:
     assert engine.forest.num_in_use == 0
 
 
+def test_a_tenant_finds_no_document_of_another() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    rows = []
+    for number, salt in enumerate(("one", "other", "one")):
+        before = num_rows(engine)
+        request = blended(f"r{number}", [(0,), A, B, (number,)], salt=salt, num_tokens=1)
+        engine.submit(request)
+        assert tokens_of(run(engine), f"r{number}") == continuation(list(request.prompt_token_ids), 1, 5)
+        rows.append(num_rows(engine) - before)
+    assert rows[0] == rows[1] == rows[2] + 1 + len(A) + len(B)
+    assert engine.forest.resident("", A) == (0, 0)
+
+
+def test_what_is_computed_in_its_own_slots_is_not_called_dropped() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    for number in range(2):
+        engine.submit(blended(f"r{number}", [(0, 1), A, (number,), B, (2, 2)], num_tokens=1))
+        assert usage_of(run(engine)).dropped_tokens == 0
+
+
 def blend_of(engine: Engine, parts: list[Any], blend: BlendOptions = REUSE, **more: Any) -> BlendUsage:
     engine.submit(blended("asked", parts, blend, 1, **more))
     usage = usage_of(run(engine)).blend
@@ -98,10 +118,10 @@ def test_it_is_said_of_each_document_what_became_of_it() -> None:
     ]
     assert told.token_counts() == {"reused": 2 * len(B), "exact": len(A), "recomputed": 2}
     chosen = blend_of(engine, [(4,), A, (1,), B, (2,)], BlendOptions(mode="selective", selector="all", min_tokens=1))
-    assert {each.why for each in chosen.documents} == {"the selector chose all of its tokens"}
+    assert {each.why for each in chosen.documents} == {"all of its tokens are to be computed anew"}
     stats = engine.stats()["blend"]
-    assert stats["requests"] == {"none": 2, "all": 1}
-    assert stats["declined"] == {"off": 1}
+    assert stats["requests"] == {"none": 2}
+    assert stats["declined"] == {"off": 1, "exact": 1}
     assert stats["tokens"] == {"reused": 3 * len(B), "exact": len(A), "recomputed": 2 * len(A) + len(B) + 2}
 
 
@@ -295,9 +315,14 @@ def test_a_session_goes_on_from_its_blend_and_nobody_else_does() -> None:
     events = run(engine)
     assert tokens_of(events, "b") == continuation([*ids, 3], 1, 5)
     assert num_rows(engine) - before == 2  # the last output had no KV yet
+    told = usage_of(events).blend
+    assert told is not None
+    assert (told.mode, told.documents, told.as_json()["history"]) == ("off", (), "approximate")
+    assert not engine.stats()["blend"]["declined"]
     answer(engine, fork_session(("", "s"), "t"))
     engine.submit(make_request("fork", [3], params, session_id="t", append=True))
-    assert usage_of(run(engine)).cached_tokens == 2
+    usage = usage_of(run(engine))
+    assert (usage.cached_tokens, usage.blend) == (2, None)
     answer(engine, delete_session(("", "s")))
     engine.forest.check()
     assert not engine.forest.kept_roots

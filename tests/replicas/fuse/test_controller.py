@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mneme.cachetier.policy.cost_model import Calibration, CostModel
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.fuse.controller import Controller, Decision, Work
@@ -71,6 +73,13 @@ def test_what_is_sooner_in_full_is_computed_in_full() -> None:
     found = controller.decide(BlendOptions(selector="query"), work)
     assert found == ("sooner_in_full", "predicted to be sooner: 10.1 s, 20.2 s with reuse")
     assert isinstance(controller.decide(BlendOptions(), work._replace(num_reused=0)), Decision)
+
+
+def test_rows_cost_more_behind_a_longer_context() -> None:
+    calibration = Calibration(prefill=(0.0, 0.0, 1e-6), decode=(0.0, 0.0, 0.0), step_rows=10_000, kv_bytes_per_token=1)
+    controller = Controller(GATE, CostModel(calibration, lambda: 0.0))
+    # 1,600 rows, which see the 100 before, half of the 1,500 between them, and half of themselves.
+    assert controller.predicted_s("first-k", 0.5, WORK) == pytest.approx(1600 * (850 + 800) * 1e-6)
 
 
 def test_the_ratio_is_raised_as_far_as_it_hides_under_a_load() -> None:
