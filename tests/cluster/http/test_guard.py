@@ -1,9 +1,10 @@
-"""Keys, tenants, failures, ids, logs, and the bounds on what one request may hold."""
+"""Keys, tenants, failures, ids, logs, the bounds on what one request may hold, and the corpus of bad requests."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.api import build_api
 from mneme.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, chat, get, post, serving
+from tests.cluster.bad_request_checks import BadRequestChecker
+from tests.cluster.bad_requests import BAD_REQUESTS, RAW_REQUESTS, BadRequest, RawRequest
 from tests.cluster.fake_engine_client import FakeEngineClient
 from tests.replicas.tiny_tokenizer import tiny_tokenizer
 
@@ -178,3 +181,27 @@ def test_bodies_that_are_being_read_share_a_budget() -> None:
 
     statuses = asyncio.run(run())
     assert statuses[-2:] == [429, 200]
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[BadRequestChecker]:
+    with serving(config=HttpConfig(body_idle_timeout_s=2.0)) as server:
+        checker = BadRequestChecker(server.url)
+        yield checker
+        checker.close()
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS, ids=lambda case: case.name)
+def test_a_bad_request_is_refused_and_harms_nobody(checker: BadRequestChecker, case: BadRequest) -> None:
+    checker.check(case)
+
+
+@pytest.mark.parametrize("case", RAW_REQUESTS, ids=lambda case: case.name)
+def test_bad_bytes_harm_nobody(checker: BadRequestChecker, case: RawRequest) -> None:
+    checker.check_raw(case)
+
+
+def test_there_are_enough_cases_and_each_has_its_name() -> None:
+    names = [case.name for case in BAD_REQUESTS] + [case.name for case in RAW_REQUESTS]
+    assert len(names) == len(set(names))
+    assert len(names) >= 60
