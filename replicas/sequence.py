@@ -116,7 +116,7 @@ class FoundChunks(Chunks, Protocol):
 
     @property
     def end(self) -> int:
-        """The position behind the last token that it has."""
+        """The position behind the last token that was found."""
 
     @property
     def step_chunks(self) -> int | None:
@@ -148,6 +148,9 @@ class FoundChunks(Chunks, Protocol):
 
     def pause(self) -> None:
         """Stop the clock until it is asked for again."""
+
+    def hand_over(self) -> FoundChunks | None:
+        """Return what was found behind it, which is read from now on; None: that was all."""
 
     def give_up(self, what: GivenUp) -> None:
         """Give up as it took too long."""

@@ -8,7 +8,8 @@ the other's share of one layer does not overlap:
 
 Beside others nothing is computed before all that comes from far, that is from anywhere but this node's memory, is in
 memory, and then it is loaded in as many steps as would be as long as full ones (`step_chunks`): else they would be held
-up. There one comes after the other, ttft(head) = L + F + what later steps compute.
+up. There one comes after the other, ttft(head) = L + F + what later steps compute. That is on
+the safe side: of a head that one step loads, what comes while that step computes is not waited for (`buffer_bytes`).
 
 The best head is the one with the least ttft, at a tie the shorter one; none, if it gains less than 2%. C = ttft(none)
 is what computing costs.
@@ -49,7 +50,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mneme.cachetier.policy.cost_model import CostModel
@@ -87,7 +88,24 @@ class LoadPlan:
     latest_beside_s: float  # the same for its far part, where nothing is computed before that is in memory
     step_chunks: int  # that are loaded in the time that a full step computes
     first_s: float = 0.0  # that the first step computes of it beside the load
+    # Of what comes from far, in memory before it computes beside others: the rest comes meanwhile.
+    buffer_bytes: float = math.inf
     is_probe: bool = False
+
+    def part(self, num_chunks: int) -> LoadPlan:
+        """Return the plan of so many of the chunks, all of which are in memory before they are loaded."""
+        share = num_chunks / self.num_chunks
+        return replace(
+            self,
+            num_chunks=num_chunks,
+            deadline_s=share * self.deadline_s,
+            slack_s=share * self.slack_s,
+            predicted_load_s=share * self.predicted_load_s,
+            predicted_recompute_s=share * self.predicted_recompute_s,
+            latest_s=share * self.latest_s,
+            latest_beside_s=share * self.latest_beside_s,
+            buffer_bytes=math.inf,
+        )
 
     def due_s(self, num_done: int, num_units: int, *, waited_s: float = 0.0, is_alone: bool = True) -> float:
         """Return when the next unit (the load in equal parts, layers of chunks) must be there, else it is given up.
@@ -159,6 +177,7 @@ class LoadController:
         slack_s = _UNBOUNDED_S if self._loads_all else slack_s
         deadline_s = max(slack_s, min(2 * best.load_s, best.load_s + slack_s))
         is_small = is_probe and best.num_chunks == 1
+        step_chunks = self._step_chunks(chunks[: best.num_chunks])
         return LoadPlan(
             num_chunks=best.num_chunks,
             deadline_s=slack_s if is_small else deadline_s,
@@ -168,8 +187,9 @@ class LoadController:
             predicted_ttft_s=best.ttft_s,
             latest_s=self._latest_s(best, recompute_s + slack_s),
             latest_beside_s=self._latest_beside_s(best, recompute_s + slack_s),
-            step_chunks=self._step_chunks(chunks[: best.num_chunks]),
+            step_chunks=step_chunks,
             first_s=best.first_s,
+            buffer_bytes=self._buffer_bytes(best, chunks) if best.num_chunks <= step_chunks else math.inf,
             is_probe=is_small,
         )
 
@@ -236,6 +256,15 @@ class LoadController:
     def _latest_beside_s(self, choice: _Choice, ttft_s: float) -> float:
         """Return how long its far part may take, where the rest comes behind it."""
         return ttft_s - choice.later_s - choice.first_s - choice.near_s
+
+    def _buffer_bytes(self, choice: _Choice, chunks: Sequence[Loadable]) -> float:
+        """Size the read buffer: B (T_load L_hist - T_pref L_new), and a layer, before which nothing is computed.
+
+        AttentionStore 3.2.1; what edges are busy with for a token is T_load, and bytes by that time B.
+        """
+        num_bytes = sum(chunk.num_bytes for chunk in chunks[: choice.num_chunks] if chunk.edge != "host")
+        gap_s = max(choice.far_s - choice.first_s, 0.0)
+        return num_bytes * (gap_s / choice.far_s if gap_s else 0.0) + num_bytes / self._num_layers
 
     def _step_chunks(self, chunks: Sequence[Loadable]) -> int:
         size = max((chunk.num_bytes for chunk in chunks), default=0)

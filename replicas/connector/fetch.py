@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import get_args
 
 from mneme.cachetier.chunk.header import I32Array, Miss, U8Array
@@ -178,6 +180,9 @@ class Fetch:
         self.plan: LoadPlan | None = None
         self.reads: dict[Edge, Reads] = {}  # so far
         self.num_stored, self.is_alone = num_stored, is_alone
+        self.following: Fetch | None = None  # the next part of what was found, to be read when this one is in pages
+        self.is_begun = True  # else it is such a part, and another is read before
+        self._hands_over = False  # who wanted this wants that one now
         self.is_given_up = False  # as it took too long
         self.late_edge: Edge | None = None  # for which it was given up
         self.num_readers = 1  # threads that take at once: what each is at counts for a part of the time
@@ -185,6 +190,7 @@ class Fetch:
         self._times: LoadClock | None = None  # once it was found
         self._at = 0  # the chunk that is being brought, or was last
         self.num_layers, self._layer_bytes = 1, 0  # of a full chunk's layer
+        self._num_ahead = 0  # bytes that were brought
         self._num_sound = 0  # sources, before the first of which something could not be brought
         self._budget, self._clock = budget, clock
         self._on_closed, self._on_given_up = on_closed, on_given_up
@@ -242,8 +248,15 @@ class Fetch:
 
     @property
     def end(self) -> int:
-        """The position behind the last token that it has."""
+        """The position behind the last token that it has, and what follows has."""
+        if self.following is not None and not self.following.is_closed and self._num_sound == len(self.sources):
+            return self.following.end
         return max((end for _, end in self.spans), default=0)
+
+    def hand_over(self) -> Fetch | None:
+        """Return the next part, which goes on when this one is closed; None: this was all."""
+        self._hands_over = True
+        return self.following
 
     def source_of(self, index: int) -> Source:
         return SOURCE_BY_EDGE[self.sources[index].edge]
@@ -276,7 +289,7 @@ class Fetch:
 
         Alone, it can be computed layer by layer as its chunks come; beside others it would hold them up.
         """
-        if self.is_settled or (self._has_looked and is_alone):
+        if self.is_settled or (self._has_looked and self.is_begun and is_alone):
             self.pause()
             return True
         times = self._times
@@ -303,6 +316,7 @@ class Fetch:
     def found(self, sources: list[ChunkSource], plan: LoadPlan) -> bool:
         """Keep what the plan wants of what the store has, close the rest; returns whether some is to be brought."""
         with self._condition:
+            self._is_busy = self.is_begun
             wanted = [] if self._is_closed else sources[: plan.num_chunks]
             self.sources, self.plan, self._num_sound = wanted, plan, len(wanted)
             self._layers = [{} for _ in wanted]
@@ -376,8 +390,16 @@ class Fetch:
     def close(self) -> None:
         """Close it: nobody wants it any more. What a thread is at ends by itself."""
         self.abandon()
+        if self.following is not None and not self._hands_over:
+            self.following.close()
         if not self._is_busy:
             self._end()
+
+    def begin_part(self) -> bool:
+        """Begin to read a later part; False if nobody wants it any more, or nothing of it is to be read."""
+        with self._condition:
+            self.is_begun, self._is_busy = True, bool(self._far) and not self._is_closed
+        return self._is_busy
 
     def _reads_of(self, index: int) -> Reads:
         return self.reads.setdefault(self.sources[index].edge, Reads())
@@ -407,6 +429,8 @@ class Fetch:
         if not isinstance(read, Miss):
             with self._condition:
                 self._layers[index][layer] = read
+                self._num_ahead += read.nbytes
+                self._is_there |= self._num_ahead >= self.plan.buffer_bytes if self.plan is not None else False
                 self._condition.notify_all()
         return True
 
@@ -467,7 +491,7 @@ class Fetches:
         clock: Callable[[], float],
         make_workers: MakeWorkers | None = None,
     ) -> None:
-        self.budget = ReadBudget(read_buffer_bytes)
+        self.budget, self._part_bytes = ReadBudget(read_buffer_bytes), read_buffer_bytes
         self.on_answer: Callable[[], None] = lambda: None  # some fetch may be ready; called on any thread
         self._store, self._controller, self._costs, self._clock = store, controller, costs, clock
         make = make_workers or Workers
@@ -521,7 +545,11 @@ class Fetches:
             num_bytes, num_chunks, seconds = fetch.read_so_far(edge)
             is_late = edge == fetch.late_edge and seconds > _SLOWER * self._costs.edge_s(edge, num_bytes, num_chunks)
             self._costs.note_edge(edge, num_bytes, num_chunks, seconds, is_complete=not is_late)
-        self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
+        following = fetch.following
+        if following is None or following.is_closed:
+            self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
+        elif following.begin_part():
+            self._readers.run(lambda: self._bring(following))
 
     def _given_up(self, what: GivenUp) -> None:
         self.num_given_up[what] += 1
@@ -552,10 +580,32 @@ class Fetches:
             for source in sources:
                 source.close()
             raise
-        if not fetch.found(sources, plan):
+        if not self._found(fetch, sources, plan):
             return False
         self._readers.run(lambda: self._bring(fetch))
         return True
+
+    def _found(self, fetch: Fetch, sources: list[ChunkSource], plan: LoadPlan) -> bool:
+        """Give a fetch what was found; beside others in parts that fit the read buffer, where that is too small to hide
+        what is read behind what is computed. See `Fetch.found`."""
+        far = accumulate(0 if each.edge == "host" else each.header.payload_bytes for each in sources)
+        num_first = max(bisect_right([*far], self._part_bytes), 1)
+        if fetch.is_alone or num_first >= plan.num_chunks or plan.buffer_bytes <= self._part_bytes:
+            return fetch.found(sources, plan)
+        query = replace(fetch.query, first=fetch.query.first + num_first)
+        following = Fetch(
+            query, fetch.num_resident, 0.0, self.budget, self._clock,
+            is_alone=False, on_closed=self._ended, on_given_up=self._given_up,
+        )  # fmt: skip
+        following.is_begun = False
+        with self._lock:
+            self._open.add(following)
+        self._found(following, sources[num_first:], plan.part(plan.num_chunks - num_first))
+        fetch.following = following
+        is_brought = fetch.found(sources[:num_first], plan.part(num_first))
+        if fetch.is_closed:
+            following.close()
+        return is_brought
 
     def _bring(self, fetch: Fetch) -> None:
         try:

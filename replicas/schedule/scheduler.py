@@ -288,7 +288,7 @@ class Scheduler:
             return
         self._budget.num_loaded += len(graft.pieces)
         if graft.is_last:
-            sequence.found = None
+            sequence.found = found.hand_over()
 
     def _restore(self, sequence: Sequence, path: Path, found: FoundChunks, limit: int | None) -> Graft | None:
         """Let a truncated session go on from its stored KV, if that is more than what was computed anew meanwhile.
@@ -315,8 +315,8 @@ class Scheduler:
     def _load_limit(self, found: FoundChunks) -> int | None:
         """Return how many chunks the step may still load; None: all.
 
-        What is still read comes at once: all chunks are read layer by layer, and would pile up in the read buffer while
-        a first part waits for its last layer.
+        What is still read comes at once: all chunks are read layer by layer, and what is not there yet is predicted to
+        come in time.
         """
         if found.step_chunks is None or not self._has_streams:
             return None

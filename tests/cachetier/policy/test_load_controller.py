@@ -53,6 +53,23 @@ rates = st.tuples(st.floats(1e-5, 1e-1), st.floats(1e-6, 1e-2), st.floats(1e-11,
 runs = st.lists(st.tuples(st.integers(1, CHUNK), st.integers(0, 1 << 24), st.sampled_from(EDGES)), max_size=24)
 
 
+@given(rates, st.integers(1, 20), st.integers(1, 2000))
+def test_behind_the_read_buffer_no_layer_is_waited_for(disk: Terms, num_chunks: int, num_new: int) -> None:
+    """And it is the paper's and one layer: B (T_load L_hist - T_pref L_new)."""
+    costs, chunks = make_costs(disk=disk), chunks_of(num_chunks * CHUNK, "disk")
+    controller = LoadController(costs, PlayedClock(), num_layers=NUM_LAYERS, loads_all=True)
+    plan = controller.plan(0, num_chunks * CHUNK + num_new, chunks, is_alone=False)
+    load_s, num_bytes = plan.predicted_load_s, sum(chunk.num_bytes for chunk in chunks)
+    if plan.num_chunks > plan.step_chunks:
+        assert plan.buffer_bytes > num_bytes  # it comes in several steps, from memory
+        return
+    begin_s = plan.buffer_bytes / num_bytes * load_s
+    for layer in range(NUM_LAYERS):
+        assert (layer + 1) / NUM_LAYERS * load_s <= (begin_s + layer / NUM_LAYERS * plan.first_s) * (1 + 1e-9)
+    gap_s = max(load_s - plan.first_s, 0.0)
+    assert plan.buffer_bytes == pytest.approx(num_bytes / load_s * gap_s + num_bytes / NUM_LAYERS)
+
+
 @given(rates, rates, rates, runs, st.integers(0, 5000), st.integers(1, 5000), st.booleans())
 def test_plans_are_the_best_there_is(
     host: Terms,

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -160,14 +161,17 @@ def test_beside_others_a_sequence_waits_until_its_chunks_are_in_memory(decoder: 
     finish_saves(engine)
 
 
+@pytest.mark.parametrize("edge", ["host", "disk"])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_long_history_is_loaded_in_parts_beside_a_stream(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_aborted: bool, edge: Any
 ) -> None:
-    """Also in steps that have nothing but a part (`is_aborted`)."""
+    """Also in steps that have nothing but a part (`is_aborted`); from a disk as the read buffer takes it."""
     store = FakeStore()
     (told,) = fill(decoder, store, draw(17, 210))
-    engine = make_cached_engine(decoder, store, costs=SlowRows(step_rows=16, chunk_s=10.0))
+    store.edge, num_bytes = edge, max(chunk.header.payload_bytes for chunk in store.chunks.values())
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, read_buffer_bytes=num_bytes)
+    engine = make_cached_engine(decoder, store, costs=SlowRows(step_rows=16, chunk_s=10.0), config=config)
     stream = draw(18, 20)
     submit(engine, "stream", stream, 20)
     while not engine.scheduler.running or not engine.scheduler.running[0].num_output:
@@ -187,7 +191,8 @@ def test_a_long_history_is_loaded_in_parts_beside_a_stream(
     assert num_lengths == {64, 128, 192}
     events += run(engine)
     assert answers(events)["again"] == full_prefill(decoder, told, NUM_NEW)[0]
-    assert usages(events)["again"].host_tokens == 215
+    usage = usages(events)["again"]
+    assert usage.host_tokens + usage.disk_tokens == 215
     assert engine.stats()["cache"]["chunks"]["lost"] == 0
     finish_saves(engine)
     assert store.num_open == 0

@@ -86,6 +86,16 @@ def test_what_was_brought_while_an_earlier_request_ran_is_in_time() -> None:
     assert min(fetch.left_s(layer) for layer in range(NUM_LAYERS)) > 0
 
 
+def test_beside_others_no_more_is_waited_for_than_the_read_buffer() -> None:
+    """Computing takes longer than loading here: all but the first layer comes meanwhile."""
+    store, seen = FakeStore(edge="disk"), list[bool]()
+    fetches = make_fetches(store, Costs(), PlayedClock())
+    store.before_read = lambda _layer: seen.extend(fetch.is_settled for fetch in fetches._open)
+    fetch = fetches.begin(ChainQuery.of(LINEAGE, FINGERPRINT.digest, [*IDS, 1], CHUNK_TOKENS), 0, is_alone=False)
+    assert seen == [False] * 3 + [True] * 3 * (NUM_LAYERS - 1)
+    fetch.close()
+
+
 def test_who_waits_for_a_thread_that_reads_gives_up_and_the_edge_is_not_to_blame() -> None:
     """Both threads are at the chunks of others."""
     store, costs, clock = FakeStore(edge="disk"), Costs(), PlayedClock()

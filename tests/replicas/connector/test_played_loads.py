@@ -29,9 +29,8 @@ class Played:
     def __init__(self, store: FakeStore, **options: Any) -> None:
         self.store = store
         self.runner = FakeRunner(64, 4, max_context=WINDOW, num_host_pages=options.pop("num_host_pages", 0))
-        self.cache = PlayedCache(
-            store, 4, step_chunks=options.pop("step_chunks", None), load=options.pop("load", "auto")
-        )
+        of_cache = {key: options.pop(key) for key in ("step_chunks", "load", "read_buffer_bytes") if key in options}
+        self.cache = PlayedCache(store, 4, **of_cache)
         self.engine: Engine = make_played_engine(
             self.runner, self.cache, itertools.count().__next__, **{"max_batch_tokens": 128, **options}
         )
@@ -560,6 +559,31 @@ def test_what_the_read_buffer_has_no_room_for_is_loaded_at_once() -> None:
     many.finish()
     assert many.num_loaded[0] == 3
     assert many.num_loaded[1:] == [1] * 6  # there was room when the first was taken
+
+
+@pytest.mark.parametrize("how", ["finish", "abort"])
+def test_of_a_history_larger_than_the_read_buffer_no_stream_waits_for_a_part(store: FakeStore, how: str) -> None:
+    """A chunk fits the buffer, and is read when the one before it is in its pages."""
+    store.edge = "disk"
+    num_bytes = next(iter(store.chunks.values())).header.payload_bytes
+    case = Played(store, step_chunks=2, read_buffer_bytes=num_bytes)  # of more than that no step can hide the rest
+    case.cache.loader.is_late = lambda: True  # what is not in memory when it is loaded is lost
+    case.submit("other", [4] * 10, 20)
+    case.cache.play()
+    run_some(case.engine, 2)
+    case.submit("a", IDS[:30])
+    num_loaded, events = count_loads(case), list[TokenEvent]()
+    while case.engine.has_work:
+        case.cache.play()
+        assert case.cache.cache.fetches.budget.num_used <= num_bytes
+        events += case.engine.step()
+        if how == "abort" and len(num_loaded) == 2:
+            case.engine.abort("a")
+    if how == "finish":
+        assert (num_loaded, case.cache.loader.num_lost) == ([1, 1, 1], 0)
+        assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    assert len(tokens_of(events, "other")) == 20 - 2
+    case.check_rest()
 
 
 @pytest.mark.parametrize("what", ["running", "budget", "suspended"])
