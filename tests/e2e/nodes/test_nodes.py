@@ -69,11 +69,16 @@ def tokens(first: int, num_chunks: int = 3, tail: int = TAIL) -> list[int]:
 def await_located(engine: Any, token_ids: list[int], *edges: str, fingerprint: ModelFingerprint = SMALL) -> None:
     """Until an engine sees all of a sequence, each chunk by one of these edges."""
 
+    found: list[tuple[str, int]] = []
+
     def look() -> bool:
-        found = call(engine.locate, token_ids, fingerprint)
+        found[:] = call(engine.locate, token_ids, fingerprint)
         return sum(n for _, n in found) == len(token_ids) and {e for e, _ in found} <= {*edges}
 
-    eventually(look)
+    try:
+        eventually(look)
+    except AssertionError:
+        raise AssertionError(f"located {found}, not all by {edges}") from None
 
 
 def assert_all_read(read: list[ReadChunk], token_ids: list[int]) -> None:
