@@ -113,6 +113,7 @@ class FoundChunks(Chunks, Protocol):
     """Chunks that one sequence may load, as its scheduler sees them (`connector/fetch.py: Fetch`). Nothing blocks."""
 
     num_resident: int  # tokens of the sequence that have KV by now
+    is_given_up: bool  # as it took too long
 
     @property
     def end(self) -> int:
@@ -198,6 +199,7 @@ class Sequence:
     leader: Sequence | None = None  # the choice of the same turn for whose blend it waits, as it goes on from that
     found: FoundChunks | None = None  # what the cache tier has of it, while that is looked for or loaded
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
+    asked_s: float = 0.0  # when the cache tier was asked for it last
     was_admitted: bool = False
     begun_s: float | None = None  # when it first had rows
     num_retries: int = 0  # steps that failed and were to be computed again

@@ -31,6 +31,7 @@ _EXPIRE_EVERY_S = 1.0
 # A request that begins at once reads what it needs by itself: to bring that up too would take half of the disk from it.
 _PREFETCH_AFTER_S = 0.05
 _YIELD_S = 0.005
+_MAX_YIELDS = 20  # before a chunk: a tenth of a second, or a node that always reads would bring nothing up
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -55,7 +56,7 @@ class NodeCache:
         self._host, self._disk, self._lock = tiers.host, disk, tiers.lock
         self._search = ChainSearch(tiers.host, disk)
         self._promoter = Promoter(tiers)
-        self._expired_s = clock()
+        self._expired_s, self._num_yields = clock(), 0
         self._thread = Worker(
             "mneme-node-cache", self.step, lambda: self._count("thread_error"), settle_s=_PREFETCH_AFTER_S
         )
@@ -245,14 +246,16 @@ class NodeCache:
         self._tiers.settle()
 
     def step(self) -> float | None:
-        """Do one thing on the cache's thread: prefetch a chunk, unless somebody reads; each second what is due."""
+        """Do one thing on the cache's thread: prefetch a chunk, but behind who reads; each second what is due."""
         if self._clock() - self._expired_s >= _EXPIRE_EVERY_S:
             self._expired_s = self._clock()
             self.expire()
             if self._disk is not None:
                 self._disk.sweep()
             self._writer.write_again()
-        if self._promoter.is_loading:
+        is_yielding = self._promoter.is_loading and self._num_yields < _MAX_YIELDS
+        self._num_yields = self._num_yields + 1 if is_yielding else 0
+        if is_yielding:
             return _YIELD_S
         return 0.0 if self._promoter.prefetch_next() else _EXPIRE_EVERY_S
 

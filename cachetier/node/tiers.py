@@ -69,12 +69,14 @@ class NodeTiers:
         if on_change is not None:
             self.index.on_change = self._changes.note
         policy = make_policy(config.eviction, clock, host_bytes // BLOCK_BYTES)
-        policy.set_queue(self.waiting.host_queue)
+        # The window of what is kept: (C_mem + C_disk) / S_kv (AttentionStore 3.3.2).
+        num_blocks = host_bytes // BLOCK_BYTES + (0 if disk is None else disk.max_blocks)
+        policy.set_queue(self.waiting.host_queue, num_blocks)
         self.host = HostTier(
             self.index, policy, host_bytes, free_share=config.free_share, tenant_bytes=config.tenant_bytes
         )
         if disk is not None:
-            disk.policy.set_queue(self.waiting.disk_queue)
+            disk.policy.set_queue(self.waiting.disk_queue, num_blocks)
 
     def arrive(self, header: ChunkHeader, held: Held, lineage: Lineage | None = None) -> list[bytes]:
         """Under the lock: put a chunk into the room that was made for it, and free the free share again.

@@ -54,10 +54,11 @@ class EvictionPolicy(ABC):
     def __init__(self) -> None:
         self.candidates: dict[Hashable, Candidate] = {}
         self._queue: Queue = tuple
+        self._capacity = 0  # pages
 
-    def set_queue(self, queue: Queue) -> None:
-        """Return where a policy that looks ahead reads what will be used next."""
-        self._queue = queue
+    def set_queue(self, queue: Queue, capacity: int | None = None) -> None:
+        """Say where a policy that looks ahead reads what will be used next, and how many pages there are for it."""
+        self._queue, self._capacity = queue, capacity or self._capacity
 
     def offer(self, candidate: Candidate) -> None:
         self.withdraw(candidate.key)
@@ -187,9 +188,9 @@ class PensievePolicy(EvictionPolicy):
 
 
 class LookaheadPolicy(LruPolicy):
-    """Keeps what the queue will use (AttentionStore 3.3.2). `capacity` is the tier's, in pages.
+    """Keeps what the queue will use (AttentionStore 3.3.2). `capacity` is the tier's, in pages, until `set_queue`.
 
-    The look-ahead window is the head of the queue: as many requests as sessions fit the tier, (capacity / mean size of
+    The look-ahead window is the head of the queue: as many requests as sessions fit, (capacity / mean size of
     a run) of them. A run that one of them will use is exempt; the others go by their last use. If all runs are exempt,
     the one whose first consumer is nearest to the window's tail goes. A run goes as a whole or not at all: a session
     uses all of its KV or none.

@@ -224,8 +224,9 @@ class CacheSimulator:
         self._leaves: dict[int, list[bytes | None]] = {}  # that the queue will use, by tier, once asked for
         uses = _places_by_block(trace) if policy == "min" else {}
         self.tiers = BlockTiers(capacities, lambda capacity: self._policy(policy, capacity, uses), lambda: self._now_s)
+        num_blocks = sum(_UNBOUNDED if capacity is None else capacity for capacity in capacities[_HOST:])
         for index, tier in enumerate(self.tiers.tiers):
-            tier.policy.set_queue(partial(self._waiting, index))
+            tier.policy.set_queue(partial(self._waiting, index), num_blocks if index else None)
 
     def run(self, on_request: Callable[[], object] = lambda: None) -> Outcome:
         """Play the trace; `on_request` is called after each request."""

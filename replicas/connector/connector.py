@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from mneme.cachetier.chunk.fingerprint import ModelFingerprint
@@ -29,6 +30,9 @@ from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.pages import Page
 from mneme.replicas.sequence import Sequence as RunningSequence
 from mneme.replicas.sequence import StepRows
+
+_ASK_AGAIN_S = 0.5  # since the last question for a request that waits
+_NUM_ASKED_AGAIN = 8  # of the queue, its head first
 
 
 class KvConnector:
@@ -76,6 +80,7 @@ class KvConnector:
 
         `is_alone`: nothing else runs or waits.
         """
+        sequence.asked_s = self._clock()
         if sequence.request.is_warm_up:
             return
         salt, context, event = sequence.request.salt, sequence.context, sequence.event
@@ -94,6 +99,22 @@ class KvConnector:
         query = self._query(sequence, num_resident)
         sequence.found = self.fetches.begin(query, num_resident, num_history=sequence.num_history, is_alone=is_alone)
         self.counts["lookups"] += 1
+
+    def look_again(self, waiting: Iterable[RunningSequence], forest: PrefixForest) -> None:
+        """Ask anew for the first of those that wait, from time to time, if nothing is coming (AttentionStore 3.3.1).
+
+        What the engine had of them may have gone meanwhile, and what the tier lacked may have come.
+        """
+        due_s = self._clock() - _ASK_AGAIN_S
+        for sequence in islice(waiting, _NUM_ASKED_AGAIN):
+            found = sequence.found
+            is_nothing = found is None or (found.is_settled and not found.spans and not found.is_given_up)
+            if sequence.asked_s > due_s or sequence.was_admitted or sequence.chain is None or not is_nothing:
+                continue
+            sequence.found = None
+            self.look_up(sequence, forest, is_alone=False)
+            if found is not None:  # behind: the request waits on
+                found.close()
 
     def begin_step(self, batch: Sequence[StepRows]) -> list[SaveJob]:
         """Begin a step; return the chunks that it completes for the store."""

@@ -541,14 +541,15 @@ class Fetches:
         """Note how fast the edges were, also where it was given up, and that the request waits no longer."""
         with self._lock:
             self._open.discard(fetch)
+            waiting = {each.query.request_id for each in self._open}
         for edge in list(fetch.reads):  # a load thread may still read
             num_bytes, num_chunks, seconds = fetch.read_so_far(edge)
             is_late = edge == fetch.late_edge and seconds > _SLOWER * self._costs.edge_s(edge, num_bytes, num_chunks)
             self._costs.note_edge(edge, num_bytes, num_chunks, seconds, is_complete=not is_late)
-        following = fetch.following
-        if following is None or following.is_closed:
-            self._lookers.run(lambda: self._store.forget([fetch.query.request_id]))
-        elif following.begin_part():
+        following, request_id = fetch.following, fetch.query.request_id
+        if request_id not in waiting:
+            self._lookers.run(lambda: self._store.forget([request_id]))
+        elif following is not None and following.begin_part():
             self._readers.run(lambda: self._bring(following))
 
     def _given_up(self, what: GivenUp) -> None:

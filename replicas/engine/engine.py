@@ -300,6 +300,8 @@ class Engine:
     def _schedule(self) -> list[StepRows]:
         self.limits.note_step()
         self._expire()
+        if self.connector is not None:
+            self.connector.look_again(self.scheduler.waiting, self.forest)
         batch = self.scheduler.schedule()
         self._outbox.note_begun(batch)
         return batch

@@ -454,6 +454,17 @@ def test_nothing_is_brought_up_beside_somebody_who_reads(tmp_path: Path) -> None
     node.close(flush=False)
 
 
+def test_who_reads_all_the_time_does_not_keep_what_waits_on_the_disk(tmp_path: Path) -> None:
+    node = on_disk(tmp_path, chain_of(IDS))
+    assert found(node, IDS, request_id="r")[0] == ("disk", 8)
+    with node.loading():
+        waits = iter(node.step, 0.0)
+        assert 10 < sum(1 for _ in waits) < 100
+        assert found(node, IDS)[:2] == [("host", 8), ("disk", 8)]
+        assert node.step() != 0.0  # behind one chunk they go first again
+    node.close(flush=False)
+
+
 def test_what_is_saved_waits_while_other_processes_read_files(tmp_path: Path) -> None:
     clock = Clock()
     node = make_node(tmp_path, clock=clock)

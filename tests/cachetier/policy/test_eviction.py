@@ -155,6 +155,13 @@ def test_lookahead_sees_as_many_requests_as_runs_of_mean_size_fit_the_tier() -> 
     assert victim.candidate.key == "k2"  # the third in the queue is past the window: it goes before k3, by its last use
 
 
+def test_lookahead_keeps_what_fits_memory_and_disk_together() -> None:
+    """Of a tier whose queue says how much room there is in all: (C_mem + C_disk) / S_kv requests."""
+    policy = lookahead(lambda: ["k0", "k1", "k2"], capacity=4)
+    policy.set_queue(lambda: ["k0", "k1", "k2"], 6)
+    assert [key for key, _ in order(policy)] == ["k3", "k4", "k2", "k1", "k0"]
+
+
 def test_lookahead_reads_a_bounded_part_of_the_queue() -> None:
     num_read = 0
 

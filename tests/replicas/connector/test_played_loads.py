@@ -212,6 +212,39 @@ def test_before_others_whose_chunks_come_it_is_not_computed_while_its_own_are_re
     case.check_rest()
 
 
+@pytest.mark.parametrize("is_filled_late", [False, True])
+def test_who_waits_long_asks_again(store: FakeStore, is_filled_late: bool) -> None:
+    """For what has come meanwhile, or for what its engine had and has no more."""
+    case = Played(store, max_running=1)
+    case.submit("first", IDS[:25], 1)
+    case.cache.play()
+    run(case.engine)
+    chunks = dict(store.chunks)
+    if is_filled_late:
+        store.chunks.clear()
+        case.engine.forest.clear()
+    case.submit("other", [4] * 10, 20)
+    case.cache.play()
+    case.engine.step()
+    case.submit("a", IDS[:30])
+    case.cache.play()
+    case.engine.step()
+    case.engine.forest.clear()
+    store.chunks.update(chunks)
+    num_lookups = case.cache.cache.counts["lookups"]
+    run_some(case.engine, 2)
+    assert case.cache.cache.counts["lookups"] == num_lookups  # not in every step
+    case.cache.now_s += 1.0
+    case.engine.step()
+    case.cache.play()
+    assert store.waiting == {"a"}
+    events = run(case.engine)
+    assert tokens_of(events, "a") == continuation(IDS[:30], 3, 5)
+    usage = next(event.usage for event in events if event.request_id == "a" and event.usage is not None)
+    assert usage.host_tokens == 24
+    case.check_rest()
+
+
 def test_a_warm_up_leaves_nothing(store: FakeStore) -> None:
     case = Played(store)
     case.submit("before", [4] * 20)
