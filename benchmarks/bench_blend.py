@@ -209,10 +209,11 @@ def bound_s(blend: BlendOptions, num_layers: int, fit: np.ndarray) -> float:
     num_documents, tail, passes = NUM_DOCUMENTS * NUM_TOKENS, NUM_QUESTION, 1
     if blend.mode == "full_reuse":
         rows = [tail] * num_layers
-    elif blend.selector == "hkvd":  # all rows in the first layer; then again from it on, those that stay
+    elif blend.selector == "hkvd":  # all rows in the first layer; then again from it on, those that are chosen
         number = count(num_documents, first_share(num_layers, blend.ratio))
         counts = filter_counts(num_layers, number, blend.ratio)
-        rows, passes = [num_documents + number + tail], 2
+        passes = 1 if number == num_documents else 2
+        rows = [(passes - 1) * num_documents + number + tail]
         for layer in range(1, num_layers):
             number = counts.get(layer, number)
             rows.append(number + tail)

@@ -8,8 +8,9 @@ from there on is approximate, and nobody else's.
 
 A selector that needs scores has a pass before, on a path that is opened with all that there is of the documents. For
 `query` the rows of the text and the question, which are computed like any, tell what they look at; for `hkvd` rows of
-the documents are computed as far as their keys can be compared with the cached ones. Then the sequence goes back to the
-queue's front, and its path is opened again with what was chosen.
+the documents are computed as far as their keys can be compared with the cached ones, unless all will be computed anew
+in the next layer anyway. Then the sequence goes back to the queue's front, and its path is opened again with what was
+chosen.
 
 Whatever of a document is gone again by then is computed with the text around it. Policy only: no tensors.
 """
@@ -122,12 +123,13 @@ class Blend:
         uses = [] if first >= end else self._uses(first, end, context, forest)
         if not uses:
             return path
-        is_probing = self.selector in NEEDS_SCORES and 0 < self.ratio < 1 and not self.is_scored
-        selector = "none" if is_probing else self.settled_selector
-        share = first_share(self.num_layers, self.ratio) if selector == "hkvd" else self.ratio
+        settled = self.settled_selector
+        share = first_share(self.num_layers, self.ratio) if settled == "hkvd" else self.ratio
+        is_probing = settled in NEEDS_SCORES and share < 1 and not self.is_scored
         wanted = [Wanted(use.start, use.end) for use in uses]
-        chosen = choose(selector, wanted, share, self.seed, self.scores)
-        self.narrowed = chosen if selector == "hkvd" else chosen[:0]
+        how = "none" if is_probing else "all" if share == 1 else settled
+        chosen = choose(how, wanted, share, self.seed, self.scores)
+        self.narrowed = chosen if settled == "hkvd" and not is_probing else chosen[:0]
         reused = {position for use in uses for position in range(use.start, use.end)}.difference(chosen.tolist())
         private = [position for position in range(first, end) if position not in reused]
         blended = forest.blend(path, uses, private, context, end, keeps_hidden=len(self.narrowed) > 0)

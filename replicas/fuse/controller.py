@@ -6,8 +6,8 @@ tokens and L layers, at ratio r:
 
     rows(r)  prefill of r n + t rows, which see the other document tokens too
     query    prefill of the t other rows, then rows(r)
-    hkvd     the documents' n rows through a layer and the keys of the next, of L; then rows(r), of which the first
-             layer has those of the first share
+    hkvd     the documents' n rows through a layer and the keys of the next, of L, unless the first share is 1; then
+             rows(r), of which the first layer has those of the first share
     others   rows(r)
 
 Documents that nobody has computed yet cost nothing here: they are computed once and serve all who come. What comes from
@@ -90,9 +90,11 @@ class Controller:
         if selector in ("query", "query+first-k"):
             seconds += self._costs.prefill_s(num_text, num_exact + num_reused)
         elif selector == "hkvd":
-            compared_s = self._costs.prefill_s(num_reused, num_exact) * min(_COMPARED_LAYERS / num_layers, 1)
-            first_s = self._rows_s(first_share(num_layers, ratio) * num_reused, work)
-            seconds += compared_s + max(first_s - seconds, 0.0) / num_layers  # the mean over the others is the ratio
+            share = first_share(num_layers, ratio)
+            first_s = self._rows_s(share * num_reused, work)
+            seconds += max(first_s - seconds, 0.0) / num_layers  # the mean over the others is the ratio
+            if share < 1:
+                seconds += self._costs.prefill_s(num_reused, num_exact) * min(_COMPARED_LAYERS / num_layers, 1)
         return seconds
 
     def _rows_s(self, num_chosen: float, work: Work) -> float:

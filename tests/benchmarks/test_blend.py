@@ -27,11 +27,13 @@ def test_the_bound_of_an_arm_counts_its_rows() -> None:
     bound = {
         name: bench_blend.bound_s(BlendOptions(mode="selective", selector=name, ratio=0.25), 24, rows_alone)
         for name in ("first-k", "query", "hkvd")
-    }
+    } | {"narrow": bench_blend.bound_s(bench_blend.selective("hkvd", 0.1), 24, rows_alone)}
     assert bound["first-k"] == num_documents / 4 + 64
     assert bound["query"] == num_documents / 4 + 2 * 64
-    # Its first layer computes all twice, as its share of 1.25 is cut to 1; the mean over the others is the ratio.
-    assert bound["hkvd"] == pytest.approx((2 * num_documents + 23 * num_documents / 4) / 24 + 64, rel=0.01)
+    # All are computed in the second layer, as its share of 1.25 is cut to 1, so none is compared before; the mean over
+    # the layers above the first is the ratio.
+    assert bound["hkvd"] == pytest.approx((num_documents + 23 * num_documents / 4) / 24 + 64, rel=0.01)
+    assert bound["narrow"] == pytest.approx((1.5 * num_documents + 23 * num_documents / 10) / 24 + 64, rel=0.01)
     assert bench_blend.bound_s(bench_blend.REUSE, 24, rows_alone) == 64
 
 
