@@ -117,9 +117,9 @@ class SavePolicy:
         chain, path = sequence.chain, sequence.path
         if chain is None or path is None or path.root.is_blend:
             return None
+        if path.root.is_own and sequence.request.choice_index:  # its session goes on from the first choice
+            return None
         if chain.event != path.root.event:
-            if path.root.is_own and sequence.request.choice_index:  # its session goes on from the first choice
-                return None
             chain = sequence.chain = self.chain(sequence, path.root.event)
         return chain
 

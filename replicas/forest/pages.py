@@ -117,8 +117,8 @@ class Root(Page):
         self.salt = salt
         self.kept = kept
         self.is_own = bool(kept) or self.is_blend  # one session's, or one sequence's
-        # Names what is computed here in the cache tier, for its session alone; empty: it is exact.
-        self.event = event or (os.urandom(_EVENT_BYTES) if self.is_own else b"")
+        # Names its KV in the cache tier, for its session alone; empty: that is exact, or a blend and not put there.
+        self.event = event or (os.urandom(_EVENT_BYTES) if kept and not self.is_blend else b"")
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
     @property

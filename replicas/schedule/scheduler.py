@@ -204,7 +204,10 @@ class Scheduler:
                 budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
                 continue
             if sequence.is_over:
-                num_history = max(sequence.path.num_tokens, sequence.num_history)
+                num_history = (
+                    sequence.num_history if sequence.event else 0
+                )  # perhaps more than the cache tier had of it
+                num_history = max(sequence.path.num_tokens, num_history)
                 sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode

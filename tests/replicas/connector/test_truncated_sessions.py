@@ -223,7 +223,8 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
     """Whatever is lost on the way: the fake runner checks where each row sees each token."""
     chance = random.Random(seed)
     store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
-    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
+    buffer_bytes = chance.choice([300, 1 << 20])  # of one chunk, of all
+    caches = [PlayedCache(store, 4, step_chunks=step_chunks, read_buffer_bytes=buffer_bytes) for _ in range(2)]
     runners = [FakeRunner(64, 4, max_context=48, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
     engines = [
         make_played_engine(runner, cache, itertools.count().__next__)
