@@ -1,5 +1,6 @@
 """What a caller asks of an engine, and what the engine answers: plain values, safe to send between processes.
 
+    Grammar             what an answer must match
     SamplingParams      how to choose tokens; validated here, once, for every entrance
     GenerationRequest   one choice of one request: ids in, ids out
     TokenEvent          what one engine step did for one GenerationRequest
@@ -10,9 +11,10 @@ Torch-free and Ray-free.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
@@ -28,6 +30,60 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_GRAMMAR_BYTES = 128 << 10
+MAX_GRAMMAR_CHOICES = 1024
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Says what an answer must match, from its first to its last character.
+
+    kind   "grammar" is in Lark's notation, as llguidance has it
+    text   JSON schema, regex or grammar; a JSON list of choices. A schema may be given as a mapping, choices as a list.
+    field  what the client calls it, for messages
+
+    Raises `InvalidRequest`. Whether it can be compiled is seen where there is a tokenizer.
+    """
+
+    kind: GrammarKind
+    text: Any = ""
+    field: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise InvalidRequest(self.field, self.kind, f"must be one of {', '.join(get_args(GrammarKind))}")
+        text = '{"type": "object"}' if self.kind == "json_object" else self.text
+        if self.kind == "choice":
+            text = self._checked_choices()
+        elif self.kind == "json_schema" and isinstance(text, Mapping):
+            text = self._as_json(text)
+        if not isinstance(text, str):
+            raise InvalidRequest(self.field, type(text).__name__, "must be text")
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(self.field, f"{size} bytes", f"may have {MAX_GRAMMAR_BYTES} bytes")
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise InvalidRequest(self.field, None, "must be valid Unicode: it has a lone surrogate")
+        object.__setattr__(self, "text", text)
+
+    def _checked_choices(self) -> str:
+        try:
+            choices = json.loads(self.text) if isinstance(self.text, str) else self.text
+        except ValueError:
+            choices = None
+        if not isinstance(choices, list | tuple) or not all(isinstance(each, str) for each in choices):
+            raise InvalidRequest(self.field, None, "must be a list of strings")
+        if not 1 <= len(choices) <= MAX_GRAMMAR_CHOICES:
+            raise InvalidRequest(self.field, len(choices), f"has from 1 to {MAX_GRAMMAR_CHOICES} choices")
+        return self._as_json(list(choices))
+
+    def _as_json(self, value: object) -> str:
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise InvalidRequest(self.field, None, "must be JSON") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +108,8 @@ class SamplingParams:
     ignore_eos          the model's end tokens do not end the answer
     skip_special_tokens  leave them out of the text; the ids have them
     logprobs            k: log-probabilities of the chosen token and of the k most likely; None: none
+    grammar             the answer matches it, and ends with it whatever `min_tokens` and `ignore_eos` say, or earlier
+                        by `max_tokens`, a stop string or a stop token; None: any text
 
     Raises `InvalidRequest` with the field, the value and the rule.
     """
@@ -74,6 +132,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -91,6 +150,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest("grammar", type(self.grammar).__name__, "must be a Grammar")
         object.__setattr__(self, "stop", _checked_stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
         _check_logit_bias(self.logit_bias)

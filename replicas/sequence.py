@@ -20,6 +20,7 @@ from mneme.replicas.forest.paths import Rows
 from mneme.replicas.fuse.blend import Blend
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.grammar import Matcher
 
 GivenUp = Literal["lookup", "waiting", "loading"]  # what of a load took too long; the last: within a step
 
@@ -210,6 +211,7 @@ class Sequence:
     logprobs: list[Logprobs] = field(default_factory=list)  # of the output tokens not yet sent
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
     drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
+    matcher: Matcher | None = None  # follows the output where there is a grammar
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
@@ -272,6 +274,8 @@ class Sequence:
         self.ids.append(token_id)
         if self.context is not self.ids:
             self.context.append(token_id)
+        if self.matcher is not None:
+            self.matcher.push(token_id)
         for counts in (self.seen, self.drawn):
             if counts is not None:
                 counts.add(token_id)
@@ -282,7 +286,7 @@ class Sequence:
             self.stop_text.push([token_id])
             if self.stop_text.stopped:
                 return "stop"
-        if token_id in self.end_token_ids:
+        if token_id in self.end_token_ids or (self.matcher is not None and self.matcher.is_over):
             return "stop"
         return "length" if self.num_output >= self.max_tokens else None
 

@@ -21,6 +21,8 @@ from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from mneme.replicas.documents import BlendOptions, DocumentSpan
+from mneme.replicas.request import Grammar
+from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import Appended, conversation_prefix, num_system_tokens, render_appended
 from mneme.replicas.text.tokenizer import Tokenizer
@@ -68,6 +70,10 @@ class ApiState:
     # meanwhile.
     _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
+    _grammars: Grammars = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._grammars = Grammars(self.tokenizer)
 
     def model(self, name: str | None) -> ServedModel:
         """Find it by id, or by `root` as `vllm bench serve` asks /tokenize; None: the first. Raises `ModelNotFound`."""
@@ -137,6 +143,10 @@ class ApiState:
         if size <= _SMALL_TEXT_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raise `InvalidRequest` for a grammar that the model cannot follow."""
+        await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, self._grammars.check, grammar)
 
     def encode(
         self,

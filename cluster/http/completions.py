@@ -45,7 +45,7 @@ async def run_chat(
 ) -> RunResponse:
     """Run a conversation whose answer is `worded` as the API at hand has it."""
     model = api.model(body.model)
-    params = _sampling(api, body)
+    params = await _sampling(api, body)
     turn = _turn(api, request, body, model, num_prompts=1)
     prompt = await api.render(
         body.messages,
@@ -63,7 +63,7 @@ async def run_chat(
 async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
     """Run n choices of each prompt; choice j of prompt i has index i * n + j."""
     model = api.model(body.model)
-    params = _sampling(api, body)
+    params = await _sampling(api, body)
     given = body.prompts()
     turn = _turn(api, request, body, model, num_prompts=len(given))
     names = ["prompt"] if len(given) == 1 else [f"prompt[{i}]" for i in range(len(given))]
@@ -127,11 +127,13 @@ def _session(request: Request, body: SamplingBody) -> str | None:
     return sessions[0] if sessions else None
 
 
-def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
+async def _sampling(api: ApiState, body: ChatRequest | CompletionRequest) -> SamplingParams:
     params = body.sampling_params(api.draw_seed())
     api.check_ids("logit_bias", list(params.logit_bias))
     api.check_ids("stop_token_ids", list(params.stop_token_ids))
     body.check_stream_options()
+    if params.grammar is not None:
+        await api.check_grammar(params.grammar)
     return params
 
 

@@ -4,7 +4,7 @@ Types are strict (no "5" for 5, no 5.0 for 5), numbers finite. Every breach is a
 `field` is the path in the body, such as `messages[0].content`.
 
 A field of the OpenAI and vLLM APIs that no model here names is refused when leaving it out would change what the
-answer means: a caller who asks for JSON by a schema, or for a tool call, must hear that none will come. Its harmless
+answer means: a caller who asks for a tool call must hear that none will come. Its harmless
 values (null, the default, "off") are accepted.
 
 Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
@@ -23,7 +23,15 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from mneme.errors import InvalidRequest
 from mneme.replicas.config import MAX_TIMEOUT_S, MAX_TTL_S, MIN_TTL_S
 from mneme.replicas.documents import MAX_DOCUMENTS, Mode, Order, Selector
-from mneme.replicas.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from mneme.replicas.request import (
+    MAX_GRAMMAR_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+)
 from mneme.replicas.text.parts import Part, StandIns, prompt_parts
 from mneme.replicas.truncation import Keep, Strategy
 
@@ -77,6 +85,49 @@ class TruncationOptions(Body):
         return self.model_dump(include=self.model_fields_set)
 
 
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_GRAMMAR_CHOICES)]
+
+
+class NamedSchema(Body):
+    """A JSON schema that answers must match; `strict` or not, they do."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_object", field="response_format")
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema", None, "must be given with this type")
+        return Grammar("json_schema", self.json_schema.schema_, "response_format.json_schema.schema")
+
+
+class StructuredOutputs(Body):
+    """Constrains the answer as vLLM has it: one of these, `grammar` in Lark's notation."""
+
+    model_config = ConfigDict(extra="forbid")  # a constraint that is not known must not be left out
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None  # there is one backend
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
 class PromptParts(Body):
     prompt: Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
 
@@ -111,6 +162,12 @@ class SamplingBody(Body):
     truncation: TruncationOptions | None = None
     documents: Documents | None = None
     blend: BlendBody | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     # From the arrival of the request at this server to the end of its answer.
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
@@ -128,7 +185,30 @@ class SamplingBody(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            grammar=self.grammar(),
         )
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer must match; raises `InvalidRequest` where two fields say so."""
+        inner = self.structured_outputs or StructuredOutputs.model_construct()
+        named: list[tuple[GrammarKind, str, Any]] = [
+            ("json_schema", "structured_outputs.json", inner.json_),
+            ("regex", "structured_outputs.regex", inner.regex),
+            ("choice", "structured_outputs.choice", inner.choice),
+            ("grammar", "structured_outputs.grammar", inner.grammar),
+            ("json_object", "structured_outputs.json_object", inner.json_object or None),
+            ("json_schema", "guided_json", self.guided_json),
+            ("regex", "guided_regex", self.guided_regex),
+            ("choice", "guided_choice", self.guided_choice),
+            ("grammar", "guided_grammar", self.guided_grammar),
+        ]
+        given = [Grammar(kind, value, field) for kind, field, value in named if value is not None]
+        of_format = None if self.response_format is None else self.response_format.grammar()
+        if of_format is not None:
+            given.append(of_format)
+        if len(given) > 1:
+            raise InvalidRequest(given[0].field, None, f"cannot be combined with {given[1].field}")
+        return given[0] if given else None
 
     @property
     def documents_beside(self) -> list[Any]:
@@ -378,29 +458,21 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {}
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, Mapping) and value.get("type") == "text")
-
-
 def _one_of(*accepted: Any) -> Accepts:
     return lambda value: any(value == other and type(value) is type(other) for other in accepted)
 
 
-_STRUCTURED = "structured output is not supported"
+_STRUCTURED = "not supported; `structured_outputs` or `response_format` says what an answer must match"
 _TOOLS = "tool calling is not supported; leave it out"
 _REFUSED: dict[str, tuple[Accepts, str]] = {
     "tool_choice": (_one_of(None, "none", "auto"), _TOOLS),
     "functions": (_is_off, _TOOLS),
     "function_call": (_one_of(None, "none", "auto"), _TOOLS),
-    "response_format": (_is_text_format, f'{_STRUCTURED}: only {{"type": "text"}}'),
-    "structured_outputs": (_is_off, _STRUCTURED),
-    "guided_json": (_is_off, _STRUCTURED),
-    "guided_regex": (_is_off, _STRUCTURED),
-    "guided_choice": (_is_off, _STRUCTURED),
-    "guided_grammar": (_is_off, _STRUCTURED),
     "json_schema": (_is_off, _STRUCTURED),
     "regex": (_is_off, _STRUCTURED),
     "ebnf": (_is_off, _STRUCTURED),
+    "structural_tag": (_is_off, _STRUCTURED),
+    "guided_whitespace_pattern": (_is_off, "blanks are as JSON has them"),
     "audio": (_is_off, "audio is not supported"),
     "modalities": (_one_of(None, ["text"]), 'only ["text"] is supported'),
     "web_search_options": (_is_off, "web search is not supported"),

@@ -17,6 +17,7 @@ from mneme.replicas.sequence import Sequence, TokenCounts
 from mneme.replicas.sessions.sessions import TurnQueue
 from mneme.replicas.sessions.token_log import TurnPrompt
 from mneme.replicas.text.detokenizer import TextStream
+from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.truncation import MAX_WINDOWS
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def make_sequence(
     capacity: int,
     arrival: int,
     eos_token_ids: tuple[int, ...],
+    grammars: Grammars,
 ) -> Sequence:
     """Make the sequence of a request; raises as `max_output_tokens` does, and `InvalidRequest`."""
     params, truncation = request.sampling, request.truncation
@@ -99,6 +101,8 @@ def make_sequence(
         sequence.seen = TokenCounts(sequence.ids)
     if params.presence_penalty or params.frequency_penalty:
         sequence.drawn = TokenCounts(sequence.output_ids)
+    if params.grammar is not None:
+        sequence.matcher = grammars.matcher(params.grammar, sequence.output_ids)
     return sequence
 
 

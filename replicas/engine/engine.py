@@ -45,6 +45,7 @@ from mneme.replicas.sessions.journal import DurableSessions
 from mneme.replicas.sessions.session_pages import abandon_roots, delete_pages, expire_pages, share_pages
 from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn, TokenLog, TurnPrompt, turn_name
+from mneme.replicas.text.grammar import Grammars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,7 @@ class Engine:
         self.runner, self.connector, self.durable = runner, connector, durable
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < runner.vocab_size)
+        self.grammars = Grammars(tokenizer, runner.vocab_size)
         self.clock = clock
         self.forest = make_forest(runner, config, clock)
         self.scheduler = Scheduler(
@@ -244,6 +246,7 @@ class Engine:
             capacity=self.capacity,
             arrival=next(self._arrivals),
             eos_token_ids=self._eos_token_ids,
+            grammars=self.grammars,
         )
         sequence.parent = parent
         root = sequence.root
@@ -348,7 +351,10 @@ class Engine:
             self.scheduler.release_followers(sequence)
         sequence.logprobs.extend([outcome.logprobs] if outcome.logprobs else [])
         reason = sequence.finish_reason(outcome.token_id)
-        if reason is None:
+        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
+        if matcher is not None and matcher.error is not None and grammar is not None:
+            self._finish(sequence, "error", InvalidRequest(grammar.field, None, matcher.error))
+        elif reason is None:
             self._outbox.report(sequence)
         else:
             self._finish(sequence, reason)
@@ -424,13 +430,15 @@ class Engine:
 
 def _sample_row(sequence: Sequence) -> SampleRow:
     """Say how the next token of a sequence is drawn."""
-    request = sequence.request
+    request, matcher = sequence.request, sequence.matcher
+    barred_ids = sequence.end_token_ids if sequence.num_output < request.sampling.min_tokens else ()
     return SampleRow(
         params=request.sampling,
         seed=request.sampling.seed or 0,
         choice_index=request.choice_index,
         position=request.output_offset + sequence.num_output,
-        barred_ids=sequence.end_token_ids if sequence.num_output < request.sampling.min_tokens else (),
+        barred_ids=barred_ids if matcher is None else (),
+        mask=None if matcher is None else matcher.mask(barred_ids),
         seen=sequence.seen,
         drawn=sequence.drawn,
     )

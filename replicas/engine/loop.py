@@ -15,9 +15,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from mneme.errors import MnemeError, ReplicaUnavailable
+from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
 from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
@@ -80,6 +81,9 @@ class EngineLoop:
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[MnemeError | None]:
         """Hand over requests; per request None if it was taken, else why not. The engine answers between two steps."""
         recalled = self._recall(session_key(request) for request in requests)
+        for grammar in {each.sampling.grammar for each in requests if each.sampling.grammar is not None}:
+            with suppress(InvalidRequest):  # which the engine raises too; here no step waits for the compiler
+                self.engine.grammars.check(grammar)
         try:
             return self._ask(lambda: self._submit_all(requests, recalled))
         except ReplicaUnavailable as error:

@@ -1,7 +1,8 @@
 """Turns logits into tokens: penalties, biases, truncation and the draw, each row on its own.
 
-Order as in vLLM: log-probabilities are read first, from what the model said; then `logit_bias` and tokens barred by
-`min_tokens`; repetition, presence and frequency penalties; temperature; min-p; top-k; top-p of what is left; a draw.
+Order as in vLLM: log-probabilities are read first, from what the model said; then grammars' masks, `logit_bias` and
+tokens barred by `min_tokens`; repetition, presence and frequency penalties; temperature; min-p; top-k; top-p of what is
+left; a draw.
 
 The draw inverts the cumulative distribution at a number that is a function of (seed, choice, output position)
 computed on the host, so it neither depends on the batch nor on the device.
@@ -37,6 +38,7 @@ class SampleRow(NamedTuple):
     choice_index: int
     position: int  # of the token to draw: 0 is the first output token
     barred_ids: Sequence[int] = ()  # may not be drawn now
+    mask: npt.NDArray[np.int32] | None = None  # bit i of word j: token 32 j + i may be drawn; of all tokens; None: any
     seen: TokenCounts | None = None  # prompt and output; needed where there is a repetition penalty
     drawn: TokenCounts | None = None  # output; needed where there is a presence or frequency penalty
 
@@ -83,15 +85,16 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
 
 def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Apply biases, barred tokens, repetition penalty, presence and frequency penalty to a batch, in this order.
+    """Apply masks, biases, barred tokens, repetition penalty, presence and frequency penalty to a batch, in this order.
 
     A few operations on all logits, however many rows ask for one.
 
     logits  float32 [num_rows, vocab_size], contiguous; changed in place
     """
-    if not any(row.params.logit_bias or row.barred_ids or row.seen or row.drawn for row in rows):
+    if not any(r.params.logit_bias or r.barred_ids or r.seen or r.drawn or r.mask is not None for r in rows):
         return
     flat = logits.view(-1)
+    _mask_logits(logits, rows)
     biases = ((i, list(row.params.logit_bias), list(row.params.logit_bias.values())) for i, row in enumerate(rows))
     if edits := _on_device(logits, biases):
         flat[edits.at] += edits.value
@@ -104,6 +107,18 @@ def _edit_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     drawn = ((i, row.drawn.ids, _lowered_by(row)) for i, row in enumerate(rows) if row.drawn is not None)
     if edits := _on_device(logits, drawn):
         flat[edits.at] -= edits.value
+
+
+def _mask_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Set the logits of what rows' masks leave out to -inf."""
+    masks = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
+    if not masks:
+        return
+    barred = np.zeros((len(rows), len(masks[0][1])), np.int32)
+    for index, mask in masks:
+        np.invert(mask, out=barred[index])
+    bits = np.unpackbits(barred.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    logits.masked_fill_(torch.from_numpy(bits.view(np.bool_)).to(logits.device), -torch.inf)
 
 
 def _lowered_by(row: SampleRow) -> npt.NDArray[np.float64]:

@@ -159,6 +159,11 @@ class Tokenizer:
         variables = {**(template_variables or {}), "add_generation_prompt": add_generation_prompt}
         return self._chat_template.render(messages, variables)
 
+    def to_json(self) -> str:
+        """Serialize it as `tokenizer.json` does."""
+        text: str = self._backend.to_str()
+        return text
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_template)

@@ -1,6 +1,7 @@
 """Mneme: an LLM serving cluster that never computes the same attention twice.
 
-`LLM` and `SamplingParams` are the offline API; they import neither Ray nor FastAPI. `mneme serve` starts a cluster.
+`LLM`, `SamplingParams` and `Grammar` are the offline API; they import neither Ray nor FastAPI. `mneme serve` starts a
+cluster.
 """
 
 from typing import TYPE_CHECKING
@@ -9,9 +10,9 @@ from mneme.version import __version__
 
 if TYPE_CHECKING:
     from mneme.replicas.llm import LLM
-    from mneme.replicas.request import SamplingParams
+    from mneme.replicas.request import Grammar, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,10 +21,10 @@ def __getattr__(name: str) -> object:
         from mneme.replicas.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from mneme.replicas.request import SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        from mneme.replicas import request
 
-        return SamplingParams
+        return getattr(request, name)
     raise AttributeError(f"module 'mneme' has no attribute {name!r}")
 
 

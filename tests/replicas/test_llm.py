@@ -107,7 +107,11 @@ def test_what_is_closed_answers_no_more() -> None:
 
 def test_the_package_lists_its_names() -> None:
     shown = {name for name in dir(mneme) if not name.startswith("_")}
-    assert {name for name in shown if not inspect.ismodule(getattr(mneme, name))} == {"LLM", "SamplingParams"}
+    assert {name for name in shown if not inspect.ismodule(getattr(mneme, name))} == {
+        "LLM",
+        "Grammar",
+        "SamplingParams",
+    }
     assert mneme.__version__ == importlib.metadata.version("mneme")
     documented = {line.split()[0] for line in (SamplingParams.__doc__ or "").splitlines() if line.strip()}
     assert documented >= {field.name for field in dataclasses.fields(SamplingParams)}

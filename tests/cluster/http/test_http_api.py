@@ -9,7 +9,7 @@ import pytest
 
 from mneme.cluster.http.answers import Choice, FieldNames, usage_object
 from mneme.cluster.http.body import parse_json_object
-from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
+from mneme.replicas.request import GenerationRequest, Grammar, PromptUsage, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, chat, get, post
 from tests.cluster.fake_engine_client import SENTENCE, FakeEngineClient
 
@@ -167,6 +167,41 @@ def test_content_parts_become_text_and_developer_is_system() -> None:
 )
 def test_harmless_fields_are_accepted(harmless: dict[str, Any]) -> None:
     assert chat(**harmless).status_code == 200
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True},
+                }
+            },
+            Grammar("json_schema", _SCHEMA),
+        ),
+        ({"structured_outputs": {"json": _SCHEMA, "regex": None}}, Grammar("json_schema", _SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"structured_outputs": {"regex": "a+", "disable_fallback": True}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", ["a", "b"])),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("grammar", 'start: "a"')),
+        ({"guided_json": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}')),
+        ({"guided_regex": "(a+)+$"}, Grammar("regex", "(a+)+$")),
+        ({"guided_choice": ["a"]}, Grammar("choice", ["a"])),
+        ({"guided_grammar": 'start: "a"', "response_format": {"type": "text"}}, Grammar("grammar", 'start: "a"')),
+        ({"structured_outputs": {}, "guided_json": None}, None),
+    ],
+)
+def test_what_an_answer_must_match_reaches_the_engine(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        engine = FakeEngineClient(TOKENIZER)
+        assert post(path, {**body, **fields}, engine=engine).status_code == 200
+        assert engine.requests[0].sampling.grammar == grammar
 
 
 def test_nul_is_a_character_like_others() -> None:

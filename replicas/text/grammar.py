@@ -1,0 +1,157 @@
+"""Keeps an answer inside a grammar: says after each token which may follow. The automata are llguidance's.
+
+A matcher's state is a function of the grammar and of the tokens emitted, so whoever has these can make it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from mneme.errors import InvalidRequest
+from mneme.primitives import Bounded
+from mneme.replicas.request import Grammar
+from mneme.replicas.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 64
+_MAX_ERROR_CHARS = 400
+# Some 0.2 s to compile, 20 ms for a token and 100 MB of states, each at most.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    max_grammar_size=100_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
+# They come last, so that no schema sets them: `lenient` and `coerce_one_of` would let invalid answers through, and
+# without a bound a model may write blanks for ever.
+_JSON_OPTIONS: JsonCompileOptions = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}",
+}
+
+Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
+
+
+class Matcher:
+    """Follows one answer through a grammar."""
+
+    def __init__(self, compiled: LLMatcher, emitted: Sequence[int]) -> None:
+        """Take ownership of `compiled`. `emitted` are tokens that the answer has already."""
+        self._state = compiled
+        self.is_over = False  # the grammar has ended: nothing may follow
+        self.error: str | None = None
+        if emitted:
+            compiled.consume_tokens(list(emitted))
+        self._look()
+        self.is_over = False  # what ended before has its end token yet to come
+
+    def push(self, token_id: int) -> None:
+        """Go on with a token; `error` says why it cannot."""
+        self._state.consume_token(token_id)
+        self._look()
+
+    def mask(self, barred_ids: Sequence[int]) -> Mask:
+        """Return which tokens may follow; of those, barred ones only where there are no others."""
+        if not barred_ids:
+            return self._mask
+        left = self._mask.copy()
+        for token_id in barred_ids:
+            if token_id < 32 * len(left):
+                left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
+        return left if left.any() else self._mask
+
+    def _look(self) -> None:
+        if not self._state.is_error():
+            self.is_over = self._state.is_stopped()
+            if self.is_over and self._state.stop_reason() not in ("NoExtension", "NoExtensionBias", "EndOfSentence"):
+                self.error = f"the grammar could not be followed: {self._state.stop_reason()}"
+            self._mask: Mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
+        if self._state.is_error():
+            self.error = f"the grammar could not be followed: {_brief(self._state.get_error())}"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and remembers what came of the last ones. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int = 0) -> None:
+        """`vocab_size`: of the model, which may have more tokens than its tokenizer."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()  # of `_compiled`; nobody waits for what another compiles
+        self._tokens: LLTokenizer | None = None
+        self._compiled = Bounded[Grammar, LLMatcher | str](MAX_COMPILED)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile it; raises `InvalidRequest`, which names what is not supported. May take a second the first time."""
+        self._compile(grammar)
+
+    def matcher(self, grammar: Grammar, emitted: Sequence[int]) -> Matcher:
+        """Make a matcher behind `emitted`; raises `InvalidRequest`."""
+        matcher = Matcher(self._compile(grammar).deep_copy(), emitted)
+        if matcher.error is not None:
+            raise InvalidRequest(grammar.field, None, matcher.error)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compiled_anew(grammar)
+            with self._lock:
+                self._compiled[grammar] = compiled
+        if isinstance(compiled, str):
+            raise InvalidRequest(grammar.field, None, compiled)
+        return compiled
+
+    def _compiled_anew(self, grammar: Grammar) -> LLMatcher | str:
+        """Return the compiled grammar, or why there is none."""
+        if self._tokens is None:
+            if self._tokenizer is None or not self._tokenizer.eos_token_ids:
+                return "needs a tokenizer with an end token; this model has none"
+            try:
+                self._tokens = _tokens_of(self._tokenizer, self._vocab_size)
+            except Exception:  # whatever is strange about a checkpoint's tokenizer
+                logger.exception("tokenizer not usable with grammars")
+                return "this model's tokenizer cannot be used with grammars"
+        try:
+            compiled = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            return _brief(str(error))
+        return f"is not supported: {_brief(compiled.get_error())}" if compiled.is_error() else compiled
+
+
+def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    num_tokens = max(vocab_size, tokenizer.vocab_size)
+    return LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(tokenizer.eos_token_ids))
+
+
+def _source(grammar: Grammar) -> str:
+    """Write a grammar as llguidance reads it."""
+    text = grammar.text
+    if grammar.kind in ("json_schema", "json_object"):
+        return LLMatcher.grammar_from_json_schema(text, None, _JSON_OPTIONS)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if grammar.kind == "choice":
+        text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _brief(error: str) -> str:
+    """Put it on one line; of a long one, which quotes the grammar, head and tail say what is wrong."""
+    line, half = " ".join(error.split()), _MAX_ERROR_CHARS // 2
+    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:half]} ... {line[-half:]}"
