@@ -11,6 +11,8 @@ from mneme.errors import ConfigError
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.truncation import Truncation
 
+ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]  # text/tool_calls.py
+ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]  # those named read alike
 MAX_TIMEOUT_S = 86_400.0  # of a request
 MIN_TTL_S, MAX_TTL_S = 1.0, 365 * 86400.0  # of a pin
 
@@ -43,6 +45,9 @@ class EngineConfig:
     copy_out_below: float = 0.5  # share of free or copied pages under which idle ones are copied to the host
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # query rows per step: decodes and prefill chunks together
+    # Of a step beside streams: parts of prompts take what decodes leave of it, at least a quarter. 0: none; None: 50,
+    # or four times what its decodes take if that is more. Where costs are known, which a cache tier measures.
+    max_step_ms: float | None = None
     max_running: int = 128  # sequences with pages
     max_waiting: int = 1024  # queued requests; more are refused with Overloaded
     # Of queued prompts together; None: no limit. Token ids take about 50 bytes each in Python: the default is 100 MB.
@@ -57,7 +62,7 @@ class EngineConfig:
     session_ttl_s: float = 3600.0
     max_sessions: int = 10_000  # 0: no request is part of a session
     max_session_tokens: int = 16_000_000  # in all token logs together; four bytes each
-    warm_prompts: tuple[WarmPrompt, ...] = ()  # computed and pinned before there is traffic, for each API key
+    warm_prompts: tuple[WarmPrompt, ...] = ()  # public: computed and pinned before there is traffic
     max_pins: int = 16  # of one API key, besides those
     max_pinned_share: float = 0.5  # of the pages, in all pins together
     blend: BlendOptions = field(default_factory=BlendOptions)  # of what a request does not say of its documents
@@ -75,6 +80,8 @@ class EngineConfig:
             check_range("engine.host_cache_bytes", self.host_cache_bytes, 0, 2**48)
         check_range("engine.copy_out_below", self.copy_out_below, 0, 1)
         check_range("engine.max_batch_tokens", self.max_batch_tokens, 16, 2**20)
+        if self.max_step_ms is not None:
+            check_range("engine.max_step_ms", self.max_step_ms, 0, 1e6)
         check_range("engine.max_running", self.max_running, 1, self.max_batch_tokens)  # a row for each decode
         check_range("engine.max_waiting", self.max_waiting, 1, 2**20)
         if self.max_waiting_tokens is not None:

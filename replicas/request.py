@@ -4,7 +4,7 @@
     SamplingParams      how to choose tokens; validated here, once, for every entrance
     GenerationRequest   one choice of one request: ids in, ids out
     TokenEvent          what one engine step did for one GenerationRequest
-    StepMessage         all events of one step for one subscriber: one message of the token stream
+    StepMessage         one message of the token stream: all events of one step for one subscriber, or a report
 
 Torch-free and Ray-free.
 """
@@ -18,7 +18,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
+from mneme.replicas.report import ReplicaReport
 from mneme.replicas.truncation import Truncation
+
+Pooling = Literal["mean", "last"]  # of the last layer's hidden states, behind its norm
 
 WARM_UP_SALT = "warm-up"  # no tenant's: see `tenancy.kv_salt`
 
@@ -38,11 +41,12 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Says what an answer must match, from its first to its last character.
+    """Says what an answer must match, to its last character.
 
     kind   "grammar" is in Lark's notation, as llguidance has it
     text   JSON schema, regex or grammar; a JSON list of choices. A schema may be given as a mapping, choices as a list.
     field  what the client calls it, for messages
+    after  a token: the answer is free until this is drawn, and matches behind it; None: it matches from its beginning
 
     Raises `InvalidRequest`. Whether it can be compiled is seen where there is a tokenizer.
     """
@@ -50,6 +54,7 @@ class Grammar:
     kind: GrammarKind
     text: Any = ""
     field: str = field(default="grammar", compare=False)
+    after: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -165,6 +170,34 @@ class Logprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
 
+class History(NamedTuple):
+    """Lets a session know a conversation again by what was said, where it is written otherwise than it was drawn.
+
+    prompt              digest of all its messages
+    said                digest of those up to its last answer; empty: there is none
+    text                rendered text behind that answer, of which the first `num_closing_chars` close it
+    drops_reasoning     the answer's reasoning may be in the log and not in the messages
+    names, ...          how the next answer is read: as `Dialect.parser` takes them, by a `Dialect` of these `parsers`
+    """
+
+    prompt: bytes
+    said: bytes
+    text: str
+    num_closing_chars: int
+    drops_reasoning: bool
+    names: tuple[str, ...]
+    is_forced: bool
+    is_thinking: bool
+    parsers: tuple[Any, Any]
+
+
+class KeptPrefix(NamedTuple):
+    """Names the beginning of a prompt that stays resident for a time, if there is room."""
+
+    num_tokens: int
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """Asks for one choice of a request. One with n = 3 is three of these; the prefix forest shares their prompt."""
@@ -186,9 +219,12 @@ class GenerationRequest:
     truncation: Truncation | None = None  # None: refused if it is too long
     num_system: int = 0  # prompt tokens that are the system prompt, where `truncation.keep` asks for it
     taken_s: float = 0.0  # when the engine took it, by the engine's clock
+    history: History | None = None  # of a request with a session that resends what was said
+    kept: tuple[KeptPrefix, ...] = ()  # what is pinned of the prompt when it has ended
     documents: tuple[DocumentSpan, ...] = ()  # in order, apart; of the engine's sequence: of what that sees
     blend: BlendOptions = field(default_factory=BlendOptions)
     document_order: tuple[int, ...] = ()  # `BlendUsage.order`, from when an engine took it
+    pooling: Pooling | None = None  # its prompt's embedding is wanted; its salt is nobody else's
 
     def in_order(self, order: Sequence[int]) -> GenerationRequest:
         """Put its documents in this order, for good; what stands between them stays in its place."""
@@ -215,6 +251,11 @@ class GenerationRequest:
     def is_warm_up(self) -> bool:
         """Return whether it runs as any other, and nothing is left of it: no KV, no count, no learned cost."""
         return self.salt == WARM_UP_SALT
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Return whether its KV goes when it ends, and is not in the cache tier."""
+        return self.is_warm_up or self.pooling is not None
 
 
 # Where KV of a prompt came from: "recomputed" by this request; "dropped": that too, but it had been there before.
@@ -259,6 +300,7 @@ class TokenEvent(NamedTuple):
     error: str | None = None  # only with finish_reason "error": what to tell the client
     # Where that is because of the request: it could not run when its session was free, or its deadline has passed.
     refusal: MnemeError | None = None
+    embedding: tuple[float, ...] | None = None  # in the first event of a request with `pooling`
 
 
 class StepMessage(NamedTuple):
@@ -267,6 +309,7 @@ class StepMessage(NamedTuple):
     epoch: str  # of the engine's life: a restarted engine has another
     seq: int  # counts up by one per message and subscriber
     events: tuple[TokenEvent, ...]
+    report: ReplicaReport | None = None  # where it has something new to say of itself
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

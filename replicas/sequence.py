@@ -18,6 +18,7 @@ from mneme.replicas.forest.moves import Chunks
 from mneme.replicas.forest.pages import Owner, Path, Root
 from mneme.replicas.forest.paths import Rows
 from mneme.replicas.fuse.blend import Blend
+from mneme.replicas.fuse.selectors import FloatArray
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, Source
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.grammar import Matcher
@@ -202,6 +203,8 @@ class Sequence:
     chain: ChunkChain | None = None  # its chunks, where there is a cache tier
     asked_s: float = 0.0  # when the cache tier was asked for it last
     was_admitted: bool = False
+    num_expected: int = 0  # rows of its prompt, when it was added; where costs are known
+    due_s: float = 0.0  # when its prompt would be done, had what is left of it begun as it came
     begun_s: float | None = None  # when it first had rows
     num_retries: int = 0  # steps that failed and were to be computed again
     origins: Origins = field(default_factory=Origins)  # of the prompt's KV
@@ -212,10 +215,29 @@ class Sequence:
     seen: TokenCounts | None = None  # of all ids, where there is a repetition penalty
     drawn: TokenCounts | None = None  # of the output, where there is a presence or frequency penalty
     matcher: Matcher | None = None  # follows the output where there is a grammar
+    pooled: FloatArray | None = None  # the sum of the first `num_pooled` hidden states of its prompt, or the last one
+    num_pooled: int = 0
 
     def __post_init__(self) -> None:
         self.context = self.context or self.ids
         self.num_unseen = self.num_prompt - len(self.context)
+
+    def pool(self, positions: IntArray, hidden: FloatArray) -> None:
+        """Take the hidden states [rows, H] at these positions, in order; what is computed once more counts once."""
+        is_new = (positions >= self.num_pooled) & (positions < self.num_prompt)
+        if self.request.pooling == "last":
+            self.pooled = hidden[-1]
+        elif is_new.any():
+            self.pooled = hidden[is_new].sum(axis=0) + (0 if self.pooled is None else self.pooled)
+        self.num_pooled += int(is_new.sum())
+
+    def take_embedding(self) -> tuple[float, ...] | None:
+        """Return the embedding, once its output has begun."""
+        pooled, self.pooled = self.pooled, None
+        if pooled is None:
+            return None
+        assert self.num_pooled == self.num_prompt
+        return tuple((pooled / (1 if self.request.pooling == "last" else self.num_pooled)).tolist())
 
     @property
     def is_over(self) -> bool:
@@ -333,7 +355,7 @@ class Sequence:
         )
 
     def _blend_usage(self, ranges: collections.abc.Sequence[Origin]) -> BlendUsage | None:
-        order, is_approximate = self.request.document_order, self.is_approximate
+        order, is_approximate = self.request.document_order, self.is_approximate and self.root is not None
         if not order:
             why = "no document; its history reuses some behind other text"
             return BlendUsage("off", why, (), (), is_history_approximate=True) if is_approximate else None
@@ -384,7 +406,7 @@ class Sequence:
         return usage._replace(outcome="computed", why=why)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRows:
     """Query rows of one sequence in one step, at the positions [start, end) of `spans`, in order.
 
@@ -397,16 +419,18 @@ class StepRows:
     runs: list[tuple[int, int, int]]
     shifts: list[int] = field(default_factory=list)  # as `Rows.shifts`; empty where none is shifted
     num_compared: int = 0  # of the last rows: of documents, of which no KV is written
+    num_rows: int = field(init=False)
+    end: int = field(init=False)
+    samples: bool = field(init=False)  # the token behind its last row
+    is_shifted: bool = field(init=False)  # some key is rotated for another position than its row's
 
-    @property
-    def end(self) -> int:
-        return self.spans[-1][1]
-
-    @property
-    def num_rows(self) -> int:
-        if len(self.spans) == 1:
-            return self.spans[0][1] - self.spans[0][0]
-        return sum(end - start for start, end in self.spans)
+    def __post_init__(self) -> None:
+        start, self.end = self.spans[-1]
+        self.num_rows = self.end - start
+        for start, end in self.spans[:-1]:
+            self.num_rows += end - start
+        self.samples = self.is_last and not self.sequence.is_probing
+        self.is_shifted = self.shifts != [0] and any(self.shifts)
 
     @property
     def num_written(self) -> int:
@@ -423,11 +447,6 @@ class StepRows:
         return self.sequence.is_probing and not self.sequence.is_comparing
 
     @property
-    def samples(self) -> bool:
-        """Return whether the token behind its last row is sampled."""
-        return self.is_last and not self.sequence.is_probing
-
-    @property
     def narrowed(self) -> IntArray:
         """Return which of its rows, as indices, may leave the pass between two layers."""
         blend = self.sequence.blend
@@ -439,11 +458,6 @@ class StepRows:
     def positions(self) -> IntArray:
         """The position of each row."""
         return np.concatenate([np.arange(*span) for span in self.spans])
-
-    @property
-    def is_shifted(self) -> bool:
-        """Return whether some key is rotated for another position than its row's."""
-        return any(self.shifts)
 
     @property
     def key_positions(self) -> IntArray:

@@ -1,33 +1,57 @@
 """Decides where a request goes, by pure functions of what the router knows. No Ray, no torch, no clock, no randomness.
 
-    eligible    bounded load: replicas that may take one more request (never none)
-    price       of one candidate, lower is better
-    cheapest    the eligible candidate that is chosen
+    load_bound   the most requests that a replica may have after one more was placed
+    prices       what each candidate costs, term by term, in seconds
+    rendezvous   preferences for a key that move little when replicas come and go
 
-The currency is tokens of prefill: prompt tokens that the candidate would have to compute, tokens queued there
-before them, and what its running requests cost, expressed in the same unit.
+The currency is predicted time to the first token at each candidate, and what an answer there takes from others. All of
+it is done for all candidates at once, in arrays: a choice among a hundred takes tens of microseconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.config import check_range
-from mneme.router.token_hashes import BLOCK_TOKENS, text_hash
+from mneme.errors import ConfigError
+from mneme.replicas.report import BLOCK_TOKENS
+from mneme.router.policies import MINE, PolicyName
+from mneme.router.token_hashes import text_hash
+
+F64 = NDArray[np.float64]
+U64 = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+
+_CHUNK_TOKENS = 256  # that an edge brings at once
+_RECOMPUTED_SHARE = 0.15  # of a document that is reused in place
+_MAX_S = 1e6  # of any term
+# Columns of a replica's figures.
+_PREFILL, _DECODE, _HOST, _PEER, _STEP_ROWS, _KV_BYTES = 0, 3, 6, 9, 12, 13
+# Until a replica says what its work costs: proportional to tokens, nothing for what is loaded.
+UNKNOWN = np.array([0, 1e-4, 0, *[0.0] * 9, 2048, 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Says how affinity is weighed against load."""
 
-    block_tokens: int = BLOCK_TOKENS  # tokens per hashed block
-    index_blocks: int = 200_000  # blocks remembered per ingress
+    policy: PolicyName = MINE  # another: by that rule (`policies.py`), and only the sizes below say anything
+    block_tokens: int = BLOCK_TOKENS  # tokens per hashed block; replicas report blocks of the default
+    index_blocks: int = 1_000_000  # blocks remembered per ingress
     load_factor: float = 1.25  # a replica takes at most this multiple of the mean load...
     load_slack: int = 4  # ...plus this many requests: below a handful, load says nothing
     running_tokens: int = 16  # what one running request costs a new one, in tokens of prefill
-    move_tokens: int = 64  # what it costs a session or hint to leave its home, beyond the KV that is known there
+    move_tokens: int = (
+        256  # what it costs a session, hint or prefix to leave its home, beyond the KV that is known there
+    )
+    work_share: float = 0.25  # of the prefill and loads of a request, that others would have had of them
 
     def __post_init__(self) -> None:
         check_range("router.block_tokens", self.block_tokens, 1, 4096)
@@ -36,42 +60,125 @@ class RouterConfig:
         check_range("router.load_slack", self.load_slack, 0, 10**6)
         check_range("router.running_tokens", self.running_tokens, 0, 10**6)
         check_range("router.move_tokens", self.move_tokens, 0, 10**9)
+        check_range("router.work_share", self.work_share, 0.0, 100.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Carries what the router knows of a replica at this moment, and of a request there."""
+class Loads(NamedTuple):
+    """Says what each candidate has to do already."""
 
-    replica_id: str
-    running: int = 0  # requests sent there that have not finished
-    queued_tokens: int = 0  # prompt tokens sent there whose first output has not come back
-    uncached_tokens: int = 0  # prompt tokens of this request that it neither holds nor was sent
-    is_away: bool = False  # the request's session or hint has its home elsewhere
+    figures: F64  # [candidates, 14], as `figures_of`
+    queue_s: F64
+    running: F64  # requests
+    context_tokens: F64  # that they see
+    overhead_s: F64  # that first tokens took beyond what was predicted of them
 
 
-def rendezvous_order(key: str, replica_ids: Sequence[str]) -> list[str]:
-    """Replicas by preference for `key`: adding or removing one moves no key between the others."""
-    return sorted(replica_ids, key=lambda replica: (text_hash(f"{key}\0{replica}"), replica), reverse=True)
+class Asked(NamedTuple):
+    """Says what a request finds at each candidate, in tokens."""
+
+    num_tokens: int
+    matched: F64  # of its beginning, on the device
+    in_host: F64  # in the engine's host tier, or the node's cache
+    at_peers: F64  # in other nodes' caches
+    reused: F64  # of documents that stand further behind
+    is_away: Flags  # its session or hint has its home elsewhere; a prefix has it where most of it is
+
+
+class Prices(NamedTuple):
+    """Holds seconds for each candidate. The first five are the predicted time to the first token.
+
+    `overhead` is not weighed: a replica that nobody is sent to would keep what was learned of it in a bad moment.
+    """
+
+    queue: F64  # until what is there is prefilled
+    compute: F64  # its tokens that nothing has
+    load: F64  # what of its KV has to be brought takes longer than that
+    decode: F64  # rows of running requests in the same steps
+    overhead: F64  # the way there and back, and the step that is running
+    batch: F64  # steps behind the first token are longer by those that run
+    work: F64  # others wait for it, also for a load that this request does not wait for
+    move: F64
+
+    @property
+    def ttft(self) -> F64:
+        return self.queue + self.compute + self.load + self.decode + self.overhead
+
+    @property
+    def total(self) -> F64:
+        return self.queue + self.compute + self.load + self.decode + self.batch + self.work + self.move
+
+
+def figures_of(cost: Mapping[str, Any]) -> F64:
+    """Read what a replica says of its costs; raises `ConfigError`."""
+    model = CostModel.from_mapping(cost)
+    terms = [term for kind in ("prefill", "decode", "host", "peer_host") for term in model.terms_of(kind)]
+    figures = np.array([*terms, model.step_rows, model.calibration.kv_bytes_per_token])
+    if not (np.isfinite(figures).all() and (figures >= 0).all() and figures[_PREFILL : _PREFILL + 3].any()):
+        raise ConfigError("cost model: must be finite, and a prefill must take time")
+    return figures
+
+
+def token_s(figures: F64) -> F64:
+    """Return what a step's row costs, by replica: with its share of the step's constant part."""
+    return figures[..., _PREFILL + 1] + figures[..., _PREFILL] / figures[..., _STEP_ROWS]
+
+
+def prices(loads: Loads, asked: Asked, config: RouterConfig) -> Prices:
+    """Price all candidates."""
+    figures, kv_bytes = loads.figures, loads.figures[:, _KV_BYTES]
+    behind = asked.num_tokens - asked.matched
+    brought = asked.in_host + asked.at_peers
+    anew = np.maximum(behind - brought - (1 - _RECOMPUTED_SHARE) * asked.reused, 1)
+    compute_s = _prefill_s(figures, anew, asked.num_tokens - anew)
+    load_s = bringing_s = np.zeros_like(compute_s)
+    if brought.any():
+        bringing_s = _edge_s(figures[:, _HOST:], asked.in_host, kv_bytes)
+        bringing_s = bringing_s + _edge_s(figures[:, _PEER:], asked.at_peers, kv_bytes)
+        all_anew_s = _prefill_s(figures, anew + brought, asked.num_tokens - anew - brought)
+        load_s = np.clip(bringing_s - compute_s, 0, np.maximum(all_anew_s - compute_s, 0))  # else it is computed
+    num_steps = np.ceil(anew / figures[:, _STEP_ROWS])
+    decode_s = num_steps * (loads.running * figures[:, _DECODE + 1] + loads.context_tokens * figures[:, _DECODE + 2])
+    row_s = token_s(figures)
+    # Two replicas predict the same work differently, by what they measured. A load that is hidden behind a millisecond
+    # is no reason to leave the replica that has the KV already, and to hold it twice.
+    is_away = asked.is_away | (asked.matched + _CHUNK_TOKENS < asked.matched.max(initial=0))
+    terms = [
+        loads.queue_s,
+        compute_s,
+        load_s,
+        decode_s,
+        loads.overhead_s,
+        loads.running * config.running_tokens * row_s,
+        (compute_s + bringing_s) * config.work_share,
+        is_away * config.move_tokens * row_s,
+    ]
+    return Prices(*np.maximum(np.fmin(terms, _MAX_S), 0))  # NaN is the worst
 
 
 def load_bound(total_running: int, num_replicas: int, config: RouterConfig) -> int:
-    """The most requests that any replica may have after one more was placed."""
+    """The most requests that any replica may have after one more was placed; at least one replica has fewer."""
     return math.ceil(config.load_factor * (total_running + 1) / num_replicas) + config.load_slack
 
 
-def eligible(candidates: Sequence[Candidate], config: RouterConfig) -> list[Candidate]:
-    """Candidates that stay within the bound with one more request; at least one always does."""
-    bound = load_bound(sum(c.running for c in candidates), len(candidates), config)
-    return [c for c in candidates if c.running + 1 <= bound]
+def rendezvous(key: str, replica_hashes: U64) -> U64:
+    """Preferences of `key`, one for each replica: adding or removing one moves no key between the others."""
+    mixed = replica_hashes ^ np.uint64(text_hash(key))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64's
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
-def price(candidate: Candidate, config: RouterConfig) -> float:
-    """Tokens to compute, tokens queued before them, the running batch, leaving home."""
-    leaving = config.move_tokens if candidate.is_away else 0
-    running = candidate.running * config.running_tokens
-    return candidate.uncached_tokens + candidate.queued_tokens + running + leaving
+def replica_hashes(replica_ids: Sequence[str]) -> U64:
+    """Hash replicas for `rendezvous`."""
+    return np.array([text_hash(f"replica {replica_id}") for replica_id in replica_ids], np.uint64)
 
 
-def cheapest(candidates: Sequence[Candidate], config: RouterConfig) -> Candidate:
-    """The eligible candidate with the lowest price; of equal ones the first: they come in rendezvous order."""
-    return min(eligible(candidates, config), key=lambda candidate: price(candidate, config))
+def _prefill_s(figures: F64, num_new: F64, context: F64) -> F64:
+    constant, row, pair = figures[:, _PREFILL], figures[:, _PREFILL + 1], figures[:, _PREFILL + 2]
+    num_steps = np.ceil(num_new / figures[:, _STEP_ROWS])
+    return constant * num_steps + row * num_new + pair * num_new * (context + num_new / 2)
+
+
+def _edge_s(terms: F64, num_tokens: F64, kv_bytes: F64) -> F64:
+    some = terms[:, 0] + terms[:, 1] * np.ceil(num_tokens / _CHUNK_TOKENS) + terms[:, 2] * num_tokens * kv_bytes
+    return np.where(num_tokens > 0, some, 0.0)

@@ -243,6 +243,14 @@ class CostModel:
         with self._lock:
             return self._costs["prefill"].scale, self._costs["decode"].scale
 
+    def terms_of(self, kind: str) -> Terms:
+        """Return what each term of "prefill", "decode" or an edge costs now, in seconds."""
+        with self._lock:
+            cost = self._costs[kind]
+            scale = cost.scale
+            constant, middle, last = cost.coefficients
+            return constant * scale, middle * scale, last * scale
+
     def prefill_s(self, num_new: int, context: int) -> float:
         """Predict the seconds to compute `num_new` rows behind `context` tokens, in as many steps as they take."""
         if num_new <= 0:
@@ -253,6 +261,23 @@ class CostModel:
     def decode_s(self, batch: int, context_tokens: int) -> float:
         """One step of so many sequences, which see so many tokens together: for whoever weighs a replica's load."""
         return self._seconds("decode", (1, batch, context_tokens)) if batch > 0 else 0.0
+
+    def step_s(self, sequences: Sequence[tuple[int, int]]) -> float:
+        """Predict a step that computes these (rows, context) of each sequence; one row is a decode."""
+        return sum(self._seconds(kind, terms) for kind, terms in _parts(sequences).items())
+
+    def rows_s(self, num_rows: int, context: int) -> float:
+        """Predict what rows of a prompt behind `context` tokens add to a step that computes other rows."""
+        return self._seconds("prefill", (0, num_rows, num_rows * (context + num_rows / 2))) if num_rows > 0 else 0.0
+
+    def rows_within(self, seconds: float, context: int) -> float:
+        """Return how many rows behind `context` tokens add no more than so many seconds: the inverse of `rows_s`."""
+        with self._lock:
+            cost = self._costs["prefill"]
+            _, per_row, per_key = (each * cost.scale for each in cost.coefficients)
+        linear = per_row + per_key * context
+        root = linear + math.sqrt(linear * linear + 2 * per_key * max(seconds, 0.0))
+        return 2 * max(seconds, 0.0) / root if root > 0 and seconds < math.inf else math.inf
 
     def edge_s(self, edge: CostEdge, num_bytes: int, num_chunks: float = 1) -> float:
         """Predict the seconds to bring the bytes of so many chunks over an edge, with nothing else under way."""

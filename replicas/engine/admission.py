@@ -109,7 +109,7 @@ def make_sequence(
 def _goes_on(request: GenerationRequest, prompt: TurnPrompt) -> bool:
     """Whether the turn may go on from KV that is approximate."""
     strategy = None if request.truncation is None else request.truncation.strategy
-    if prompt.root is not None and prompt.root.is_blend:
+    if prompt.is_blended:
         return strategy in (None, "reuse_kv") and request.blend.mode != "off"
     return strategy == "reuse_kv"
 
@@ -183,7 +183,11 @@ class QueueLimits:
     def refusal(self, full: str, message: str) -> Overloaded:
         """Count one more refused request and make its answer; `full` names what is full."""
         self.num_refused[full] += 1
-        return Overloaded(message, retry_after_s=self._rate.drain_s(self.num_tokens))
+        return Overloaded(message, retry_after_s=self.drain_s())
+
+    def drain_s(self) -> float:
+        """Return in how many seconds what waits will have left the queue, as far as that was measured."""
+        return self._rate.drain_s(self.num_tokens)
 
     def note_step(self) -> None:
         """Measure how the queue drains; called when a step begins."""

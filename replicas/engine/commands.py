@@ -40,6 +40,7 @@ from mneme.replicas.sessions.sessions import SessionKey, session_key
 if TYPE_CHECKING:
     from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.engine.engine import Engine
+    from mneme.replicas.engine.reporter import Reporter
     from mneme.replicas.sessions.journal import DurableSessions
 
 P = ParamSpec("P")
@@ -86,6 +87,7 @@ class AskedEngine(Protocol):
 
     durable: DurableSessions | None
     kv_tier: KvTier | None
+    reporter: Reporter
 
     def between_steps(self, question: Callable[[Engine], T], recalled: Iterable[SessionKey] = ()) -> T:
         """Return what the question gives on the engine's thread; raises what it raises, or `ReplicaUnavailable`.
@@ -153,6 +155,21 @@ def fork_session(asked: AskedEngine, key: SessionKey, new_id: str) -> Any:
 
 
 @Command
+def note_session(asked: AskedEngine, key: SessionKey, note: bytes) -> Any:
+    """Keep an API's bytes with an idle session, and wait until its log has them; whether there is such a session."""
+    noted = asked.between_steps(lambda engine: engine.sessions.note(key, note))
+    if noted and asked.durable is not None:
+        asked.durable.writer.flush(_SETTLE_S)  # what cannot be written is a counter, as with turns
+    return noted
+
+
+@Command
+def session_note(asked: AskedEngine, key: SessionKey) -> Any:
+    """Return what an API keeps with a session, empty if nothing; None: there is no such session."""
+    return asked.between_steps(lambda engine: None if (log := engine.sessions.get(key)) is None else log.note)
+
+
+@Command
 def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any:
     """List a session's token ids, or None: `visible` those that its next turn would look for, else all."""
 
@@ -163,6 +180,12 @@ def session_tokens(asked: AskedEngine, key: SessionKey, *, visible: bool) -> Any
         return tuple(log.seen.ids if visible and log.seen is not None else log.ids)
 
     return asked.between_steps(tokens)
+
+
+@Command
+def report_all(asked: AskedEngine) -> Any:
+    """Return a `ReplicaReport` of all that is there, for who has missed some."""
+    return asked.between_steps(lambda _: asked.reporter.snapshot())
 
 
 @Command

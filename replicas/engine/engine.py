@@ -50,6 +50,7 @@ from mneme.replicas.text.grammar import Grammars
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.connector.connector import KvConnector
     from mneme.replicas.model.runner import Runner
     from mneme.replicas.text.tokenizer import Tokenizer
@@ -92,6 +93,8 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
             attention_mass=getattr(runner, "attention_mass", None),
+            costs=self.costs,
+            max_step_s=None if config.max_step_ms is None else config.max_step_ms / 1e3,
         )
         self.sessions = Sessions(
             self._encode,
@@ -105,7 +108,7 @@ class Engine:
             on_delete=self._delete_kv,
             journal=None if durable is None else durable.writer,
         )
-        self._blends = Controller(gate, None if connector is None else connector.costs)
+        self._blends = Controller(gate, self.costs)
         self._cannot_blend = None if config.prefix_sharing else NOT_SHARED
         if runner.is_windowed:
             self._cannot_blend = SLIDING_WINDOW
@@ -125,6 +128,16 @@ class Engine:
         self.num_missed_deadlines = 0
         # Called with the sequences of a step that sample and logits [S, vocab]; returns what is sampled from.
         self.on_logits: Callable[[list[Sequence], Tensor], Tensor] | None = None
+
+    @property
+    def sink_ids(self) -> tuple[int, ...]:
+        """Return the tokens behind which documents are computed apart."""
+        return () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What its work costs, as it has learned; None: without a cache tier nobody asks."""
+        return None if self.connector is None else self.connector.costs
 
     @property
     def capacity(self) -> int:
@@ -249,14 +262,12 @@ class Engine:
             grammars=self.grammars,
         )
         sequence.parent = parent
-        root = sequence.root
-        sequence.is_approximate = root is not None and any(each.is_blend for each in (root, *root.kept_roots))
+        sequence.is_approximate = bool(sequence.event) and prompt.is_blended
         missing: list[list[int]] = []
         if sequence.request.documents:
-            sink_ids = () if self._tokenizer is None else tuple(self._tokenizer.sink_ids)
             blend = self._cannot_blend or make_blend(
                 sequence.request,
-                sink_ids,
+                self.sink_ids,
                 capacity=self.capacity,
                 num_layers=self.runner.num_layers,
                 controller=self._blends,
@@ -267,6 +278,7 @@ class Engine:
                 sequence.declined = blend
             else:
                 sequence.blend = blend
+                sequence.is_approximate &= sequence.root is not None  # else its history is computed exactly
         if sequence.blend is not None:
             has_history = sequence.root is not None
             sequence.leader = self._leader(sequence)
@@ -380,17 +392,25 @@ class Engine:
         if self.connector is not None:
             self.connector.end(sequence, is_sound=is_sound)
         self.scheduler.remove(sequence)
-        if request.is_warm_up:
+        if request.leaves_nothing:
             self.forest.drop_salts(lambda salt: salt == request.salt, is_counted=False)
         del self._sequence_by_id[request.request_id]
         if sequence.parent is not None:
             self.scheduler.note_gathered(sequence, sequence.parent)
+            if reason in ("stop", "length"):  # who waits for the same document finds it
+                document = request.salt, request.prompt_token_ids
+                children = [each for each in self._sequence_by_id.values() if each.parent is not None]
+                for child in children:
+                    if (child.request.salt, child.request.prompt_token_ids) == document:
+                        self._finish(child, "abort")
             return
         if sequence.blend is not None and sequence.blend.num_missing:
             for child in [each for each in self._sequence_by_id.values() if each.parent is sequence]:
                 self._finish(child, "abort")
         self._outbox.report(sequence, reason, error)
         self.pins.finished(request.request_id, reason, error)
+        if request.kept and is_sound:
+            self.pins.keep(sequence)
         before = sequence.owner.root if isinstance(sequence.owner, TokenLog) else None
         following = self.sessions.end(request, kept)
         abandon_roots(self.forest, before, sequence, {each.root for each in self._sequence_by_id.values()})
@@ -431,6 +451,8 @@ class Engine:
 def _sample_row(sequence: Sequence) -> SampleRow:
     """Say how the next token of a sequence is drawn."""
     request, matcher = sequence.request, sequence.matcher
+    if matcher is not None and matcher.is_waiting:
+        matcher = None
     barred_ids = sequence.end_token_ids if sequence.num_output < request.sampling.min_tokens else ()
     return SampleRow(
         params=request.sampling,

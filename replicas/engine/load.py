@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,14 +71,13 @@ def load_engine(
     *,
     on_progress: Progress | None = None,
     tokenizer: Tokenizer | None = None,
-    salts: Sequence[str] = ("",),
     device_share: float = 1.0,
     machine_share: float = 1.0,
     cache: CacheConfig | None = None,
     open_store: OpenStore | None = None,
     open_session_logs: OpenSessionLogs = open_session_logs,
 ) -> Engine:
-    """Load weights and tokenizer, build an engine, and warm the configured prompts for each tenant.
+    """Load weights and tokenizer, build an engine, and warm the configured prompts.
 
     device_share   what part of the GPU this engine has; others may have the rest
     machine_share  likewise of the machine's memory
@@ -139,7 +138,7 @@ def load_engine(
     )
     check_default_truncation(config, engine.max_context, is_windowed=model_config.is_windowed)
     if config.warm_prompts:
-        warm_before_traffic(engine, tokenizer, config.warm_prompts, salts)
+        warm_before_traffic(engine, tokenizer, config.warm_prompts)
         report("prompts", 1.0)
     return engine
 
@@ -163,13 +162,13 @@ def compiled_kernels() -> str | None:
     return None if found is None else found._name
 
 
-def load_engine_loop(model: str, config: EngineConfig, **options: Any) -> EngineLoop:
-    """Call `load_engine` on the thread that will step the engine; the loop is not yet started.
+def load_engine_loop(model: str, config: EngineConfig, *, node: str = "", **options: Any) -> EngineLoop:
+    """Call `load_engine` on the thread that will step the engine; the loop is not yet started. `node`: see there.
 
     What a thread has of its own (OpenMP's workers, buffers of steps on a GPU) is warm then too.
     """
     thread = Workers("engine", 1)
-    return EngineLoop(thread.call(lambda: load_engine(model, config, **options)), thread)
+    return EngineLoop(thread.call(lambda: load_engine(model, config, **options)), thread, node=node)
 
 
 def choose_device(name: str) -> torch.device:

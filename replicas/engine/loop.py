@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
-from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of
+from mneme.replicas.engine.commands import COMMANDS, KvTier, Query, kv_tier_of, settle_saves
 from mneme.replicas.engine.engine import BLOCKED_S, Engine
 from mneme.replicas.engine.output import Deliver, Subscriber, WithheldEvents
+from mneme.replicas.engine.reporter import REPORT_S, Reporter
 from mneme.replicas.engine.stats import beside_steps
 from mneme.replicas.request import GenerationRequest, TokenEvent
 from mneme.replicas.sessions.journal import Recalled, take_over
@@ -41,12 +42,13 @@ T = TypeVar("T")
 class EngineLoop:
     """Owns an engine from `start` to `stop`."""
 
-    def __init__(self, engine: Engine, thread: Workers | None = None) -> None:
-        """`thread` is the one that made the engine; None: another one steps it."""
+    def __init__(self, engine: Engine, thread: Workers | None = None, *, node: str = "") -> None:
+        """`thread` is the one that made the engine; None: another one steps it. `node`: whose cache tier it uses."""
         self.engine = engine
         self.durable = engine.durable
         self.kv_tier: KvTier | None = kv_tier_of(engine.connector)
         self.epoch = uuid.uuid4().hex
+        self.reporter = Reporter(engine, self.epoch, node if self.kv_tier is not None else "")
         self._condition = threading.Condition()
         if engine.connector is not None:
             engine.connector.tell(self._wake)
@@ -96,6 +98,24 @@ class EngineLoop:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
         self._post(lambda: self._abort(request_ids))
+
+    def hand_over(self) -> int:
+        """End every request as "abort" once what it has computed is in the cache tier; returns how many there were.
+
+        Whoever goes on with them elsewhere finds it there. The engine takes requests still: who calls refuses them.
+        """
+
+        def end_all() -> list[TokenEvent]:
+            self._abort(list(self._subscriber_by_request))
+            return self.engine.take_events()
+
+        try:
+            events = self._ask(end_all)
+        except ReplicaUnavailable:  # it has stopped, and ended them
+            return 0
+        self.query(settle_saves())  # an error says that it takes long: they are computed again then
+        self._post(lambda: self._deliver(events))
+        return sum(event.finish_reason == "abort" for event in events)
 
     def query(self, query: Query) -> Any:
         """Run a command (`engine/commands.py`) and return its answer, or the error that it raises.
@@ -178,6 +198,7 @@ class EngineLoop:
             if self._can_step:
                 self._deliver(self._step())
             self._withheld.release()
+            self._report()
             self._stats = self._gather_stats()
         self._abort(list(self._subscriber_by_request))
         self._deliver(self.engine.take_events())
@@ -192,6 +213,8 @@ class EngineLoop:
     def _pause_s(self) -> float:
         if self.engine.is_blocked:
             return BLOCKED_S
+        if self._subscribers and self.reporter.is_waiting:
+            return REPORT_S
         return _COPYING_S if self.engine.forest.wants_copies or self._withheld else _IDLE_S
 
     def _run_inbox(self) -> bool:
@@ -201,6 +224,7 @@ class EngineLoop:
                 if not self._condition.wait(self._pause_s):
                     self.engine.sessions.expire()
                     self._withheld.release()
+                    self._report()
             commands, self._inbox = self._inbox, []
             stopping = self._stopping
         self.engine.pins.expire()
@@ -268,6 +292,13 @@ class EngineLoop:
             subscriber = self._subscribers.get(name)
             if subscriber is not None:
                 subscriber.send(self.epoch, tuple(batch))
+
+    def _report(self) -> None:
+        """Tell all subscribers what is new of this replica."""
+        report = self.reporter.poll()
+        if report is not None:
+            for subscriber in self._subscribers.values():
+                subscriber.send(self.epoch, (), report)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

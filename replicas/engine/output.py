@@ -14,11 +14,13 @@ from typing import Any
 
 from mneme.errors import MnemeError
 from mneme.replicas.documents import BlendUsage
+from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import PromptUsage, SamplingParams, StepMessage, TokenEvent
 from mneme.replicas.sequence import Sequence, StepRows
 from mneme.replicas.sessions.token_log import FinishedTurn, Said, Seen
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import history_note
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,9 @@ class Outbox:
             self._on_end(request_id)
         refusal = error if isinstance(error, MnemeError) else None
         message = None if error is None else str(error)
-        self._events.append(TokenEvent(request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal))
+        embedding = sequence.take_embedding() if fresh and sequence.request.pooling else None
+        told = (request_id, tuple(fresh), finish_reason, logprobs, usage, message, refusal, embedding)
+        self._events.append(TokenEvent(*told))
 
     def report_unstarted(self, request_id: str, reason: str, refusal: MnemeError | None = None) -> None:
         """Tell that a request which waited for its session ends unstarted; "error" without a refusal is our fault."""
@@ -122,8 +126,11 @@ def finished_turn(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishedTu
     sees_all = sequence.context is sequence.ids and not (sequence.root is not None and sequence.root.is_blend)
     stored = b"" if sequence.num_output else sequence.event  # an answer without a root has computed all it sees anew
     seen = None if sees_all else Seen(array("i", sequence.context), sequence.root, stored)
+    history, note = sequence.request.history, b""
+    if history is not None and said is not None and tokenizer is not None:
+        note = history_note(tokenizer, history, said.text)
     return FinishedTurn(
-        sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen
+        sequence.ids, sequence.num_prompt, sequence.usage.cached_tokens, said, seen, sequence.num_unseen, note
     )
 
 
@@ -177,10 +184,11 @@ class Explanations:
 
     def of(self, salt: str, http_id: str) -> list[dict[str, Any]]:
         """List an entry for each choice of the HTTP request that ran here, also of those that were moved on."""
-        return [e for of_salt, e in self._entries if of_salt == salt and _is_of(e["request_id"], http_id)]
+        return [e for of_salt, e in self._entries if of_salt == salt and is_of_request(e["request_id"], http_id)]
 
 
-def _is_of(request_id: str, http_id: str) -> bool:
+def is_of_request(request_id: str, http_id: str) -> bool:
+    """Return whether a request to an engine is a choice, a prompt or an attempt of an HTTP request."""
     return request_id.startswith(http_id) and _SUFFIX.fullmatch(request_id, len(http_id)) is not None
 
 
@@ -192,9 +200,9 @@ class Subscriber:
         self._seq = 0
         self._lock = threading.Lock()
 
-    def send(self, epoch: str, events: tuple[TokenEvent, ...]) -> None:
+    def send(self, epoch: str, events: tuple[TokenEvent, ...], report: ReplicaReport | None = None) -> None:
         with self._lock:
-            message = StepMessage(epoch, self._seq, events)
+            message = StepMessage(epoch, self._seq, events, report)
             self._seq += 1
             try:
                 self._deliver(message)

@@ -9,14 +9,17 @@ A pin ends no request: one that named `max_tokens` gets them. One that did not g
 token more, and a pin lowers what it may have. A turn that is queued behind its own session may find as much history as
 the turns before it can leave. What it comes to is then bounded by the capacity that it was taken under.
 
-`warm_before_traffic` pins what the configuration names. KV is never shared between API keys, so each has its own copy.
+`warm_before_traffic` pins what the configuration names. That is public, as is what an admin warms so: computed once,
+and shared by all tenants.
 
 Policy only: no tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 from collections import abc
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,7 +29,7 @@ from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.pins import PinBook, PinName
 from mneme.errors import ConfigError, InvalidRequest, MnemeError, Overloaded, PinRefused
 from mneme.replicas.config import WarmPrompt
-from mneme.replicas.forest.pages import Path
+from mneme.replicas.forest.pages import PUBLIC_SALT, Path
 from mneme.replicas.request import GenerationRequest, SamplingParams
 from mneme.replicas.sequence import Sequence
 from mneme.replicas.sessions.sessions import Sessions
@@ -54,6 +57,7 @@ class _Entry:
     expires_at_s: float
     path: Path | None = None  # once it is pinned
     is_warming: bool = True
+    is_mark: bool = False  # of a request that kept a part of its prompt: makes room for others of its tenant
     error: MnemeError | None = None
 
     @property
@@ -118,6 +122,51 @@ class Pins:
         else:
             entry.expires_at_s = self._entries.end_s(_OUTCOME_S)
 
+    def keep(self, sequence: Sequence) -> None:
+        """Pin what a request that has ended keeps of its prompt, as far as there is room; refuses nothing.
+
+        A pin of the same tenant that the prompt goes on from, and that ends no later, is replaced.
+        """
+        request = sequence.request
+        if sequence.context is not sequence.ids or sequence.root is not None:
+            return  # what is seen is not what was said, or not exact
+        self.expire()
+        for num_tokens, ttl_s in request.kept:
+            ids = _agreeing(sequence.ids, request.prompt_token_ids[:num_tokens])
+            if ids:
+                self._mark(request.salt, ids, self._entries.end_s(ttl_s))
+
+    def _mark(self, salt: str, ids: tuple[int, ...], end_s: float) -> None:
+        digest = hashlib.blake2b(salt.encode() + array("i", ids).tobytes(), digest_size=12).hexdigest()
+        name = PinName(tenant_id(salt), f"mark-{digest}")
+        marks = {each: entry for each, entry in self._entries.of_tenant(name.tenant).items() if entry.is_mark}
+        known = marks.pop(name, None)
+        if known is not None:
+            known.expires_at_s = max(known.expires_at_s, end_s)
+            return
+        for other, entry in list(marks.items()):
+            if entry.salt == salt and entry.expires_at_s <= end_s and ids[: len(entry.ids)] == entry.ids:
+                self._remove(marks.pop(other))
+        try:
+            if marks and self._num_own(name.tenant) >= self._max_pins:
+                self._remove(min(marks.values(), key=lambda entry: entry.expires_at_s))
+            self._check_quota(name.tenant)
+            path = pin_prefix(self._engine, salt, list(ids), self._num_kept_tokens)
+        except InvalidRequest as refusal:
+            logger.debug("mark not pinned: %s", refusal)
+            return
+        self._entries[name] = _Entry(
+            name=name,
+            salt=salt,
+            ids=ids,
+            keeps=True,
+            is_configured=False,
+            expires_at_s=end_s,
+            path=path,
+            is_warming=False,
+            is_mark=True,
+        )
+
     def expire(self) -> None:
         """Remove pins that are over their time."""
         for name in self._entries.over():
@@ -161,18 +210,22 @@ class Pins:
             "warming": entry.is_warming,
             "pinned": entry.path is not None,
             "configured": entry.is_configured,
+            "public": entry.salt == PUBLIC_SALT,
             "expires_in_s": self._entries.left_s(entry) if entry.keeps else None,
         }
 
     def _check_quota(self, tenant: bytes) -> None:
-        own = [each for each in self._entries.of_tenant(tenant).values() if each.is_listed and not each.is_configured]
-        if len(own) >= self._max_pins:
-            raise InvalidRequest("pin", len(own), f"an API key may have {self._max_pins} pins at once")
+        num_own = self._num_own(tenant)
+        if num_own >= self._max_pins:
+            raise InvalidRequest("pin", num_own, f"an API key may have {self._max_pins} pins at once")
+
+    def _num_own(self, tenant: bytes) -> int:
+        return sum(each.is_listed and not each.is_configured for each in self._entries.of_tenant(tenant).values())
 
     def _check_room(self, salt: str, ids: list[int]) -> None:
         """Raise `PinRefused` before anything is computed in vain; what is pinned already costs nothing."""
         forest = self._engine.forest
-        path = forest.open_path(salt)
+        path = forest.open_path(salt, ids)
         forest.extend(path, ids, len(ids))
         num_pinned = sum(page.pins > 0 for page in path.pages)
         forest.release(path)
@@ -199,6 +252,12 @@ class Pins:
             self._engine.scheduler.unpin(entry.path)
         elif self._entry_by_request.pop(entry.request_id, None) is not None:
             self._engine.abort(entry.request_id)
+
+
+def _agreeing(ids: list[int], given: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what a prompt's ids have in common with those that the request named: its session may have others."""
+    num = next((i for i, (own, other) in enumerate(zip(ids, given, strict=False)) if own != other), None)
+    return given[: min(len(ids), len(given)) if num is None else num]
 
 
 def pin_prefix(engine: Engine, salt: str, ids: list[int], num_kept_tokens: int = 0) -> Path:
@@ -254,16 +313,13 @@ def _num_prompt(request: GenerationRequest, num_history: int) -> int:
     return len(request.prompt_token_ids) + (num_history if is_matched else 0)
 
 
-def warm_before_traffic(
-    engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt], salts: abc.Sequence[str]
-) -> None:
-    """Compute and pin the configured prompts for each tenant's salt; raises `ConfigError` if one cannot be."""
+def warm_before_traffic(engine: Engine, tokenizer: Tokenizer, prompts: abc.Sequence[WarmPrompt]) -> None:
+    """Compute and pin the configured prompts for all tenants; raises `ConfigError` if one cannot be."""
     names: list[tuple[int, PinName]] = []
     for index, prompt in enumerate(prompts):
         ids = _token_ids(tokenizer, prompt, index)
-        for salt in salts:
-            names.append((index, PinName(tenant_id(salt), f"configured-{index}")))
-            _begin(engine, names[-1], salt, tuple(ids), prompt.ttl_s)
+        names.append((index, PinName(tenant_id(PUBLIC_SALT), f"configured-{index}")))
+        _begin(engine, names[-1], tuple(ids), prompt.ttl_s)
     while engine.has_work:
         engine.step()
     for index, name in names:
@@ -272,11 +328,11 @@ def warm_before_traffic(
             raise ConfigError(f"engine.warm_prompts[{index}]: {described['error']}")
 
 
-def _begin(engine: Engine, named: tuple[int, PinName], salt: str, ids: tuple[int, ...], ttl_s: float | None) -> None:
+def _begin(engine: Engine, named: tuple[int, PinName], ids: tuple[int, ...], ttl_s: float | None) -> None:
     index, name = named
     while True:
         try:
-            return engine.pins.warm(name, salt, ids, ttl_s=ttl_s, is_configured=True)
+            return engine.pins.warm(name, PUBLIC_SALT, ids, ttl_s=ttl_s, is_configured=True)
         except (InvalidRequest, Overloaded) as error:
             if isinstance(error, InvalidRequest) or not engine.has_work:
                 raise ConfigError(f"engine.warm_prompts[{index}]: {error}") from None

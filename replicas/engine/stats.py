@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mneme.cachetier.policy.cost_model import CostModel
     from mneme.replicas.engine.engine import Engine
     from mneme.replicas.forest.forest import PrefixForest
     from mneme.replicas.forest.page_pool import PagePool
@@ -35,6 +37,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "session_logs": None if engine.durable is None else engine.durable.stats(),
         "shared_segments": runner.num_shared_segments,
         "graphs": None if runner.graphs is None else runner.graphs.stats(),
+        "load": _load(engine),
         "capacity_tokens": engine.capacity,
         "kv_tokens": runner.num_pages * runner.page_size,
         "device": runner.device,
@@ -53,6 +56,35 @@ def beside_steps(engine: Engine, stats: Mapping[str, Any]) -> dict[str, Any]:
     if engine.durable is not None:
         found["session_logs"] = engine.durable.stats()
     return found
+
+
+def _load(engine: Engine) -> dict[str, float]:
+    """Predict seconds: until all that was taken has its first token, of a decode step, and of a token's prefill.
+
+    NaN where there is no cost model, as there is no cache tier; the backlog is then what the queue took until now.
+    """
+    running, costs, num_left = engine.scheduler.running, engine.costs, num_queued_tokens(engine)
+    if costs is None:
+        drain_s = engine.limits.drain_s() if num_left else 0.0
+        return {"backlog_s": drain_s, "step_s": math.nan, "prefill_token_s": math.nan}
+    context_tokens = sum(len(each.context) for each in running)
+    return {
+        "backlog_s": backlog_s(costs, num_left, len(running), context_tokens),
+        "step_s": costs.decode_s(len(running), context_tokens),
+        "prefill_token_s": costs.prefill_s(costs.step_rows, 0) / costs.step_rows,
+    }
+
+
+def num_queued_tokens(engine: Engine) -> int:
+    """Count the prompt tokens of what was taken, waiting or running, that are still to be computed."""
+    begun = [len(each.context) - (each.path.num_tokens if each.path else 0) - 1 for each in engine.scheduler.running]
+    return engine.limits.num_tokens + sum(max(num_rows, 0) for num_rows in begun)
+
+
+def backlog_s(costs: CostModel, num_tokens: int, num_running: int, context_tokens: int) -> float:
+    """Predict the seconds to prefill so many tokens beside what runs."""
+    num_steps = math.ceil(num_tokens / costs.step_rows)
+    return costs.prefill_s(num_tokens, 0) + num_steps * costs.decode_s(num_running, context_tokens)
 
 
 def _page_counts(forest: PrefixForest) -> dict[str, int]:

@@ -51,6 +51,9 @@ class StepInputs:
     # [T, Hq]; such a step is not captured either.
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
     fusor: Fusor | None = None  # lets rows leave between layers; nor is such a step
+    # int64 [R] rows whose last hidden states, behind the norm, `read` is called with; nor is such a step.
+    read_rows: torch.Tensor | None = None
+    read: Callable[[torch.Tensor], None] | None = None
 
     def only(self, rows: torch.Tensor) -> StepInputs:
         """Return what is left for the next layers of these rows, ascending, all sampled ones among them."""
@@ -63,6 +66,7 @@ class StepInputs:
             sampled_rows=torch.searchsorted(rows, self.sampled_rows),
             plan=self.plan.with_rows(QueryRows(self.plan.sequence[kept], self.plan.position[kept])),
             key_positions=None if self.key_positions is None else self.key_positions[rows],
+            read_rows=None if self.read_rows is None else torch.searchsorted(rows, self.read_rows),
         )
 
 
@@ -115,12 +119,19 @@ class Decoder:
             if rows is not None:
                 hidden = hidden[rows]
             if index == len(weights.layers) - 1:  # above the last attention only sampled rows matter
-                hidden, attended = hidden[inputs.sampled_rows], attended[inputs.sampled_rows]
+                last = inputs.sampled_rows
+                if inputs.read_rows is not None:  # and those that are read
+                    last = torch.cat((last, inputs.read_rows))
+                hidden, attended = hidden[last], attended[last]
             hidden, normed = add_rms_norm(hidden, layer.o(attended), layer.mlp_norm, eps)
             mlp = layer.down(gated(layer.gate_up(normed), "silu"))
             hidden, normed = add_rms_norm(hidden, mlp, next_norm, eps)
             if spans is not None:
                 spans.end("mlp", index)
+        if inputs.read_rows is not None and inputs.read is not None:
+            num_sampled = len(inputs.sampled_rows)
+            inputs.read(normed[num_sampled:])
+            normed = normed[:num_sampled]
         return weights.head(normed, torch.float32)
 
     def _attend(

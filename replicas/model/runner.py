@@ -138,13 +138,11 @@ class Runner:
         if any(part.is_shifted for part in ordered):
             rotated = np.concatenate([part.key_positions for part in ordered])
             inputs.key_positions = self._tensor(rotated)
-        self._observers = self._question_observers(ordered)
-        if self._observers:
-            inputs.observe = self._observe
-        self._compared, narrowed = self._document_rows(ordered, slots)
-        self._fusor = inputs.fusor = None
-        if self._compared or narrowed:
-            self._fusor = inputs.fusor = Fusor([*(rows for _, rows in self._compared), *narrowed], len(positions))
+        self._observers, self._compared, self._fusor = [], [], None
+        if any(part.sequence.blend is not None for part in ordered):
+            self._follow_blends(inputs, ordered, slots)
+        if any(part.sequence.request.pooling for part in ordered):
+            self._read_pooled(inputs, ordered)
         if saves and self._saver is not None:
             self._saver.begin(saves)
             inputs.layer_done = self._saver.layer_done
@@ -179,6 +177,30 @@ class Runner:
         scores = [(observer.part, observer.scores()) for observer in observers]
         deviations = [(part, rows.deviation) for part, rows in compared if rows.deviation is not None]
         return scores + [(part, deviation.double().cpu().numpy()) for part, deviation in deviations]
+
+    def _follow_blends(self, inputs: StepInputs, ordered: list[StepRows], slots: IntArray) -> None:
+        """Let the step tell what blends choose by, and let rows leave it between layers."""
+        self._observers = self._question_observers(ordered)
+        if self._observers:
+            inputs.observe = self._observe
+        self._compared, narrowed = self._document_rows(ordered, slots)
+        if self._compared or narrowed:
+            self._fusor = Fusor([*(rows for _, rows in self._compared), *narrowed], len(slots))
+            inputs.fusor = self._fusor
+
+    def _read_pooled(self, inputs: StepInputs, ordered: list[StepRows]) -> None:
+        """Let the step give sequences whose embeddings are wanted their hidden states."""
+        ends = accumulate(part.num_rows for part in ordered)
+        pooled = [(part, end) for part, end in zip(ordered, ends, strict=True) if part.sequence.request.pooling]
+        inputs.read_rows = self._tensor(np.concatenate([np.arange(end - part.num_rows, end) for part, end in pooled]))
+
+        def read(hidden: torch.Tensor) -> None:
+            states = hidden.double().cpu().numpy()
+            for part, _ in pooled:
+                part.sequence.pool(part.positions, states[: part.num_rows])
+                states = states[part.num_rows :]
+
+        inputs.read = read
 
     def _question_observers(self, ordered: list[StepRows]) -> list[QuestionObserver]:
         both = zip(ordered, accumulate(part.num_rows for part in ordered), strict=True)
@@ -308,6 +330,8 @@ class Runner:
     def _bucket(self, ordered: list[StepRows]) -> int | None:
         """The rows that a step in which all sequences decode is padded to; None if it is not to be."""
         if self.graphs is None or not all(part.num_rows == 1 and part.samples for part in ordered):
+            return None
+        if any(part.sequence.request.pooling for part in ordered):
             return None
         return self.graphs.bucket(len(ordered))
 

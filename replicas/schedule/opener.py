@@ -40,7 +40,7 @@ class PathOpener:
         """
         path = None if sequence.root is None else self._forest.open_kept(sequence.root, sequence.context)
         if path is None:
-            path, sequence.root = self._forest.open_path(sequence.request.salt), None
+            path, sequence.root = self._forest.open_path(sequence.request.salt, sequence.context), None
         self._forest.extend(path, sequence.context, len(sequence.context))
         if sequence.is_over and not (sequence.event and sequence.found is not None):
             return self.shorten(sequence, path, sequence.num_history)
@@ -111,7 +111,7 @@ class PathOpener:
         shorter = self._forest.truncate(path, kept, sequence.owner) if kept else None
         if shorter is None:
             self._forest.release(path)
-            shorter = self._forest.open_path(sequence.request.salt)
+            shorter = self._forest.open_path(sequence.request.salt, sequence.context)
         heir = shorter.root if shorter.root.is_own else None
         if sequence.root is not None and sequence.root is not heir:
             self._forest.abandon(sequence.root, heir)

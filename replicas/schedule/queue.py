@@ -1,4 +1,4 @@
-"""Requests that wait for pages, in the order in which they will run: fair between flows, first come in each.
+"""Requests that wait for pages, in the order in which they will run: fair between flows, earliest due first in each.
 
 A flow is a session, or what a tenant asks without one. Each has a counter of the service it was given: the tokens of
 its prompts that are computed, charged when they are admitted, and twice its output tokens, as they come (Sheng et al.,
@@ -9,6 +9,9 @@ The paper's set of clients is fixed; here each session is a new flow, and withou
 sessions would stay ahead of a flow that had more than they. The level rises with every token, so nobody starves; it
 never falls, so where each flow has one request the order is that of arrival.
 
+Within a flow the order is by `Sequence.due_s`, when its prompt would be done had it begun as it came; where that is not
+known, by arrival.
+
 The head, once it was asked for, stays the head until it is taken or removed: a large request that does not fit yet is
 overtaken by nobody but suspended sequences, which go before all others by arrival; one that waits for the cache tier,
 also by requests that do not hold it up (`Scheduler._admit_behind`). Policy only: no tensors.
@@ -18,7 +21,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -39,12 +41,13 @@ class _Flow:
 
     counter: float
     num_active: int = 0  # requests, waiting or running
-    waiting: deque[Sequence] = field(default_factory=deque)  # but for suspended ones
+    since: int = 0  # the arrival with which it began to wait
+    waiting: list[Sequence] = field(default_factory=list)  # but for suspended ones, by when they are due
     is_ranked: bool = False  # has its entry in the heap
 
     @property
     def rank(self) -> tuple[float, int]:
-        return self.counter, self.waiting[0].arrival
+        return self.counter, self.since
 
 
 class WaitingQueue:
@@ -57,8 +60,8 @@ class WaitingQueue:
         self._suspended: list[Sequence] = []  # by arrival
         self._flows: dict[FlowKey, _Flow] = {}  # the active ones
         self._idle = Bounded[FlowKey, float](MAX_IDLE_FLOWS)  # counters, the longest idle first
-        # One entry for each flow that waits. Counters and arrivals only grow, so an entry may be too small, never
-        # too large: it is set right when it comes to the top.
+        # One entry for each flow that waits. Counters, and since when it waits, only grow: an entry may be too small,
+        # never too large: it is set right when it comes to the top.
         self._heap: list[tuple[float, int, _Flow]] = []
         self._chosen: _Flow | None = None  # whose first request is the head
         self._last_taken: _Flow | None = None
@@ -86,14 +89,14 @@ class WaitingQueue:
                 index, spent = (1, _size(flow.waiting[0])) if flow is chosen else (0, 0)
                 if index >= len(flow.waiting):
                     continue
-                rank = flow.counter + spent, flow.waiting[index].arrival
+                rank = flow.counter + spent, flow.since
                 if rank != (counter, arrival):
                     heapq.heappush(frontier, (*rank, flow, index, None))
                     continue
             sequence = flow.waiting[index]
             yield sequence
             if index + 1 < len(flow.waiting):
-                after = counter + _size(sequence), flow.waiting[index + 1].arrival
+                after = counter + _size(sequence), flow.since
                 heapq.heappush(frontier, (*after, flow, index + 1, None))
 
     @property
@@ -121,7 +124,10 @@ class WaitingQueue:
             flow = self._flows[key] = _Flow(self._idle.pop(key, 0.0))
         flow.counter = max(flow.counter, start)
         flow.num_active += 1
-        flow.waiting.append(sequence)
+        if not flow.waiting:
+            flow.since = sequence.arrival
+        first = 1 if flow is self._chosen else 0  # the head stays the head
+        insort(flow.waiting, sequence, first, key=_place)
         self._count(sequence, 1)
         if not flow.is_ranked:
             flow.is_ranked = True
@@ -226,6 +232,10 @@ class WaitingQueue:
 
 def _flow_key(request: GenerationRequest) -> FlowKey:
     return request.salt, request.session_id
+
+
+def _place(sequence: Sequence) -> tuple[float, int]:
+    return sequence.due_s, sequence.arrival
 
 
 def _size(sequence: Sequence) -> int:

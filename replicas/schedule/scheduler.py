@@ -1,9 +1,12 @@
 """Which rows run in the next step: decodes and parts of prompts in one batch under a token budget (Pensieve 4.2).
 
-Running sequences go in order of arrival, one row per decode set aside for each before parts of prompts share what is
-left (`step_budget.py`); then waiting ones are admitted, fairly (`schedule/queue.py`). When pages run out the latest
-arrival that has no rows in this step is suspended: its pages stay cached, it goes back to the head of the queue and
-finds them again.
+Running sequences go first, one row per decode set aside for each before parts of prompts share what is left
+(`step_budget.py`); then waiting ones are admitted, fairly (`schedule/queue.py`). Where costs are known, of prompts the
+one goes first that would be done first had it begun as it came: what is left of it, in predicted seconds, from its
+arrival on. So a short prompt waits for no huge one, equal ones end one after the other, and nobody who comes later than
+a prompt would take goes before it. Beside streams a step's rows of prompts take no longer than `max_step_s` allows.
+When pages run out the latest arrival that has no rows in this step is suspended: its pages stay cached, it goes back to
+the head of the queue and finds them again.
 A sequence that fits the pool alone can therefore always finish: the oldest is never suspended, and pages are pinned
 only as long as each request that was taken fits beside the pinned ones (`engine/pins.py`). A tenth of the pages is left
 to running sequences: admission stops short of it, decodes may use it (Pensieve 4.3).
@@ -17,6 +20,7 @@ Policy only: no tensors.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -24,6 +28,7 @@ from itertools import islice
 
 import numpy as np
 
+from mneme.cachetier.policy.cost_model import CostModel
 from mneme.replicas.forest.forest import PrefixForest
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page, Path
@@ -36,6 +41,9 @@ from mneme.replicas.sequence import FoundChunks, Sequence, StepRows
 # Steps after which a head that did not fit is matched again even if no page came free: what it would reuse stays young.
 _REMATCH_STEPS = 64
 _NUM_OVERTAKING = 8  # behind a head that waits for the cache tier
+_STEP_S = 0.05  # beside streams, if decodes take little of it
+_PREFILL_OVER_DECODE = 3  # at most, beside streams that take longer: what keeps all busy where everybody is answered
+_LEAST_PREFILL = 1 / 3  # of the decodes' time, where `max_step_s` leaves less
 _MAX_RETRIES = 2  # of steps that the tier under the pages failed, by request: one that always fails ends it
 
 
@@ -49,8 +57,13 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         attention_mass: AttentionMass | None = None,
+        costs: CostModel | None = None,
+        max_step_s: float | None = None,
     ) -> None:
+        """`max_step_s`: of a step beside streams, where costs are known; None: 50 ms, or four times what its decodes
+        take if that is more."""
         self._forest = forest
+        self._costs, self._max_step_s = costs, max_step_s
         self._opener = PathOpener(forest, attention_mass)
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
@@ -71,6 +84,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        if self._costs is not None:
+            num_resident = sum(self._forest.resident(sequence.request.salt, sequence.context))
+            sequence.num_expected = max(len(sequence.context) - num_resident, 1)
+            sequence.due_s = sequence.request.taken_s + self._costs.prefill_s(sequence.num_expected, num_resident)
         if sequence.leader is not None or (sequence.blend is not None and sequence.blend.num_missing):
             self.gathering.append(sequence)
         else:
@@ -139,7 +156,7 @@ class Scheduler:
         `num_kept_tokens` is what the longest request that was taken may need (`pins.py`). Raises `PinRefused` if
         nothing is resident, and if then that, or the reserve, would not be left.
         """
-        path = self._forest.open_path(salt)
+        path = self._forest.open_path(salt, ids)
         self._forest.extend(path, ids, len(ids))
         try:
             pinned = self._forest.pin(path, num_kept=-(-num_kept_tokens // self._forest.page_size))
@@ -193,11 +210,15 @@ class Scheduler:
         """Return the rows of the next step, by sequence; every page they write to is taken."""
         batch: list[StepRows] = []
         loading = self._loading()
-        with_rows = [s for s in self.running if s not in loading]
-        num_decodes = sum(self._num_pending(s) <= 1 for s in with_rows)
-        num_prefills = len(with_rows) - num_decodes
-        budget = self._budget = StepBudget(self._max_batch_tokens - num_decodes, self._forest.page_size)
-        for sequence in list(self.running):
+        decodes, prefills = list[Sequence](), list[Sequence]()
+        for sequence in [s for s in self.running if s not in loading]:
+            (decodes if self._num_pending(sequence) <= 1 else prefills).append(sequence)
+        num_prefills = len(prefills)
+        budget = self._budget = self._make_budget(decodes)
+        order = list(self.running)
+        if self._costs is not None and prefills:
+            order = [*loading, *decodes, *sorted(prefills, key=self._note_due)]
+        for sequence in order:
             if sequence.path is None:  # suspended for an earlier one, in this very step
                 continue
             if sequence in loading:
@@ -211,7 +232,7 @@ class Scheduler:
                 sequence.path = self._opener.shorten(sequence, sequence.path, num_history)
             is_decode = self._num_pending(sequence) <= 1
             num_prefills -= not is_decode
-            limit = 1 if is_decode else budget.limit(has_others=bool(num_prefills or self.waiting))
+            limit = 1 if is_decode else self._limit(sequence, has_others=bool(num_prefills or self.waiting))
             part = self._take_or_suspend(sequence, limit, batch)
             if part is not None:
                 batch.append(part)
@@ -227,11 +248,40 @@ class Scheduler:
             self.waiting.charge(sequence, OUTPUT_WEIGHT)
         return batch
 
+    def _make_budget(self, decodes: Collection[Sequence]) -> StepBudget:
+        """Set a row aside for each decode, and its time where somebody's next token waits for the step."""
+        num_rows, seconds = self._max_batch_tokens - len(decodes), math.inf
+        if self._costs is not None and self._max_step_s != 0 and any(sequence.num_output for sequence in decodes):
+            decode_s = self._costs.decode_s(len(decodes), sum(len(sequence.context) for sequence in decodes))
+            if self._max_step_s is None:
+                seconds = max(_STEP_S - decode_s, _PREFILL_OVER_DECODE * decode_s)
+            else:
+                seconds = max(self._max_step_s - decode_s, _LEAST_PREFILL * decode_s)
+        return StepBudget(num_rows, self._forest.page_size, self._costs, seconds)
+
+    def _note_due(self, sequence: Sequence) -> float:
+        """Note and return by when its prompt would be done, had what is left of it begun as it came."""
+        assert self._costs is not None
+        assert sequence.path is not None
+        left_s = self._costs.prefill_s(self._num_pending(sequence), sequence.path.num_tokens)
+        sequence.due_s = sequence.request.taken_s + left_s
+        return sequence.due_s
+
+    def _limit(self, sequence: Sequence, *, has_others: bool) -> int:
+        """Return the rows that a prompt may have, beside those of one that waits and goes before it."""
+        assert sequence.path is not None
+        num_reserved = 0
+        if self._costs is not None and self.waiting and len(self.running) < self._max_running:
+            head = self.waiting.head
+            if head is not self._refused and head.due_s < sequence.due_s:
+                num_reserved = head.num_expected
+        return self._budget.limit(sequence.path.num_tokens, has_others=has_others, num_reserved=num_reserved)
+
     def _admit(self, batch: list[StepRows], budget: StepBudget) -> None:
         chosen = self.waiting.chosen
         if chosen is not None and chosen.found is not None:
             chosen.found.pause()  # its chunks cost nothing while they are not what it waits for
-        while self.waiting and budget.num_left > 0 and len(self.running) < self._max_running:
+        while self.waiting and budget.has_room and len(self.running) < self._max_running:
             sequence = self.waiting.head
             if not self._is_ready(sequence):
                 self._admit_behind(sequence, batch)
@@ -250,7 +300,7 @@ class Scheduler:
         computed in this step, and they leave the head its pages and its place among the running."""
         num_kept = self._opener.num_pages(head)
         for sequence in list(islice(self.waiting, 1, 1 + _NUM_OVERTAKING)) if self.running else []:
-            is_short = len(sequence.context) <= self._budget.num_left and sequence.request.choice_index == 0
+            is_short = len(sequence.context) <= self._budget.num_rows(0) and sequence.request.choice_index == 0
             is_ready = self._comes_whole(sequence)
             can_run = is_short and is_ready and len(self.running) + 1 < self._max_running
             if can_run and self._opener.admit(sequence, len(self.running), self._budget, num_kept=num_kept):
@@ -294,7 +344,7 @@ class Scheduler:
             sequence.found = found.hand_over()
 
     def _restore(self, sequence: Sequence, path: Path, found: FoundChunks, limit: int | None) -> Graft | None:
-        """Let a truncated session go on from its stored KV, if that is more than what was computed anew meanwhile.
+        """Let a truncated or blended session go on from its stored KV, if that is more than was computed meanwhile.
 
         Where not all is there that it had, it is another event: what is computed behind is not what was.
         """
@@ -354,7 +404,9 @@ class Scheduler:
             assert sequence.path is not None
             budget.cut(sequence, sequence.path.num_tokens, self._num_missing_pages(sequence))
         elif budget.num_left > 0 and not sequence.is_over:
-            part = self._take_rows(sequence, budget.limit(has_others=has_others))
+            assert sequence.path is not None
+            limit = budget.limit(sequence.path.num_tokens, has_others=has_others)
+            part = self._take_rows(sequence, limit) if limit else None
             if part is not None:
                 batch.append(part)
                 budget.take(part, self._num_missing_pages)
@@ -364,15 +416,16 @@ class Scheduler:
         for index, part in enumerate(batch):
             path, ids = part.sequence.path, part.sequence.context
             assert path is not None
-            if budget.num_left == 0 or part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
+            num_rows = budget.num_rows(part.end)
+            if num_rows == 0 or part.is_last or part.sequence.found is not None or part.sequence.is_comparing:
                 continue
             if self._forest.extend(path, ids, len(ids)):
                 continue
             with contextlib.suppress(OutOfPages):  # it has its share
-                rows = self._forest.take_rows(path, ids, budget.num_left)
+                rows = self._forest.take_rows(path, ids, num_rows)
                 part.sequence.note_rows(rows)
                 batch[index] = wider = part.with_rows(rows)
-                budget.num_left -= wider.num_rows - part.num_rows
+                budget.spend(wider.num_rows - part.num_rows, part.end)
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         assert sequence.path is not None
@@ -403,6 +456,8 @@ class Scheduler:
             except OutOfPages:
                 scheduled = {id(part.sequence) for part in batch}
                 victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
+                if victim is self.running[0] and batch:  # it keeps what it has: others, which went before it, end
+                    return None
                 self._suspend(victim)
                 if victim is sequence:
                     return None

@@ -3,10 +3,14 @@
 `forward` asserts that what each row sees is exactly its sequence up to its position, in order, and then "predicts"
 a token that is a function of that context alone. So a policy that masks, shares, frees or reuses a page wrongly fails
 at once, whatever it was that it did wrong.
+
+A slot remembers its lineage too: a hash of the tenant's salt and of all tokens that its key and value were computed
+behind, through whatever KV these were seen. A sequence of exact lineage asserts that it sees no other.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +27,8 @@ FREE = 2**30
 WRONG = -9  # a token whose KV is not what it should be
 
 Slot = tuple[int, int]  # page, offset
-Slots = dict[Slot, tuple[int, int]]
+Content = tuple[int, int, int]  # position, token, lineage
+Slots = dict[Slot, Content]
 
 
 class Clock:
@@ -59,13 +64,14 @@ class FakeRunner:
         self.num_rows = 0
         self.fail_next = False
         self.flat = False  # predict every token alike
-        self.slots: Slots = {}  # (page, offset) -> (position, token)
+        self.slots: Slots = {}
+        self._writers: dict[Slot, tuple[StepRows, int]] = {}  # of this step, whose lineage is not known yet
         self.loader: Any = None  # of chunks, where there is a cache tier (`played_chunks`); and what saves them
         self.saver: Any = None
         self.doubtful: set[Slot] = set()  # of this step: what was to be loaded and was not, and what was computed of it
         self.num_failing_transfers = 0
         self._probing: list[StepRows] = []
-        self._host: dict[int, dict[int, tuple[int, int]]] = {}  # host page -> offset -> (position, token)
+        self._host: dict[int, dict[int, Content]] = {}  # host page -> offset
         self.num_saved = self.num_loaded = 0  # pages
 
     def close(self) -> None:
@@ -85,6 +91,8 @@ class FakeRunner:
         for part in batch:
             self._write(part)
             self.num_rows += part.num_rows
+        for slot in list(self._writers):
+            self._note_lineage(slot)
         self._spread_doubt(batch)
         if self.saver is not None:
             self.saver.begin(saves, self.slots)
@@ -138,7 +146,24 @@ class FakeRunner:
         for position, slot, key_position in zip(positions, slots, part.key_positions.tolist(), strict=False):
             assert position % self.page_size == slot[1] or slot[0] in private
             assert slot not in self.slots, "a slot is written twice"
-            self.slots[slot] = (key_position, part.sequence.context[position])
+            self.slots[slot] = (key_position, part.sequence.context[position], 0)
+            self._writers[slot] = part, position
+
+    def _note_lineage(self, slot: Slot) -> None:
+        """Hash what stands before a row that was written in this step, which others of the step may have written."""
+        chain = [slot]
+        while (before := self._slot_before(*self._writers[chain[-1]])) in self._writers:
+            assert before is not None
+            chain.append(before)
+        for each in reversed(chain):
+            part, position = self._writers.pop(each)
+            before = self._slot_before(part, position)
+            lineage = root_lineage(part.sequence.request.salt) if before is None else self.slots[before][2]
+            key_position, token, _ = self.slots[each]
+            self.slots[each] = key_position, token, next_lineage(lineage, token)
+
+    def _slot_before(self, part: StepRows, position: int) -> Slot | None:
+        return next((slot for at, slot in self._seen(part, position) if at == position - 1), None)
 
     def _check_context(self, part: StepRows, query_position: int) -> list[Slot]:
         """The row sees each token of its window once, at its position; what is left of the window may be away.
@@ -153,6 +178,11 @@ class FakeRunner:
         wrong = [slot for position, slot in seen if context.get(position) != self.slots[slot][1]]
         assert self.doubtful.issuperset(wrong), "a row sees what is not its context"
         assert found.keys() == context.keys()
+        path = part.sequence.path
+        if path is not None and not path.root.is_own:
+            exact = {position: slot for position, slot in seen if slot not in self.doubtful}
+            for position, lineage in enumerate(lineages(path.root.salt, part.sequence.context)):
+                assert position not in exact or self.slots[exact[position]][2] == lineage, "approximate KV"
         return [slot for _, slot in seen]
 
     def _seen(self, part: StepRows, query_position: int) -> list[tuple[int, Slot]]:
@@ -163,7 +193,7 @@ class FakeRunner:
         seen = []
         for page_id, mask, delta in zip(path.page_ids, path.masks, deltas, strict=False):
             for offset in range(self.page_size if page_id is not None else 0):
-                position = self.slots.get((page_id, offset), (FREE, -1))[0] + delta
+                position = self.slots.get((page_id, offset), (FREE, -1, 0))[0] + delta
                 if mask >> offset & 1 and first <= position <= query_position:
                     seen.append((position, (page_id, offset)))
         return seen
@@ -181,7 +211,7 @@ class FakeRunner:
                     if not self.doubtful.isdisjoint(each for _, each in self._seen(part, position)):
                         self.doubtful.add(slot)
         for slot in self.doubtful:
-            self.slots[slot] = (self.slots[slot][0], WRONG)
+            self.slots[slot] = (self.slots[slot][0], WRONG, 0)
 
 
 def _num_scored(part: StepRows) -> int:
@@ -191,6 +221,19 @@ def _num_scored(part: StepRows) -> int:
 
 def written_slots(part: StepRows) -> list[Slot]:
     return [(page, offset + index) for page, offset, count in part.runs for index in range(count)]
+
+
+def root_lineage(salt: str) -> int:
+    return zlib.crc32(salt.encode())
+
+
+def next_lineage(lineage: int, token: int) -> int:
+    return zlib.crc32(lineage.to_bytes(4, "little") + token.to_bytes(4, "little", signed=True))
+
+
+def lineages(salt: str, ids: Sequence[int]) -> list[int]:
+    """Return the lineage of each token of an exact prompt."""
+    return list(itertools.accumulate(ids, next_lineage, initial=root_lineage(salt)))[1:]
 
 
 def predict(ids: list[int], vocab_size: int) -> int:

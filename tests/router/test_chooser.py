@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.router.chooser import ReplicaChooser, Reservation
 from mneme.router.score import (
-    Candidate,
+    UNKNOWN,
+    Asked,
+    Loads,
     RouterConfig,
-    cheapest,
-    eligible,
     load_bound,
-    price,
-    rendezvous_order,
+    prices,
+    rendezvous,
+    replica_hashes,
 )
 
 REPLICAS = [f"replica-{i}" for i in range(8)]
@@ -39,10 +40,14 @@ def choose(
     return reservation
 
 
+def preferred(key: str, replicas: list[str]) -> str:
+    return replicas[int(rendezvous(key, replica_hashes(replicas)).argmax())]
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.floats(1.0, 3.0), st.integers(0, 8))
 def test_some_replica_is_always_eligible(loads: list[int], factor: float, slack: int) -> None:
     config = RouterConfig(load_factor=factor, load_slack=slack)
-    assert eligible([Candidate(replica_id=str(i), running=n) for i, n in enumerate(loads)], config)
+    assert min(loads) + 1 <= load_bound(sum(loads), len(loads), config)
 
 
 @settings(deadline=None)
@@ -68,8 +73,8 @@ def test_no_replica_ever_exceeds_the_bound(seed: int, num_replicas: int, slack: 
 
 
 def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
-    before = {s: rendezvous_order(s, REPLICAS)[0] for s in SESSIONS}
-    without = {s: rendezvous_order(s, REPLICAS[1:])[0] for s in SESSIONS}
+    before = {s: preferred(s, REPLICAS) for s in SESSIONS}
+    without = {s: preferred(s, REPLICAS[1:]) for s in SESSIONS}
     assert all(without[s] == before[s] for s in SESSIONS if before[s] != REPLICAS[0])
     shares = Counter(before.values())
     assert max(shares.values()) < 2 * len(SESSIONS) / len(REPLICAS)
@@ -77,7 +82,7 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
 
 def test_the_order_of_replicas_does_not_matter() -> None:
     for session in SESSIONS[:50]:
-        assert rendezvous_order(session, REPLICAS) == rendezvous_order(session, REPLICAS[::-1])
+        assert preferred(session, REPLICAS) == preferred(session, REPLICAS[::-1])
 
 
 def test_two_ingresses_send_a_new_session_to_the_same_home() -> None:
@@ -204,16 +209,22 @@ def test_no_candidate_gives_none() -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 30))
 def test_the_price_grows_with_work_and_away_from_home(uncached: int, queued: int, running: int) -> None:
-    here = Candidate(replica_id="a", uncached_tokens=uncached, queued_tokens=queued, running=running)
-    assert price(here, CONFIG) >= 0
-    for more in ("uncached_tokens", "queued_tokens", "running"):
-        assert price(replace(here, **{more: getattr(here, more) + 1}), CONFIG) > price(here, CONFIG)
-    assert price(replace(here, is_away=True), CONFIG) > price(here, CONFIG)
+    def total(*, more: str = "", is_away: bool = False) -> float:
+        loads = Loads(
+            UNKNOWN[None],
+            np.array([(queued + (more == "queued")) / 1e4]),
+            np.array([running + (more == "running")], float),
+            np.zeros(1),
+            np.zeros(1),
+        )
+        matched = np.array([5001.0 - uncached - (more == "uncached")])
+        asked = Asked(5002, matched, np.zeros(1), np.zeros(1), np.zeros(1), np.array([is_away]))
+        return float(prices(loads, asked, CONFIG).total[0])
 
-
-def test_a_full_one_is_not_chosen() -> None:
-    candidates = [Candidate(replica_id="full", running=100), Candidate(replica_id="free", uncached_tokens=10**6)]
-    assert cheapest(candidates, CONFIG).replica_id == "free"
+    assert total() >= 0
+    for more in ("uncached", "queued", "running"):
+        assert total(more=more) > total()
+    assert total(is_away=True) > total()
 
 
 def test_requests_with_one_hint_go_to_one_replica_in_every_ingress() -> None:

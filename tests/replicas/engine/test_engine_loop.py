@@ -8,6 +8,7 @@ import pytest
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.primitives import Workers
 from mneme.replicas.config import EngineConfig
+from mneme.replicas.engine.commands import KvTier
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.loop import EngineLoop
 from mneme.replicas.request import SamplingParams, StepMessage, TokenEvent
@@ -48,8 +49,10 @@ def test_each_subscriber_hears_of_its_own_requests_without_gaps(loop: EngineLoop
     answers = loop.submit_many([make_request(name, [1, 2], subscriber=name) for name in streams])
     assert answers == [None, None]
     for name, messages in streams.items():
-        received = [messages.get(timeout=WAIT_S) for _ in range(4)]
-        assert [message.seq for message in received] == [0, 1, 2, 3]
+        received: list[StepMessage] = []
+        while sum(bool(message.events) for message in received) < 4:
+            received.append(messages.get(timeout=WAIT_S))  # reports are among them
+        assert [message.seq for message in received] == list(range(len(received)))
         assert {message.epoch for message in received} == {loop.epoch}
         assert {event.request_id for message in received for event in message.events} == {name}
         tokens = [token for message in received for event in message.events for token in event.token_ids]
@@ -72,6 +75,22 @@ def test_abort_ends_a_request_and_frees_its_pages(loop: EngineLoop) -> None:
     loop.submit_many([make_request("after", [1])])
     until_finished(messages, "after")
     assert loop.engine.forest.num_in_use == 0
+
+
+def test_what_is_handed_over_ends_once_it_is_saved(loop: EngineLoop) -> None:
+    messages, waiting = subscribe(loop, ""), queue.Queue[StepMessage]()
+
+    def settle(timeout_s: float) -> bool:
+        while not messages.empty():
+            waiting.put(messages.get())
+        return True
+
+    loop.kv_tier = KvTier(admin=None, fingerprint=None, settle_saves=settle)  # type: ignore[arg-type]
+    loop.submit_many([make_request("long", [1], LONG)])
+    assert loop.hand_over() == 1
+    while not waiting.empty():
+        assert all(event.finish_reason is None for event in waiting.get().events)
+    assert until_finished(messages, "long")[1] == "abort"
 
 
 def test_a_gone_subscriber_leaves_nothing_running(loop: EngineLoop) -> None:

@@ -27,7 +27,8 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.config import WarmPrompt as Configured
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.engine.pins import pin_prefix, warm_before_traffic
-from mneme.replicas.request import SamplingParams, TokenEvent
+from mneme.replicas.forest.pages import PUBLIC_SALT
+from mneme.replicas.request import KeptPrefix, SamplingParams, TokenEvent
 from mneme.replicas.text.prompts import conversation_prefix
 from tests.replicas.fake_runner import Clock, FakeRunner, continuation
 from tests.replicas.schedule.test_engine_policy import GREEDY, make_engine, make_request, run, tokens_of, usage_of
@@ -202,33 +203,57 @@ def test_a_failed_step_takes_pins_and_they_are_warmed_again(caplog: pytest.LogCa
     assert usage_of(run(engine), "again") == (10, 9)
 
 
-def test_configured_prompts_are_there_for_each_tenant_and_stay() -> None:
-    engine = Engine(FakeRunner(200, 16, vocab_size=400), None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
+def test_configured_prompts_are_computed_once_for_all_tenants_and_stay() -> None:
+    runner = FakeRunner(200, 4, vocab_size=400)
+    engine = Engine(runner, None, EngineConfig(max_waiting=2))  # type: ignore[arg-type]
     prompts = [Configured(system="be brief"), Configured(text="the quick brown fox", ttl_s=60.0), Configured(text="a")]
-    salts = ["one", "two"]
-    warm_before_traffic(engine, TOKENIZER, prompts, salts)
+    warm_before_traffic(engine, TOKENIZER, prompts)
     ids = TOKENIZER.encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n")
     system = [{"role": "system", "content": "be brief"}]
     prefix = conversation_prefix(TOKENIZER.render_chat, TOKENIZER.encode_rendered, system)
     assert ids[: len(prefix)] == prefix
-    for salt in salts:
-        pins = engine.pins.of_tenant(tenant_id(salt))
-        assert [pin["pinned"] for pin in pins] == [True] * 3
+    pins = engine.pins.of_tenant(tenant_id(PUBLIC_SALT))
+    assert [(pin["pinned"], pin["public"]) for pin in pins] == [(True, True)] * 3
+    with pytest.raises(InvalidRequest, match="part of the configuration"):
+        engine.pins.unpin(PinName(tenant_id(PUBLIC_SALT), pins[0]["id"]))
+    for salt in ("one", "two", ""):
+        before = runner.num_rows
         engine.submit(make_request(salt, ids, GREEDY, salt=salt))
-        assert usage_of(run(engine), salt)[1] == len(prefix)
-        with pytest.raises(InvalidRequest, match="part of the configuration"):
-            engine.pins.unpin(PinName(tenant_id(salt), pins[0]["id"]))
+        assert usage_of(run(engine), salt) == (len(ids), len(prefix))
+        assert runner.num_rows - before == len(ids) - len(prefix) + (GREEDY.max_tokens or 0) - 1
+        engine.forest.check()
     engine.pins.warm(PinName(tenant_id("one"), "own"), "one", (5, 6))
+
+
+def test_what_tenants_add_to_a_public_prompt_is_their_own() -> None:
+    public, mine = [1] * 10, [2] * 10
+    engine = Engine(FakeRunner(200, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
+    engine.pins.warm(PinName(tenant_id(PUBLIC_SALT), "p"), PUBLIC_SALT, tuple(public))
+    run(engine)
+    answers = {}
+    for salt, cached in (("a", 10), ("b", 10), ("a", 19), ("b", 19), ("c", 10), ("a:1", 10)):
+        name = f"{salt}-{len(answers)}"
+        engine.submit(make_request(name, [*public, *mine], GREEDY, salt=salt))
+        events = run(engine)
+        assert usage_of(events, name) == (20, cached)
+        answers[name] = tokens_of(events, name)
+        engine.forest.check()
+    assert len({tuple(answer) for answer in answers.values()}) == 1
+    engine.forest.drop_salts(lambda salt: salt == "a")
+    assert [sum(engine.forest.resident(salt, [*public, *mine])) for salt in ("a", "b")] == [10, 20]
+    engine.forest.drop_prefix("b", [*public, 2])
+    assert [sum(engine.forest.resident(salt, [*public, *mine])) for salt in ("b", "c", PUBLIC_SALT)] == [10, 20, 10]
+    engine.forest.check()
 
 
 def test_configured_prompts_that_do_not_fit_are_named() -> None:
     engine = Engine(FakeRunner(8, 4, vocab_size=400), None, EngineConfig())  # type: ignore[arg-type]
     prompts = [Configured(text="a b"), Configured(text="the quick brown fox " * 20)]
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[1\]: pin: pinning \d+ pages more would leave"):
-        warm_before_traffic(engine, TOKENIZER, prompts, [""])
+        warm_before_traffic(engine, TOKENIZER, prompts)
     without = replace(prompts[0], text=None, system="s")
     with pytest.raises(ConfigError, match=r"engine\.warm_prompts\[0\]: messages: this model has no chat template"):
-        warm_before_traffic(engine, tiny_tokenizer(None), [without], [""])
+        warm_before_traffic(engine, tiny_tokenizer(None), [without])
 
 
 @pytest.mark.parametrize(
@@ -370,3 +395,51 @@ def test_no_pin_ends_or_refuses_what_was_taken_before_it(
     for name, max_tokens in taken.items():
         assert [event.finish_reason for event in events if event.request_id == name][-1] == "length", name
         assert len(tokens_of(events, name)) == (max_tokens or len(tokens_of(events, name))) >= 1
+
+
+def keeping(name: str, ids: list[int], *kept: tuple[int, float], **more: Any) -> Any:
+    return replace(make_request(name, ids, **more), kept=tuple(KeptPrefix(*each) for each in kept))
+
+
+def marks(engine: Engine) -> list[int]:
+    return sorted(pin["num_tokens"] for pin in engine.pins.of_tenant(tenant_id("")))
+
+
+def test_what_a_request_keeps_of_its_prompt_outlives_traffic_for_its_time() -> None:
+    clock = Clock()
+    engine = make_engine(num_pages=32, page_size=4, clock=clock)
+    engine.submit(keeping("a", [1, 2] * 6, (8, 60.0)))
+    run(engine)
+    assert marks(engine) == [8]
+    fill(engine)
+    engine.submit(keeping("b", [1, 2] * 6))
+    assert usage_of(run(engine), "b") == (12, 8)
+    clock.now_s = 59.0
+    engine.submit(keeping("again", [1, 2] * 6, (8, 60.0)))  # the same for longer
+    run(engine)
+    clock.now_s = 100.0
+    assert marks(engine) == [8]
+    clock.now_s = 120.0
+    assert marks(engine) == []
+    assert engine.forest.num_in_use == 0
+
+
+def test_a_mark_that_goes_on_from_another_takes_its_place_unless_that_stays_longer() -> None:
+    engine = make_engine(num_pages=64, page_size=4)
+    for end in (8, 10, 12):
+        engine.submit(keeping(f"r{end}", [1] * end, (4, 3600.0), (end, 60.0)))
+        run(engine)
+    assert marks(engine) == [4, 12]
+
+
+def test_marks_make_room_for_each_other_and_never_refuse_a_request() -> None:
+    engine = make_engine(num_pages=32, page_size=4, max_pins=3)
+    warm(engine, "own", [4, 3] * 2, tenant=tenant_id(""))
+    for index in range(5):
+        engine.submit(keeping(f"r{index}", [index] * 6, (4, 60.0 + index)))
+        assert tokens_of(run(engine), f"r{index}") == continuation([index] * 6, 4, 5)
+    assert marks(engine) == [4, 4, 4]
+    assert engine.pins.unpin(PinName(tenant_id(""), "own"))
+    engine.submit(keeping("large", [3] * 90, (90, 60.0)))  # more than pins may have
+    assert tokens_of(run(engine), "large") == continuation([3] * 90, 4, 5)
+    assert 90 not in marks(engine)

@@ -91,7 +91,7 @@ def test_a_head_that_does_not_fit_is_not_matched_again_until_pages_come_free() -
     engine.submit(make_request("head", [2] * 40))
     opened: list[int] = []
     open_path = engine.forest.open_path
-    engine.forest.open_path = lambda salt: opened.append(engine.num_steps) or open_path(salt)  # type: ignore[func-returns-value,method-assign]
+    engine.forest.open_path = lambda *of: opened.append(engine.num_steps) or open_path(*of)  # type: ignore[func-returns-value,method-assign]
     events: list[TokenEvent] = []
     while engine.scheduler.waiting:
         events += engine.step()

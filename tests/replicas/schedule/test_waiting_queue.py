@@ -51,6 +51,7 @@ class Model:
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}
+        self.since: dict[str, int] = {}
         self.waiting: list[Sequence] = []
         self.suspended: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -64,14 +65,16 @@ class Model:
             flows = {str(each.request.session_id) for each in self.waiting} or {self.last} - {None}
             floor = min((self.counters[each] for each in flows if each is not None), default=0.0)
             self.counters[flow] = max(self.counters.get(flow, 0.0), floor, self.level)
+            self.since[flow] = sequence.arrival
         self.waiting.append(sequence)
 
     def head(self) -> Sequence:
         if self.suspended:
             return min(self.suspended, key=lambda each: each.arrival)
         if self.sticky is None:
-            firsts = [self.of(self.waiting, str(each.request.session_id))[0] for each in self.waiting]
-            self.sticky = min(firsts, key=lambda each: (self.counters[str(each.request.session_id)], each.arrival))
+            flows = {str(each.request.session_id) for each in self.waiting}
+            flow = min(flows, key=lambda each: (self.counters[each], self.since[each]))
+            self.sticky = min(self.of(self.waiting, flow), key=lambda each: (each.due_s, each.arrival))
         return self.sticky
 
     def pop(self, num_computed: int) -> Sequence:
@@ -116,6 +119,7 @@ steps = st.lists(
         st.sampled_from(["add", "add", "add", "pop", "head", "charge", "suspend", "end", "abort"]),
         st.sampled_from([None, "a", "b", "c", "d"]),
         st.integers(0, 40),
+        st.sampled_from([0.0, 0.0, 1.0, 2.0]),  # due
     ),
     max_size=60,
 )
@@ -123,12 +127,13 @@ steps = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(steps)
-def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, int]]) -> None:
+def test_any_use_gives_the_order_of_the_model(todo: list[tuple[str, str | None, int, float]]) -> None:
     queue, model, make = WaitingQueue(), Model(), Arrivals()
-    for what, flow, number in todo:
+    for what, flow, number, due_s in todo:
         waiting = [*model.waiting, *model.suspended]
         if what == "add":
             sequence = make(flow, max(number, 1))
+            sequence.due_s = due_s
             queue.add(sequence)
             model.add(sequence)
         elif what == "abort" and waiting:
