@@ -47,7 +47,7 @@ PAGE_BYTES = 4096
 _FOLDER = "mneme-sessions-2"
 _LOCK, _DATABASE, _SET_ASIDE = "lock", "sessions.db", "sessions.damaged.db"
 _SUFFIXES = ("", "-wal", "-shm")  # of a database's files
-_FORMAT = 3  # of the tables, as `PRAGMA user_version`
+_FORMAT = 4  # of the tables, as `PRAGMA user_version`
 _TOMBSTONE_BYTES = 256  # of a row and its place in the indexes, at most
 _WAL_BYTES = 4 << 20  # beside the bound; a checkpoint leaves no more
 _SWEEP_S, _MAX_SWEPT = 10.0, 1000  # how often expired sessions are removed, and how many at once
@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     is_deleted INTEGER NOT NULL, checksum BLOB NOT NULL, written_s REAL NOT NULL,
     version BLOB NOT NULL, num_ids INTEGER NOT NULL, seen_ids BLOB, marks BLOB NOT NULL, mark_key BLOB NOT NULL,
     hits BLOB NOT NULL, num_turns INTEGER NOT NULL, num_base INTEGER NOT NULL, last_turn INTEGER, ttl_s,
-    event BLOB NOT NULL
+    event BLOB NOT NULL, note BLOB NOT NULL
 ); -- without a type a value comes back as it was written, as checksums need it
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (is_deleted, written_s);
 CREATE TABLE IF NOT EXISTS turns (
@@ -226,7 +226,7 @@ class SessionLogs:
             if num_ids < stored.row.num_ids:
                 self._cut(key, stored.id, num_ids)
         blobs = [turn.ids for turn in rows.turns]
-        blobs += [row.seen_ids] if row.seen_ids else []
+        blobs += [blob for blob in (row.seen_ids, row.note) if blob]
         self._make_room(key, 4 + sum(2 + len(blob) // (PAGE_BYTES - 4) for blob in blobs), row)
         self._last_s = max(self._now_s(), self._last_s + 1e-6)
         checked = (self._last_s, row.version.to_bytes(16, "big"), *row[1:])

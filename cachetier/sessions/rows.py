@@ -41,6 +41,7 @@ class SessionState(NamedTuple):
     last_turn: int | None = None  # its name, 64 bits
     ttl_s: float | None = None  # the session's own
     event: bytes = b""  # under which the cache tier may have the KV of what is seen, where that is approximate
+    note: bytes = b""  # what an API keeps with the session; nothing here reads it
 
 
 class SessionRow(NamedTuple):
@@ -57,6 +58,7 @@ class SessionRow(NamedTuple):
     last_turn: int | None = None
     ttl_s: float | None = None
     event: bytes = b""
+    note: bytes = b""
 
     @property
     def is_deleted(self) -> bool:

@@ -81,7 +81,7 @@ class KvConnector:
         `is_alone`: nothing else runs or waits.
         """
         sequence.asked_s = self._clock()
-        if sequence.request.is_warm_up:
+        if sequence.request.leaves_nothing:
             return
         salt, context, event = sequence.request.salt, sequence.context, sequence.event
         sequence.chain = self._saves.chain(sequence, event)
@@ -133,12 +133,15 @@ class KvConnector:
         retract  `Scheduler.retract`
         """
         lost = self.loader.end()
-        is_warm_up = any(part.sequence.request.is_warm_up for part in batch)
-        # Some rows see less than those of a prompt, or leave early.
-        is_sparse = any(part.num_compared or part.is_shifted for part in batch)
-        if lost is None and batch and not is_warm_up and not is_sparse:  # else it may have waited
-            rows = [(part.num_rows, part.end - part.num_rows) for part in batch]
-            self.costs.note_step(rows, self._clock() - self._step_began_s)
+        if lost is None and batch:  # else it may have waited
+            # Some rows of a blend see less than those of a prompt, or leave early.
+            rows = [
+                (part.num_rows, part.end - part.num_rows)
+                for part in batch
+                if not (part.is_shifted or part.num_compared or part.sequence.request.leaves_nothing)
+            ]
+            if len(rows) == len(batch):
+                self.costs.note_step(rows, self._clock() - self._step_began_s)
         if lost:
             retract(lost)
         self.saver.end(unsound)

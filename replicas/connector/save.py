@@ -1,8 +1,8 @@
 """Chunks of KV out of an engine into the cache tier: which ones, and how (AttentionStore 3.2.2).
 
-*Which*: full chunks as steps complete them, tails as requests end. What a truncated session sees goes there from its
-first token on, some chunks a step, under keys that are its alone. A chunk that the store is known to have is not saved
-again.
+*Which*: full chunks as steps complete them, tails as requests end. What a truncated or blended session sees goes there
+from its first token on, some chunks a step, under keys that are its alone. A chunk that the store is known to have is
+not saved again.
 
 *How*: the chunks that a step completes are copied layer by layer while it computes the layers above; what ends with a
 request is copied after the step. A second thread makes chunks of the copies, with their checksums, and puts them into
@@ -32,6 +32,7 @@ from mneme.kernels.page_table import IntArray
 from mneme.primitives import Bounded, Workers
 from mneme.replicas.connector.pages import ChunkPages, ChunkTokens, PageBatch
 from mneme.replicas.forest.pages import DEVICE, Path
+from mneme.replicas.forest.paths import references_of
 from mneme.replicas.sequence import ChunkChain, StepRows
 from mneme.replicas.sequence import Sequence as RunningSequence
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINEAGES = 1024  # of tenants that were seen last
 MIN_TAIL_TOKENS = 16  # shorter tails cost more to find than to compute
-_MAX_OWN_CHUNKS = 16  # of one truncated session that a step saves: more would fill the write buffer
+_MAX_OWN_CHUNKS = 16  # of a truncated or blended session that a step saves: more would fill the write buffer
 _CLOSE_S = 5.0  # how long a close waits for what is being saved
 
 TokenRun = tuple[int, int, int, int]  # page id, first offset, number of tokens, first token in the chunk
@@ -97,7 +98,10 @@ class SavePolicy:
         jobs: list[SaveJob] = []
         for part in batch:
             chain, path = self._chain_of(part.sequence), part.sequence.path
-            if chain is not None and path is not None and path.num_tokens // self._chunk_tokens > chain.num_saved:
+            if chain is None or path is None or path.num_tokens // self._chunk_tokens <= chain.num_saved:
+                continue
+            # Rows of documents leave a step between layers, behind which their KV is another.
+            if not path.root.is_blend or part.spans[0][0] >= path.root.start:
                 jobs += self._full(part.sequence, chain, path, _MAX_OWN_CHUNKS if chain.event else None)
         return jobs
 
@@ -115,10 +119,10 @@ class SavePolicy:
     def _chain_of(self, sequence: RunningSequence) -> ChunkChain | None:
         """Return the chain of what a sequence's path goes on from, begun anew where that is another."""
         chain, path = sequence.chain, sequence.path
-        if chain is None or path is None or path.root.is_blend:
+        if chain is None or path is None or sequence.is_probing:
             return None
-        if path.root.is_own and sequence.request.choice_index:  # its session goes on from the first choice
-            return None
+        if path.root.is_own and (sequence.request.session_id is None or sequence.request.choice_index):
+            return None  # nobody goes on from it: a session does from its first choice
         if chain.event != path.root.event:
             chain = sequence.chain = self.chain(sequence, path.root.event)
         return chain
@@ -163,6 +167,8 @@ class SavePolicy:
 
 def token_runs(path: Path, start: int, end: int, page_size: int) -> tuple[list[TokenRun], I32Array] | None:
     """Find where the device has the tokens [start, end) of a path, and where their keys are rotated; None: not all."""
+    if path.root.is_blend:
+        return _blended_runs(path, start, end, page_size)
     kept, runs, positions, position = path.root.kept, list[TokenRun](), list[range](), start
 
     def first(index: int) -> int:
@@ -181,6 +187,33 @@ def token_runs(path: Path, start: int, end: int, page_size: int) -> tuple[list[T
         positions.append(range(rotated, rotated + count))
         position += count
     return runs, np.array([*chained.from_iterable(positions)], np.int32)
+
+
+def _blended_runs(path: Path, start: int, end: int, page_size: int) -> tuple[list[TokenRun], I32Array] | None:
+    """Find the same where a page's tokens stand anywhere, and documents' are covered by private ones."""
+    places: dict[int, tuple[int, int, int]] = {}  # by position: page id, offset, where the key is rotated
+    for page, first, last, delta, _, hidden in references_of(path):
+        page_id, own = page.ids[DEVICE], page.positions
+        positions = range(first, last) if own is None else own[first - page.start : last - page.start]
+        if first == last or positions[0] + delta >= end or positions[-1] + delta < start:  # they are in order
+            continue
+        for place, rotated in enumerate(positions, first):
+            if not start <= rotated + delta < end or hidden >> place % page_size & 1:
+                continue
+            if page_id is None or place >= page.start + page.filled[DEVICE]:
+                return None
+            places[rotated + delta] = page_id, place % page_size, rotated
+    if len(places) < end - start:
+        return None
+    runs: list[TokenRun] = []
+    for position in range(start, end):
+        page_id, offset, _ = places[position]
+        before = runs[-1] if runs else (page_id, offset, 0, 0)
+        if runs and (page_id, offset) == (before[0], before[1] + before[2]):
+            runs[-1] = before[0], before[1], before[2] + 1, before[3]
+        else:
+            runs.append((page_id, offset, 1, position - start))
+    return runs, np.array([places[position][2] for position in range(start, end)], np.int32)
 
 
 @dataclass(slots=True, eq=False)

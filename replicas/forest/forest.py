@@ -17,6 +17,9 @@ States of a device page: free (on the free list), in use (of a page that a seque
 that nobody holds, still matching; `forest/page_pool.py` says which goes when). `free + cached + in_use == num_pages` is
 checked by `check()`. The pool never grows or gives memory back.
 
+Tenants have roots of their own. What an admin has had computed as public has one too (`PUBLIC_SALT`), and a tenant's
+path may begin there: its own pages then hang below public ones, under keys that name the tenant.
+
 Policy only: no tensors.
 """
 
@@ -24,14 +27,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mneme.cachetier.policy.eviction import EvictionPolicy, LruPolicy
 from mneme.errors import PinRefused
 from mneme.replicas.forest.moves import Chunks, Graft, GraftPiece, Moves
 from mneme.replicas.forest.owners import Owners
 from mneme.replicas.forest.page_pool import PagePool
-from mneme.replicas.forest.pages import DEVICE, HOST, Owner, Page, Path, Resident, Root, common_prefix, resident
+from mneme.replicas.forest.pages import (
+    DEVICE,
+    HOST,
+    PUBLIC_SALT,
+    Owner,
+    Page,
+    Path,
+    Resident,
+    Root,
+    common_prefix,
+    resident,
+)
 from mneme.replicas.forest.paths import (
     DocumentUse,
     Paths,
@@ -47,6 +61,7 @@ from mneme.replicas.forest.paths import (
 )
 from mneme.replicas.forest.tiers import TieredPages
 
+_LEAST_PUBLIC = 8  # tokens: what is shorter, all chats of a model may begin with
 _RESERVED_SHARE = 10  # one page in so many is kept for running requests (Pensieve 4.3)
 
 
@@ -120,8 +135,8 @@ class PrefixForest(Paths):
 
     def resident(self, salt: str, ids: Sequence[int]) -> Resident:
         """Count what the tiers have of a sequence; leaves their order of eviction as it is."""
-        root = self.roots.get(salt)
-        return Resident(0, 0) if root is None else resident(root, ids)
+        root = self._root_of(salt, ids)
+        return Resident(0, 0) if root is None else resident(root, ids, salt)
 
     def resident_behind(self, root: Root, ids: Sequence[int]) -> Resident:
         """Count what the tiers have of what a truncated session sees; `ids` begin with what it kept."""
@@ -133,13 +148,28 @@ class PrefixForest(Paths):
         self.device.look_ahead(queue)
         self.host.look_ahead(queue)
 
-    def open_path(self, salt: str) -> Path:
-        """Open an empty path under the tenant's root; paths under different salts never meet."""
-        root = self.roots.get(salt)
+    def open_path(self, salt: str, ids: Sequence[int] = ()) -> Path:
+        """Open an empty path for a tenant, to be extended by `ids`.
+
+        Paths under different salts never meet, but for public pages: several tenants' prompts may begin with them.
+        """
+        root = self._root_of(salt, ids)
         if root is None:
             root = self.roots[salt] = Root(salt)
         root.refs += 1
-        return Path(root)
+        return Path(root, salt)
+
+    def _root_of(self, salt: str, ids: Sequence[int]) -> Root | None:
+        """Return the root under which most of a prompt is known: the tenant's own, or the public one."""
+        own, public = self.roots.get(salt), self.roots.get(PUBLIC_SALT)
+        if public is None or public is own:
+            return own
+        num_public = sum(resident(public, ids, salt))
+        if num_public < min(self.page_size, _LEAST_PUBLIC) or (
+            own is not None and sum(resident(own, ids)) > num_public
+        ):
+            return own
+        return public
 
     def open_kept(self, root: Root, ids: Sequence[int] | None = None) -> Path | None:
         """Open a path that sees what the truncation of a session kept; None if some of that is gone from every tier.
@@ -178,7 +208,7 @@ class PrefixForest(Paths):
         ]
         if any(each.page.start + max(each.page.filled) < each.end for each in kept):
             return None
-        root = Root(path.root.salt, tuple(kept), blend_end=end)
+        root = Root(path.salt, tuple(kept), blend_end=end)
         root.kept += tuple(private_pages(root, uses, private, ids, self.page_size))
         return self._open(root)
 
@@ -204,7 +234,7 @@ class PrefixForest(Paths):
         kept = kept_by(path, ranges)
         known, known_root = self._last_truncated
         is_known = owner is not None and known is owner and known_root.kept == kept
-        root = known_root if is_known else Root(path.root.salt, kept)
+        root = known_root if is_known else Root(path.salt, kept)
         truncated = self.open_kept(root) if self._sharing else None
         if truncated is not None:
             self._last_truncated = owner, root
@@ -226,12 +256,12 @@ class PrefixForest(Paths):
         for index, (start, end) in enumerate(chunks.spans):
             if start == num_tokens and len(spans) != limit:
                 first, num_tokens = len(kept), end
-                kept += moved_pages(path.root.salt, ids, start, chunks.rotated(index)[: end - start], self.page_size)
+                kept += moved_pages(path.salt, ids, start, chunks.rotated(index)[: end - start], self.page_size)
                 spans.append((index, first, len(kept)))
         if not spans or not self._sharing or len(kept) - num_pages > self.num_available:
             return None
         self.kept_roots.update(each.root for each in kept[num_pages:])
-        restored = self._open(Root(path.root.salt, tuple(kept), event=event))
+        restored = self._open(Root(path.salt, tuple(kept), event=event))
         self.release(path)
         pieces = [self._graft_moved(restored, *span) for span in spans]
         restored.gaps = visible_gaps(restored, 0, None)
@@ -305,21 +335,23 @@ class PrefixForest(Paths):
 
     def drop_prefix(self, salt: str, ids: Sequence[int]) -> None:
         """Delete a prompt: what begins with it, and of itself what nothing else is on."""
-        root = self.roots.get(salt)
-        if root is None:
-            return
-        page, position = follow(root, root.start, ids)
-        if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
-            self.tiers.drop_up(page, position)
-            return
-        for child in list(page.children.values()):
-            if child.start >= len(ids):
-                self.tiers.drop_below(child)
-                self.tiers.drop_everywhere(child)
-        parent = page.parent
-        if parent is not None and not page.children:
-            self.tiers.drop_everywhere(page)
-            self.tiers.drop_up(parent, page.start)
+        for root in [each for each in (self.roots.get(salt), self.roots.get(PUBLIC_SALT)) if each is not None]:
+            page, position = follow(root, root.start, ids, salt)
+            if position < len(ids):  # nothing begins with them: the end may be another's, who goes on differently
+                self._drop_up(page, salt, position)
+                continue
+            for child in list(page.children.values()):
+                if child.start >= len(ids) and child.salt == salt:
+                    self.tiers.drop_below(child)
+                    self.tiers.drop_everywhere(child)
+            parent = page.parent
+            if parent is not None and not page.children and page.salt == salt:
+                self.tiers.drop_everywhere(page)
+                self._drop_up(parent, salt, page.start)
+
+    def _drop_up(self, page: Page, salt: str, end: int) -> None:
+        if page.salt == salt:  # else nobody's alone
+            self.tiers.drop_up(page, end)
 
     def drop_salts(self, is_chosen: Callable[[str], bool], *, is_counted: bool = True) -> None:
         """Drop all that is cached under the chosen salts, of truncated sessions too.
@@ -329,8 +361,21 @@ class PrefixForest(Paths):
         num_moved = self.num_moved
         for root in [each for each in (*self.roots.values(), *self.kept_roots) if is_chosen(each.salt)]:
             self.tiers.drop_below(root)
+        for page in [each for each in self._behind_public() if is_chosen(each.salt)]:
+            self.tiers.drop_below(page)
+            self.tiers.drop_everywhere(page)
         if not is_counted:
             self.tiers.num_moved = num_moved
+
+    def _behind_public(self) -> Iterator[Page]:
+        """Find where tenants go on behind public pages."""
+        stack: list[Page] = [root for root in (self.roots.get(PUBLIC_SALT),) if root is not None]
+        while stack:
+            for child in stack.pop().children.values():
+                if child.salt == PUBLIC_SALT:
+                    stack.append(child)
+                else:
+                    yield child
 
     def pin(self, path: Path, *, num_kept: int = 0) -> Path:
         """Keep the path's pages until `unpin` of what this returns, whatever becomes of the path.
@@ -378,6 +423,17 @@ class PrefixForest(Paths):
         """Return what happens to pages before the step's rows are computed; `can_copy`: copies ahead of need too."""
         return self.tiers.drain(can_copy=can_copy)
 
+    def report_changes(self) -> set[Page]:
+        """Return a set to which pages are added that come to a tier, are filled or go, for who takes them out.
+
+        All that are there already are in it.
+        """
+        changed: set[Page] = set()
+        if self._sharing:
+            changed.update(page for root in self.roots.values() for page in root.below_it())
+            self.device.changed = self.host.changed = changed
+        return changed
+
     def check(self) -> None:
         """Assert every invariant; walks the whole forest."""
         pages = [page for root in (*self.roots.values(), *self.kept_roots) for page in root.below_it()]
@@ -390,7 +446,8 @@ class PrefixForest(Paths):
             assert 0 < len(page.tokens) <= self.page_size - page.start % self.page_size
             assert page.parent is not None
             assert page.start <= page.parent.end
-            assert page.parent.children[(page.start, page.tokens[0])] is page
+            assert page.parent.children[page.parent.key_of(page, page.tokens[0])] is page
+            assert page.salt == page.parent.salt or page.parent.salt == PUBLIC_SALT
             assert self.kept_roots.issuperset(page.keepers or ())
         assert self.num_free + self.num_cached + self.num_in_use == self.num_pages
 
@@ -415,11 +472,14 @@ class PrefixForest(Paths):
             self.roots.pop(root.salt, None)
 
 
-def follow(page: Page, position: int, ids: Sequence[int]) -> tuple[Page, int]:
-    """Find the last page that has some of `ids`, from `position` in `page` on, and how many there are up to there."""
+def follow(page: Page, position: int, ids: Sequence[int], salt: str) -> tuple[Page, int]:
+    """Find the last page that has some of `ids`, from `position` in `page` on, and how many there are up to there.
+
+    `salt`: for whose path.
+    """
     while True:
         position += common_prefix(page.tokens, position - page.start, ids, position, len(ids))
-        child = page.children.get((position, ids[position])) if position < len(ids) else None
+        child = page.child(position, ids[position], salt) if position < len(ids) else None
         if child is None:
             return page, position
         page = child

@@ -38,6 +38,7 @@ class PagePool:
         self.num_in_use = 0
         self.policy = policy
         self._owners = owners
+        self.changed: set[Page] | None = None  # pages that came or went; None: nobody wants to know
         self._victim: Page | None = None  # the leaf that goes next, no candidate any more
         self._num_victims = 0  # pages that are to go with it, itself too
 
@@ -64,6 +65,8 @@ class PagePool:
     def place(self, page: Page, page_id: int) -> None:
         """Give the page this id, still without KV."""
         page.ids[self.index], page.filled[self.index] = page_id, 0
+        if self.changed is not None:
+            self.changed.add(page)
         if page.refs:
             self.num_in_use += 1
         else:
@@ -76,6 +79,8 @@ class PagePool:
         assert page_id is not None
         self.free.append(page_id)
         page.ids[self.index], page.filled[self.index] = None, 0
+        if self.changed is not None:
+            self.changed.add(page)
         if page.refs:
             self.num_in_use -= 1
         else:

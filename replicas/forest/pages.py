@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ALL_SLOTS = -1  # a mask with every bit set
+PUBLIC_SALT = "*"  # no tenant's: every tenant's prompts may begin with what was computed under it
 DEVICE, HOST = 0, 1  # tiers, as indices of what a page keeps for each
 _WORD_BITS = 64  # of a mask
 _EVENT_BYTES = 16
+
+
+# Position and token id with which a child begins, and whose it is where that is not the parent's.
+ChildKey = tuple[int, int] | tuple[int, int, str]
 
 
 class Page:
@@ -23,6 +28,7 @@ class Page:
 
     __slots__ = (
         "below",
+        "block",
         "children",
         "claim",
         "filled",
@@ -36,6 +42,7 @@ class Page:
         "positions",
         "refs",
         "released",
+        "salt",
         "start",
         "tokens",
         "writer",
@@ -43,11 +50,13 @@ class Page:
 
     def __init__(self, parent: Page | None, start: int) -> None:
         self.parent = parent
+        self.salt: str = "" if parent is None else parent.salt  # whose tokens they are
         self.start = start  # position of tokens[0], at which its key is rotated
         self.tokens = array("i")
         # Where the keys of a blend's private tokens are rotated: any places. None: at `start` and behind it.
         self.positions: array[int] | None = None
-        self.children: dict[tuple[int, int], Page] = {}  # (position, token id) -> the child that begins with it
+        self.children: dict[ChildKey, Page] = {}
+        self.block: bytes | None = None  # names the block of tokens that ends with it, once somebody has asked
         self.ids: list[int | None] = [None, None]  # by tier
         self.filled = [0, 0]  # by tier; 0 without a page id
         self.below = [0, 0]  # by tier: children with a page id there that nobody holds
@@ -64,6 +73,15 @@ class Page:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    def child(self, position: int, token_id: int, salt: str) -> Page | None:
+        """Find the child that begins with this token, for paths under this salt: their own, or else a public one."""
+        common = self.children.get((position, token_id))
+        return common if salt == self.salt else self.children.get((position, token_id, salt), common)
+
+    def key_of(self, child: Page, token_id: int) -> ChildKey:
+        """Name a child; below a public page those of each tenant are apart."""
+        return (child.start, token_id) if child.salt == self.salt else (child.start, token_id, child.salt)
 
     def below_it(self) -> Iterator[Page]:
         """Walk all pages under this one, parents first."""
@@ -106,7 +124,7 @@ class Root(Page):
     the tokens that were kept, and nobody else finds it.
     """
 
-    __slots__ = ("event", "is_blend", "is_lost", "is_own", "kept", "salt")
+    __slots__ = ("event", "is_blend", "is_lost", "is_own", "kept")
 
     def __init__(
         self, salt: str, kept: tuple[Kept, ...] = (), *, blend_end: int | None = None, event: bytes = b""
@@ -117,8 +135,8 @@ class Root(Page):
         self.salt = salt
         self.kept = kept
         self.is_own = bool(kept) or self.is_blend  # one session's, or one sequence's
-        # Names its KV in the cache tier, for its session alone; empty: that is exact, or a blend and not put there.
-        self.event = event or (os.urandom(_EVENT_BYTES) if kept and not self.is_blend else b"")
+        # Names its KV in the cache tier, for its session alone; empty: that is exact.
+        self.event = event or (os.urandom(_EVENT_BYTES) if self.is_own else b"")
         self.is_lost = False  # some of what it kept is gone: nobody can go on here
 
     @property
@@ -185,13 +203,16 @@ class Path:
     """Lists what one sequence sees, in order: its page table. The root's kept tokens come first.
 
     `page_ids[i]` with `masks[i]` are the references; None where the device has no page. Between changes that
-    `num_changes` counts they are only appended to.
+    `num_changes` counts they are only appended to. A tenant's path may begin with public pages; what it adds is
+    its own.
     """
 
-    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root")
+    __slots__ = ("gaps", "masks", "num_changes", "num_tokens", "page_ids", "pages", "root", "salt")
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, salt: str | None = None) -> None:
+        """`salt`: whose it is, where that is not the root's."""
         self.root = root
+        self.salt = root.salt if salt is None else salt
         self.pages: list[Page] = []
         self.page_ids: list[int | None] = []
         self.masks: list[int] = []
@@ -211,14 +232,18 @@ class Path:
 
     def copy(self) -> Path:
         """Make another path over the same pages; whoever makes it counts the references."""
-        other = Path(self.root)
+        other = Path(self.root, self.salt)
         other.pages, other.page_ids, other.masks = list(self.pages), list(self.page_ids), list(self.masks)
         other.gaps, other.num_tokens, other.num_changes = list(self.gaps), self.num_tokens, self.num_changes
         return other
 
 
-def resident(root: Root, ids: Sequence[int]) -> Resident:
-    """Count what the tiers have of `ids` under a root, holes left out; changes nothing."""
+def resident(root: Root, ids: Sequence[int], salt: str | None = None) -> Resident:
+    """Count what the tiers have of `ids` under a root, holes left out; changes nothing.
+
+    `salt`: for whose path, where that is not the root's.
+    """
+    salt = root.salt if salt is None else salt
     num_device = num_host = 0
     page: Page = root
     position = root.start
@@ -227,7 +252,7 @@ def resident(root: Root, ids: Sequence[int]) -> Resident:
         device, host = (min(page.start + filled, end) for filled in page.filled)
         num_device += max(device - position, 0)
         num_host += max(host - max(device, position), 0)
-        child = page.children.get((end, ids[end])) if end < len(ids) else None
+        child = page.child(end, ids[end], salt) if end < len(ids) else None
         if child is None:
             return Resident(num_device, num_host)
         page, position = child, end

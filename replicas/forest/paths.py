@@ -84,7 +84,7 @@ class Paths:
             page = path.tail
             if position < page.end:
                 position += common_prefix(page.tokens, position - page.start, ids, position, limit)
-            child = page.children.get((position, ids[position])) if position < limit else None
+            child = page.child(position, ids[position], path.salt) if position < limit else None
             if child is None:
                 break
             self._leave(path, position)
@@ -175,6 +175,8 @@ class Paths:
             assert page_id is not None
             runs.append((page_id, position % self.page_size, count))
             path.num_tokens = position = position + count
+            if position % self.page_size == 0 and self._device.changed is not None:
+                self._device.changed.add(page)
         return runs
 
     def num_new_pages(self, path: Path, ids: Sequence[int], end: int) -> int:
@@ -212,18 +214,19 @@ class Paths:
     def _can_append(self, path: Path, ids: Sequence[int]) -> bool:
         """Return whether the path's next token may go into its last page."""
         page, position = path.tail, path.num_tokens
-        if position % self.page_size == 0 or page is path.root or page.end != position:
+        if position % self.page_size == 0 or page is path.root or page.end != position or page.salt != path.salt:
             return False
         if page.writer is None and position < len(ids):
-            return (position, ids[position]) not in page.children
+            return page.child(position, ids[position], path.salt) is None
         return page.writer is path
 
     def _begin_page(self, path: Path, ids: Sequence[int]) -> Page:
         position, parent = path.num_tokens, path.tail
         self._leave(path, position)
         page = Page(parent, position)
+        page.salt = path.salt
         if self._sharing:
-            parent.children[(position, ids[position])] = page
+            parent.children[parent.key_of(page, ids[position])] = page
         page.refs = page.num_uses = 1
         self.tiers.add(page)
         path.append(page)

@@ -155,7 +155,9 @@ class TieredPages:
         while page.parent is not None and not page.refs and not page.children:
             num_tokens = max(page.filled)
             if num_tokens:
-                del page.tokens[num_tokens:]
+                if num_tokens < len(page.tokens):
+                    del page.tokens[num_tokens:]
+                    page.block = None
                 return
             page = self._detach(page, page.parent)
         if isinstance(page, Root):
@@ -254,7 +256,7 @@ class TieredPages:
         for tier in self._tiers:
             if tier.has(page):
                 tier.remove(page)
-        del parent.children[(page.start, page.tokens[0])]
+        del parent.children[parent.key_of(page, page.tokens[0])]
         self._owners.move_up(page, parent)
         self._uncopied.pop(page, None)
         page.parent = None

@@ -213,7 +213,8 @@ class Blend:
             low, high = max(span.start, first), min(span.end, end)
             if low >= high:
                 continue
-            ids, path = self._alone(span, context), forest.open_path(self.salt)
+            ids = self._alone(span, context)
+            path = forest.open_path(self.salt, ids)
             forest.extend(path, ids, len(ids))
             if forest.num_pending(path, ids):
                 forest.release(path)

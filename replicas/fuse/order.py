@@ -19,11 +19,11 @@ def best_order(request: GenerationRequest, forest: PrefixForest) -> list[int]:
     """
     spans, ids = request.documents, request.prompt_token_ids
     order = list(range(len(spans)))
-    root = forest.roots.get(request.salt)
+    salt, root = request.salt, forest.roots.get(request.salt)
     if request.blend.order == "given" or request.append or root is None:
         return order
     known = list(ids[: spans[0].start])
-    page, position = follow(root, root.start, known)
+    page, position = follow(root, root.start, known, salt)
     for place in range(min(len(order), _MAX_PLACES)):
         if position < len(known):
             break
@@ -33,11 +33,11 @@ def best_order(request: GenerationRequest, forest: PrefixForest) -> list[int]:
             if span.group != spans[place].group:
                 break
             known[position:] = ids[span.start : span.end]
-            found = follow(page, position, known)
+            found = follow(page, position, known, salt)
             if found[1] > best[1]:
                 best = *found, candidate
         order.insert(place, order.pop(best[2]))
         span, end = spans[order[place]], spans[place + 1].start if place + 1 < len(spans) else len(ids)
         known[position:] = (*ids[span.start : span.end], *ids[spans[place].end : end])
-        page, position = follow(best[0], best[1], known)
+        page, position = follow(best[0], best[1], known, salt)
     return order

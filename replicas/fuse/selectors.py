@@ -17,6 +17,8 @@ FloatArray = npt.NDArray[np.float64]
 NEEDS_SCORES: frozenset[Selector] = frozenset({"hkvd", "query", "query+first-k"})
 
 _WIDTH = 5.0
+_WIDEST = 0.5  # below 1: comparing keys and reading between the others costs more than it saves (bench_blend.py, 31M)
+_NEARLY_ALL = 0.95
 _FALL = 0.5
 
 
@@ -75,7 +77,11 @@ def first_share(num_layers: int, ratio: float) -> float:
     decoded after them is not.)
     """
     num_chosen = num_layers - 1
-    return ratio if num_chosen < 2 else min(_WIDTH * ratio, 0.93 * num_chosen * ratio, 1.0)
+    if num_chosen < 2:
+        return ratio
+    wide = _WIDTH * ratio if _WIDTH * ratio <= _WIDEST else 1.0
+    share = min(wide, 0.93 * num_chosen * ratio)
+    return share if share <= _NEARLY_ALL else 1.0
 
 
 def filter_counts(num_layers: int, num_first: int, ratio: float) -> dict[int, int]:

@@ -219,6 +219,11 @@ class SessionLogWriter:
         log.version = taken_over(log.version, self._wall_clock())
         self._leave(key, log.state())
 
+    def noted(self, key: SessionKey, log: TokenLog, before: SessionState) -> None:
+        """Note what an API keeps with a session, whose log was `before` until now."""
+        log.version = next_version(log.version, self._wall_clock())
+        self._leave(key, log.state(), before)
+
     def after(self, call: Callable[[], None]) -> bool:
         """Return whether all that happened until now is written, or failed; else another thread calls `call` then."""
         with self._condition:

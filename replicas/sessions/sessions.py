@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mneme.cachetier.sessions.rows import SessionState
@@ -30,6 +31,7 @@ from mneme.replicas.sessions.token_log import (
     root_turn,
     turn_name,
 )
+from mneme.replicas.text.tool_calls import is_known
 
 if TYPE_CHECKING:
     from mneme.replicas.sessions.journal import SessionLogWriter
@@ -69,7 +71,7 @@ class Sessions:
         self._on_drop = on_drop  # told of every session that is forgotten
         self._on_delete = on_delete  # told before that of those whose owner wants nothing kept, and of their last turn
         self._journal = journal
-        self.num_tokens = 0  # in all logs
+        self.num_tokens = 0  # in all logs, and in what is noted with them (`TokenLog.num_kept`)
         self._log_by_key: OrderedDict[SessionKey, TokenLog] = OrderedDict()  # least recently used first
         self.queued = TurnQueue()
         self._deadlines = LazyHeap[SessionKey]()  # of logs with a time of their own
@@ -189,6 +191,20 @@ class Sessions:
             self._journal.forked(new_key, forked)
         self.expire()
 
+    def note(self, key: SessionKey, note: bytes) -> bool:
+        """Keep an API's bytes with a session that is idle, in its log too; whether there is such a session."""
+        log = self.get(key)
+        if log is None or log.running is not None:
+            return False
+        before, num_before = log.state(), log.num_kept
+        log.note = note
+        self.num_tokens += log.num_kept - num_before
+        self._touch(key, log)
+        if self._journal is not None:
+            self._journal.noted(key, log, before)
+        self.expire()
+        return True
+
     def version_of(self, key: SessionKey) -> int:
         """Return the version of a session's durable log, as far as it is known here; 0: not at all. From any thread."""
         return 0 if (log := self._log_by_key.get(key)) is None else log.version
@@ -252,7 +268,7 @@ class Sessions:
     def _add(self, key: SessionKey, log: TokenLog) -> None:
         """Add a session that has a past."""
         self._log_by_key[key] = log
-        self.num_tokens += len(log.ids)
+        self.num_tokens += log.num_kept
         self._touch(key, log)
 
     def _touch(self, key: SessionKey, log: TokenLog, ttl_s: float | None = None) -> None:
@@ -266,12 +282,12 @@ class Sessions:
     def _drop(self, key: SessionKey, log: TokenLog) -> None:
         del self._log_by_key[key]
         self._deadlines.discard(key)
-        self.num_tokens -= len(log.ids)
+        self.num_tokens -= log.num_kept
         self._on_drop(log)
 
     def _forget_ids(self, log: TokenLog) -> None:
-        self.num_tokens -= len(log.ids)
-        log.ids, log.marks, log.hits, log.seen = array("i"), b"", b"", None
+        self.num_tokens -= log.num_kept
+        log.ids, log.marks, log.hits, log.seen, log.note = array("i"), b"", b"", None, b""
         log.num_turns, log.num_base, log.last_turn = 0, 0, None
 
     def _ids(self, log: TokenLog, request: GenerationRequest, num_base: int) -> tuple[list[int], int, int]:
@@ -285,6 +301,11 @@ class Sessions:
         if request.append:
             ids = [*log.ids[:num_base], *self._continuation(log, request, own, num_base)]
             return [*ids, *resumed], log.marks_up_to(num_base), 0
+        history = request.history
+        if history is not None and num_base == len(log.ids) and is_known(log.note, history):
+            new = replace(request, prompt_text=history.text, num_closing_chars=history.num_closing_chars)
+            ids = [*log.ids, *self._continuation(log, new, own, num_base)]
+            return [*ids, *resumed], len(log.matching_marks(request.prompt_text or "")), 0
         ids, num_marks, num_chars = self._matched(log, request, own)
         return [*ids, *resumed], num_marks, num_chars
 

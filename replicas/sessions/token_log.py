@@ -26,6 +26,7 @@ from mneme.cachetier.sessions.rows import SessionState
 from mneme.replicas.documents import DocumentSpan, shifted
 from mneme.replicas.forest.pages import Owner, Root
 from mneme.replicas.request import GenerationRequest
+from mneme.replicas.text.tool_calls import HISTORY_NOTE
 
 MAX_MARKS = 8  # per log: of more, every second of the older half is dropped
 MAX_HITS = 4  # turns whose hits are remembered
@@ -42,7 +43,7 @@ class Mark(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Holds what a truncated conversation goes on from, in the place of all its ids."""
+    """Holds what a truncated or blended conversation goes on from, in the place of all its ids."""
 
     ids: array[int]
     root: Root | None  # None: its KV is that of these ids, as anybody's
@@ -64,6 +65,12 @@ class TurnPrompt(NamedTuple):
     documents: tuple[DocumentSpan, ...] = ()  # of `context`, those of this turn
     event: bytes = b""  # as in `Seen`
 
+    @property
+    def is_blended(self) -> bool:
+        """Return whether earlier turns reuse documents in place: it sees all that was said, not as anybody would."""
+        is_whole = bool(self.event) and len(self.context) == len(self.ids)
+        return is_whole or (self.root is not None and self.root.is_blend)
+
 
 class Said(NamedTuple):
     """Holds an answer as its client got it."""
@@ -81,6 +88,7 @@ class FinishedTurn(NamedTuple):
     said: Said | None  # None: its text is not known
     seen: Seen | None = None  # what is seen of `ids`; None: all
     num_unseen: int = 0  # prompt tokens that were truncated
+    note: bytes = b""  # `history_note` of the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +120,7 @@ class TokenLog(Owner):
     version: int = 0  # of the durable log, as of the last record that was made for it
     running: RunningTurn | None = None
     seen: Seen | None = None  # None: all ids
+    note: bytes = b""  # what an API keeps with it; a fork has none
 
     @property
     def is_known(self) -> bool:
@@ -122,6 +131,11 @@ class TokenLog(Owner):
     def root(self) -> Root | None:
         """Return where it goes on behind what its truncation kept."""
         return None if self.seen is None else self.seen.root
+
+    @property
+    def num_kept(self) -> int:
+        """Count what it takes in memory, in tokens of four bytes."""
+        return len(self.ids) + len(self.note) // 4
 
     @property
     def num_marks(self) -> int:
@@ -154,6 +168,8 @@ class TokenLog(Owner):
             ends = [(len(request.prompt_text), num_prompt), (len(text), num_prompt + turn.said.num_ids)]
             self.mark_key = self.mark_key or os.urandom(_MARK_KEY_BYTES)
             marks += _packed(text, ends, self.mark_key)
+        if turn.note or self.note.startswith(HISTORY_NOTE):
+            self.note = turn.note
         self.marks = _thinned(marks)
         self.ids, self.seen = array("i", turn.ids), turn.seen
         self.num_turns += 1
@@ -201,11 +217,13 @@ class TokenLog(Owner):
             last_turn=self.last_turn,
             ttl_s=self.ttl_s,
             event=b"" if self.seen is None else self.seen.event,
+            note=self.note,
         )
 
     @staticmethod
     def restored(state: SessionState) -> TokenLog:
-        """Make the session of a durable log; where it was truncated, the cache tier may have what it sees."""
+        """Make the session of a durable log; if it was truncated or blended, the cache tier may have what it sees."""
+        is_exact = state.seen_ids is None and not state.event
         return TokenLog(
             ids=state.ids,
             marks=state.marks,
@@ -216,7 +234,8 @@ class TokenLog(Owner):
             last_turn=state.last_turn,
             ttl_s=state.ttl_s,
             version=state.version,
-            seen=None if state.seen_ids is None else Seen(state.seen_ids, None, state.event),
+            seen=None if is_exact else Seen(state.ids if state.seen_ids is None else state.seen_ids, None, state.event),
+            note=state.note,
         )
 
 

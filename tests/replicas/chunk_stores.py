@@ -161,5 +161,5 @@ def make_cached_engine(
     fingerprint, config = fingerprint_of(decoder), config or CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1)
     runner = RecordingRunner(decoder, num_pages, PAGE_SIZE, num_host_pages=num_host_pages)
     connector = connect(runner, store, fingerprint, costs or SlowRows(), config)
-    engine_config = EngineConfig(page_size=PAGE_SIZE, **options)  # type: ignore[arg-type]
+    engine_config = EngineConfig(**{"page_size": PAGE_SIZE, "max_step_ms": 0, **options})  # type: ignore[arg-type]
     return Engine(runner, None, engine_config, connector=connector, gate=gate)

@@ -421,7 +421,7 @@ def test_a_database_of_another_format_is_set_aside_and_said(tmp_path: Path, capl
         other.execute("PRAGMA user_version = 1")
     logs = make_logs(tmp_path)
     assert state_in(logs, key_number(0)) is None
-    assert "format: 1, not 3; the database is kept as" in caplog.text
+    assert "format: 1, not 4; the database is kept as" in caplog.text
     logs.close()
 
 

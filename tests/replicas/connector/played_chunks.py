@@ -6,6 +6,7 @@ compared with what it should be.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from mneme.replicas.connector.save import SaveCounts, SaveJob
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.forest.moves import Graft
 from mneme.replicas.forest.pages import Page
+from mneme.replicas.request import TokenEvent
+from mneme.replicas.sessions.sessions import SessionKey
 from tests.replicas.chunk_stores import FakeStore, SlowRows
-from tests.replicas.fake_runner import WRONG, FakeRunner, Slot, Slots
+from tests.replicas.fake_runner import WRONG, Content, FakeRunner, Slot, Slots
 
 CHUNK_TOKENS = 8
 LAYOUT = ChunkLayout(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", chunk_tokens=CHUNK_TOKENS)
@@ -108,7 +111,7 @@ class PlayedCache:
 @dataclass
 class _Save:
     job: SaveJob
-    told: list[tuple[int, int]]  # (position, token) of what was copied
+    told: list[Content]  # what was copied
 
 
 class FakeLoader:
@@ -142,7 +145,7 @@ class FakeLoader:
                 rotated = [p.start + i for p, count in zip(piece.pages, counts, strict=True) for i in range(count)]
                 first = piece.start - fetch.start_of(piece.chunk)
                 for number, (slot, position) in enumerate(zip(places, rotated, strict=True), first):
-                    slots[slot] = (position, WRONG) if told is None else told[number]
+                    slots[slot] = (position, WRONG, 0) if told is None else told[number]
                     assert slots[slot][0] == position
                 doubtful.update(places if is_lost else ())
                 self._lost += piece.pages if is_lost else ()
@@ -160,8 +163,8 @@ class FakeLoader:
     def close(self) -> None:
         self.end()
 
-    def _taken(self, fetch: Fetch, index: int) -> list[tuple[int, int]] | None:
-        """(position, token) of each; None if a layer does not come."""
+    def _taken(self, fetch: Fetch, index: int) -> list[Content] | None:
+        """What each slot held; None if a layer does not come."""
         layers = [fetch.take(index, layer) for layer in range(LAYOUT.num_layers)]
         if any(isinstance(layer, Miss) for layer in layers):
             return None
@@ -196,29 +199,51 @@ class FakeSaver:
     def close(self) -> None:
         self.abandon()
 
-    def _copied(self, job: SaveJob) -> list[tuple[int, int]]:
+    def _copied(self, job: SaveJob) -> list[Content]:
         return [self._slots[page, offset + i] for page, offset, count, _ in job.runs for i in range(count)]
 
     def _put(self, saves: list[_Save]) -> None:
         for save in saves:
             job = save.job
             expected = list(zip(job.rotated.tolist(), job.token_ids, strict=True))
-            assert save.told == expected, "what is saved is not what it says it is"
-            layers = [_encoded(expected)] * LAYOUT.num_layers
+            assert [content[:2] for content in save.told] == expected, "what is saved is not what it says it is"
+            layers = [_encoded(save.told)] * LAYOUT.num_layers
             chunk = make_chunk(job.lineage, FINGERPRINT, job.parent, job.token_ids, job.rotated, layers)
             self.counts.chunks += self._store.put(chunk, job.lineage)
 
 
-def _encoded(told: list[tuple[int, int]]) -> np.ndarray:
-    """K, and V alike: [token, (position, token id)]"""
-    return np.array([told, told], np.float32).view(np.uint8).reshape(-1)
+def _encoded(told: list[Content]) -> np.ndarray:
+    """K: position and token; V: the lineage, in two halves that float32 holds."""
+    halves = [divmod(lineage, 2**16) for _, _, lineage in told]
+    return np.array([[content[:2] for content in told], halves], np.float32).view(np.uint8).reshape(-1)
 
 
-def _decoded(layer: np.ndarray) -> list[tuple[int, int]]:
-    return [(int(position), int(token)) for position, token in layer.view(np.float32).reshape(2, -1, 2)[0]]
+def _decoded(layer: np.ndarray) -> list[Content]:
+    keys, values = layer.view(np.float32).reshape(2, -1, 2).astype(int).tolist()
+    return [(position, token, high * 2**16 + low) for (position, token), (high, low) in zip(keys, values, strict=True)]
 
 
 def make_played_engine(runner: FakeRunner, played: PlayedCache, clock: Callable[[], float], **options: Any) -> Engine:
     runner.loader, runner.saver = played.cache.loader, played.cache.saver
-    config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, **options})
+    config = EngineConfig(**{"max_batch_tokens": 16, "max_running": 8, "max_step_ms": 0, **options})
     return Engine(runner, None, config, connector=played.cache, clock=clock)  # type: ignore[arg-type]
+
+
+def run_played(engine: Engine, cache: PlayedCache, chance: random.Random) -> list[TokenEvent]:
+    """Step until nothing is left to do; before each step some of what the cache is asked is done, by chance."""
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        cache.now_s += chance.choice([0.1, 1, 20])
+        cache.play(chance.choice([0, 1, None]), chance.choice([0, 1, None]))
+        events += engine.step()
+        engine.forest.check()
+    return events
+
+
+def move_session(key: SessionKey, old: Engine, new: Engine, version: int) -> None:
+    """Let a session's log go to another engine, as where its next turn runs there."""
+    log = old.sessions.get(key)
+    assert log is not None
+    state = log.state()
+    assert old.sessions.delete(key, is_elsewhere=True)
+    new.sessions.restore(key, state._replace(version=version), version)

@@ -489,8 +489,8 @@ def test_nothing_that_holds_a_head_up_overtakes_it(store: FakeStore) -> None:
 @pytest.mark.parametrize(("options", "who"), [({"max_running": 2}, []), ({"max_running": 3}, ["b"])])
 def test_the_head_keeps_its_place_among_the_running(store: FakeStore, options: Any, who: list[str]) -> None:
     queue = Queue(store, **options)
-    queue.case.submit("b", [3] * 4)
-    queue.case.submit("c", [2] * 4)
+    queue.case.submit("b", [3] * 4, session_id="b")
+    queue.case.submit("c", [2] * 4, session_id="c")
     assert queue.step() == who
     queue.finish()
 

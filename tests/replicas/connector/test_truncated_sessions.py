@@ -28,7 +28,7 @@ from tests.replicas.asked import answer
 from tests.replicas.cache_faults.saved_turn import header_of
 from tests.replicas.checkpoints import decoder_of, write_checkpoint
 from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, fingerprint_of, make_cached_engine
-from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
+from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
 from tests.replicas.fake_runner import FakeRunner
 from tests.replicas.losses import lose
 from tests.replicas.model.dense_session import DenseSession
@@ -238,9 +238,7 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
         engine, cache = engines[home[key]], caches[home[key]]
         log = old.sessions.get(key)
         if moves and log is not None:
-            state = log.state()
-            assert old.sessions.delete(key, is_elsewhere=True)
-            engine.sessions.restore(key, state._replace(version=number + 1), number + 1)
+            move_session(key, old, engine, number + 1)
         for _ in range(num_losses):
             lose(engine, chance.randrange(100))
         ids = [chance.randrange(5) for _ in range(num_new)]
@@ -254,11 +252,7 @@ def test_any_turns_and_moves_give_the_tokens_of_a_session_that_never_moved(
                 each.submit(stream)
                 events += each.step() + each.step()
             each.submit(make_request(f"t{number}.0", ids, params, **more))
-            while each.has_work:
-                cache.now_s += chance.choice([0.1, 1, 20])
-                cache.play(chance.choice([0, 1, None]), chance.choice([0, 1, None]))
-                events += each.step()
-                each.forest.check()
+            events += run_played(each, cache, chance)
             said.append(tokens_of(events, f"t{number}.0"))
         assert said[0] == said[1]
         assert len(said[0]) == num_tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cachetier.chunk.keys import tenant_of
 from mneme.replicas.engine.engine import Engine
-from mneme.replicas.forest.pages import Resident
+from mneme.replicas.forest.pages import PUBLIC_SALT, Resident, common_prefix
 from mneme.replicas.request import SamplingParams
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run
 
@@ -66,6 +68,33 @@ def test_a_tenants_salts_go_and_no_others() -> None:
     engine.forest.drop_salts(lambda salt: tenant_of(salt) == "a")
     engine.forest.check()
     assert [found(engine, [1] * 9, salt) for salt in salts] == [0, 0, 0, 9, 9, 9]
+
+
+PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", PUBLIC_SALT]), PROMPT), max_size=10), PROMPT, st.integers(16, 40))
+@settings(max_examples=100, deadline=None)
+def test_tenants_find_their_own_and_what_is_public(
+    said: list[tuple[str, list[int]]], ids: list[int], pages: int
+) -> None:
+    engine = make_engine(pages, page_size=2)
+    for index, (salt, prompt) in enumerate(said):
+        engine.submit(make_request(f"r{index}", prompt, ONE, salt=salt))
+        if index % 3:
+            run(engine)
+            engine.forest.check()
+    run(engine)
+    for salt in ("a", "b", "c"):
+        reachable = [prompt for other, prompt in said if other in (salt, PUBLIC_SALT)]
+        most = max((common_prefix(array("i", prompt), 0, ids, 0, len(ids)) for prompt in reachable), default=0)
+        assert found(engine, ids, salt) <= most
+    engine.forest.drop_salts(lambda salt: salt == "a")
+    engine.forest.check()
+    public = [prompt for salt, prompt in said if salt == PUBLIC_SALT]
+    assert found(engine, ids, "a") <= max(
+        (common_prefix(array("i", p), 0, ids, 0, len(ids)) for p in public), default=0
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=6), st.data())

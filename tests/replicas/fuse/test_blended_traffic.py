@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mneme.cachetier.chunk.header import Miss
 from mneme.errors import ContextLengthExceeded
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.commands import delete_session, fork_session
 from mneme.replicas.engine.engine import Engine
 from mneme.replicas.request import GenerationRequest, PromptUsage, SamplingParams, TokenEvent
 from tests.replicas.asked import answer
-from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.chunk_stores import FakeStore
+from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine
+from tests.replicas.fake_runner import FakeRunner, continuation, lineages
 from tests.replicas.losses import lose
 from tests.replicas.schedule.test_engine_policy import make_engine, make_request, run, tokens_of
 
@@ -25,8 +29,9 @@ OFF = BlendOptions(mode="off")
 A, B = [1, 2, 3, 4, 0, 1, 2, 3, 3], [4, 4, 2, 0, 1, 1]
 
 
-def engine_of(num_pages: int = 64, **options: Any) -> Engine:
-    return make_engine(runner=FakeRunner(num_pages, 4, num_host_pages=options.pop("num_host_pages", 0)), **options)
+def engine_of(num_pages: int = 64, page_size: int = 4, **options: Any) -> Engine:
+    runner = FakeRunner(num_pages, page_size, num_host_pages=options.pop("num_host_pages", 0))
+    return make_engine(runner=runner, **options)
 
 
 def blended(
@@ -223,6 +228,21 @@ def test_what_reuses_documents_runs_beside_them() -> None:
     assert not engine.has_work
 
 
+def test_requests_that_come_together_wait_for_each_document_once() -> None:
+    engine = engine_of(num_pages=256, max_batch_tokens=64, max_running=2)
+    documents = [[index % 5, index // 5, 1, 2] for index in range(8)]
+    requests = [blended(f"r{n}", [(0, n), *documents[n:], *documents[:n], (2, n)], num_tokens=1) for n in range(4)]
+    for request in requests:
+        engine.submit(request)
+    events: list[TokenEvent] = []
+    for _ in range(8):  # two documents a step, then two requests
+        events += engine.step()
+    for request in requests:
+        assert tokens_of(events, request.request_id) == continuation(list(request.prompt_token_ids), 1, 5)
+    assert not engine.has_work
+    assert num_rows(engine) <= sum(map(len, documents)) + 4 * (2 + 2)
+
+
 def test_chosen_tokens_are_computed_anew() -> None:
     engine = engine_of(max_batch_tokens=64)
     engine.submit(blended("first", [(0, 1), A, B, (2, 2)]))
@@ -392,6 +412,8 @@ traffic = st.lists(
         st.one_of(st.none(), st.none(), st.integers(0, 9)),  # steps until it is aborted
         st.sampled_from([None, None, "s", "t"]),  # session
         st.sampled_from([1, 1, 3]),  # choices
+        st.sampled_from(["given", "any"]),  # order
+        st.sampled_from(["", "", "tenant"]),
     ),
     min_size=1,
     max_size=8,
@@ -399,9 +421,16 @@ traffic = st.lists(
 POOL = [A, B, [2] * 11, [0, 3]]
 
 
+def in_its_order(request: GenerationRequest, events: list[TokenEvent], name: str) -> list[int]:
+    """The prompt in the order of documents that the engine chose."""
+    blend = next(event.usage.blend for event in events if event.request_id == name and event.usage is not None)
+    return list((request if blend is None else request.in_order(blend.order)).prompt_token_ids)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     traffic,
+    st.sampled_from([2, 4, 8]),
     st.integers(14, 40),
     st.integers(8, 40),
     st.integers(1, 6),
@@ -410,6 +439,7 @@ POOL = [A, B, [2] * 11, [0, 3]]
 )
 def test_any_traffic_computes_what_each_request_alone_would(
     requests: list[Any],
+    page_size: int,
     num_pages: int,
     max_batch_tokens: int,
     max_running: int,
@@ -417,21 +447,26 @@ def test_any_traffic_computes_what_each_request_alone_would(
     losses: list[tuple[int, int]],
 ) -> None:
     engine = engine_of(
-        num_pages, max_batch_tokens=max(max_batch_tokens, 16), max_running=max_running, num_host_pages=num_host_pages
+        num_pages * 4 // page_size,
+        page_size,
+        max_batch_tokens=max(max_batch_tokens, 16),
+        max_running=max_running,
+        num_host_pages=num_host_pages,
     )
     events: list[TokenEvent] = []
-    expected: dict[str, tuple[Any, int]] = {}
+    expected: dict[str, GenerationRequest] = {}
     for step in itertools.count():
-        for index, (arrival, parts, mode, selector, ratio, num_tokens, abort_after, session, n) in enumerate(requests):
+        for index, each in enumerate(requests):
+            arrival, parts, mode, selector, ratio, num_tokens, abort_after, session, n, order, salt = each
             if arrival == step:
-                options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
+                options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1, order=order)
                 content = [POOL[part] if isinstance(part, int) else part for part in parts] + [(index % 5,)]
-                request = blended(f"r{index}", content, options, num_tokens, session_id=session)
+                request = blended(f"r{index}", content, options, num_tokens, session_id=session, salt=salt)
                 if len(request.prompt_token_ids) + num_tokens <= engine.capacity:
                     for choice in range(n):
                         engine.submit(replace(request, request_id=f"r{index}.{choice}", choice_index=choice))
                         if abort_after is None or choice != index % n:
-                            expected[f"r{index}.{choice}"] = request.prompt_token_ids, num_tokens
+                            expected[f"r{index}.{choice}"] = request
             if abort_after is not None and arrival + abort_after == step:
                 engine.abort(f"r{index}.{index % n}")
         for at, which in losses:
@@ -442,11 +477,73 @@ def test_any_traffic_computes_what_each_request_alone_would(
         if step > 45 and not engine.has_work:
             break
         assert step < 3_000, "some request never ends"
-    for name, (ids, num_tokens) in expected.items():
-        assert tokens_of(events, name) == continuation(list(ids), num_tokens, 5)
+    for name, request in expected.items():
+        ids, num_tokens = in_its_order(request, events, name), request.sampling.max_tokens
+        assert num_tokens is not None
+        assert tokens_of(events, name) == continuation(ids, num_tokens, 5)
     assert engine.forest.num_in_use == 0
-    for key in ("s", "t"):
-        if engine.sessions.get(("", key)) is not None:
-            answer(engine, delete_session(("", key)))
+    for session_key in itertools.product(("", "tenant"), ("s", "t")):
+        if engine.sessions.get(session_key) is not None:
+            answer(engine, delete_session(session_key))
     engine.forest.check()
     assert not engine.forest.kept_roots
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    traffic,
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from([None, 1]),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 1000)), max_size=4),
+    st.integers(0, 2**16),
+)
+def test_any_chunk_of_a_document_may_be_lost_on_its_way(
+    requests: list[Any], fault_share: float, step_chunks: int | None, losses: list[tuple[int, int]], seed: int
+) -> None:
+    """Two engines share a cache tier, which loses chunks in the middle of what reuses them."""
+    chance = random.Random(seed)
+    store = FakeStore(edge="disk", fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
+    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
+    engines = [make_played_engine(FakeRunner(40, 4), cache, itertools.count().__next__) for cache in caches]
+    events: list[list[TokenEvent]] = [[], []]
+    asked: list[tuple[int, GenerationRequest]] = []
+    for step in itertools.count():
+        for index, each in enumerate(requests):
+            arrival, parts, mode, selector, ratio, num_tokens, *_, order, salt = each
+            if arrival == step:
+                options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1, order=order)
+                content = [POOL[part] if isinstance(part, int) else part for part in parts] + [(index % 5,)]
+                request = blended(f"r{index}", content, options, num_tokens, salt=salt)
+                for at in range(2) if len(request.prompt_token_ids) + num_tokens <= engines[0].capacity else ():
+                    engines[at].submit(request)
+                    asked.append((at, request))
+        for at, (engine, cache) in enumerate(zip(engines, caches, strict=True)):
+            for when, which in losses:
+                if when == step:
+                    lose(engine, which)
+            cache.now_s += chance.choice([0.1, 1, 20])
+            cache.play(chance.choice([0, 1, None]), chance.choice([0, 1, None]))
+            events[at] += engine.step()
+            engine.forest.check()
+        if step > 45 and not any(engine.has_work for engine in engines):
+            break
+        assert step < 5_000, "some request never ends"
+    for at, request in asked:
+        ids, num_tokens = in_its_order(request, events[at], request.request_id), request.sampling.max_tokens
+        assert num_tokens is not None
+        assert tokens_of(events[at], request.request_id) == continuation(ids, num_tokens, 5)
+    for engine, cache in zip(engines, caches, strict=True):
+        cache.play()
+        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        assert not engine.forest.kept_roots
+
+
+def test_what_is_behind_a_reused_document_is_told_from_exact_kv() -> None:
+    engine = engine_of(max_batch_tokens=64)
+    runner: Any = engine.runner
+    exact = lineages("", [0, 1, *A, 2, 2])
+    engine.submit(blended("a", [(0, 1), A, (2, 2)], num_tokens=1))
+    engine.step()
+    found = {lineage for _, _, lineage in runner.slots.values()}
+    assert found >= {*exact[:2], *lineages("", A)}  # the text before, and the document alone
+    assert not found & set(exact[2:])

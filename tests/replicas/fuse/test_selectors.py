@@ -86,3 +86,5 @@ def test_a_ratio_of_nothing_or_all_narrows_nothing() -> None:
     assert filter_counts(24, 77, 0.0) == filter_counts(24, 77, 1.0) == filter_counts(2, 77, 0.5) == {}
     assert first_share(24, 1.0) == 1.0
     assert first_share(6, 0.15) == pytest.approx(0.6975)
+    assert first_share(24, 0.1) == 0.5
+    assert first_share(24, 0.11) == first_share(8, 0.15) == 1.0

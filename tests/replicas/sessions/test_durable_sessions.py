@@ -294,6 +294,26 @@ def test_a_turn_that_answers_while_its_session_is_deleted_is_not_written(cluster
     assert state_of(engine).num_turns == 1
 
 
+def test_what_is_noted_with_a_session_outlives_a_restart_and_stays_with_it_alone(cluster: Cluster) -> None:
+    engine = cluster.engine()
+    assert not engine.sessions.note(KEY, b"of nobody")
+    num_tokens = len(say(engine, "t0", [1, 2, 3])) + 3
+    for note in (b"first" * 1000, b"second" * 100):
+        assert engine.sessions.note(KEY, note)
+        assert engine.sessions.num_tokens == num_tokens + len(note) // 4
+    engine = cluster.restart()
+    recall(engine, KEY[1])
+    assert state_of(engine).note == b"second" * 100
+    assert engine.sessions.num_tokens == num_tokens + 150
+    answer(engine, fork_session(KEY, "public:f"))
+    assert state_of(engine, "public:f").note == b""
+    say(engine, "t1", [4], append=True)
+    assert state_of(engine).note == b"second" * 100
+    delete(engine)
+    assert engine.sessions.num_tokens == num_tokens
+    assert not engine.sessions.note(KEY, b"of nobody")
+
+
 def test_a_stale_copy_of_a_deleted_session_goes_too(cluster: Cluster) -> None:
     one, two = cluster.engine(), cluster.engine()
     say(one, "a", [1, 2, 3])

@@ -1,0 +1,239 @@
+"""A blended session goes on from its stored KV in another engine, and nobody else does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mneme.cachetier.chunk.header import Miss
+from mneme.cachetier.chunk.keys import LineageKind
+from mneme.cachetier.config import CacheConfig, DiskTierConfig
+from mneme.cachetier.node.sources import ProcessChunkStore
+from mneme.replicas.documents import BlendOptions
+from mneme.replicas.engine.commands import delete_kv, delete_session, fork_session, kv_tier_of
+from mneme.replicas.engine.engine import Engine
+from mneme.replicas.request import PromptUsage, SamplingParams
+from tests.replicas.asked import answer
+from tests.replicas.checkpoints import decoder_of, write_checkpoint
+from tests.replicas.chunk_stores import CHUNK_TOKENS, FakeStore, make_cached_engine
+from tests.replicas.connector.played_chunks import PlayedCache, make_played_engine, move_session, run_played
+from tests.replicas.fake_runner import FakeRunner, continuation
+from tests.replicas.fuse.test_blended_logits import SINK, prompt_of
+from tests.replicas.fuse.test_blended_traffic import POOL, blended
+from tests.replicas.losses import lose
+from tests.replicas.schedule.test_engine_policy import make_request, run, tokens_of
+from tests.replicas.tiered_engine import answers, draw, logits_of, submit, usages
+
+TOLERANCE = 1e-4
+KEY = ("tenant", "s")
+PROMPT, SPANS = prompt_of([2, 0, 1])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama-2", directory)
+    return directory
+
+
+class Talk:
+    """A blended first turn, and later ones on engines that share a tier."""
+
+    def __init__(self, directory: Path, open_store: Callable[[], Any]) -> None:
+        self._decoder, self._open_store = decoder_of(directory), open_store
+        self.engine = self.new_engine()
+
+    def new_engine(self) -> Engine:
+        engine = make_cached_engine(self._decoder, self._open_store())
+        engine._tokenizer = SimpleNamespace(sink_ids=SINK, decode=None)  # type: ignore[assignment]  # it has none
+        return engine
+
+    def begin(self, **blend: Any) -> None:
+        options = BlendOptions(**{"mode": "selective", "min_tokens": 1, **blend})
+        parts: list[Any] = [tuple(PROMPT[: SPANS[0][0]])]
+        for index, (start, end) in enumerate(SPANS):
+            behind = SPANS[index + 1][0] if index + 1 < len(SPANS) else len(PROMPT)
+            parts += [PROMPT[start:end], tuple(PROMPT[end:behind])]
+        self.engine.submit(blended("t0.0", parts, options, 20, salt=KEY[0], session_id=KEY[1]))
+        told = usages(run(self.engine))["t0.0"].blend
+        assert told is not None
+        assert told.declined is None
+
+    def say(self, engine: Engine, name: str, **more: Any) -> tuple[PromptUsage, Any]:
+        """Return the usage and the logits of a turn's answer."""
+        options = {"append": True, "salt": KEY[0], "session_id": KEY[1], **more}
+        submit(engine, name, draw(77, 12), 6, **options)
+        events = run(engine)
+        return usages(events)[name], logits_of(engine, name)[-len(answers(events)[name]) :]
+
+    def moved(self) -> Engine:
+        """Another engine, which knows the session's log; what was to be saved is."""
+        assert self.engine.connector is not None
+        assert self.engine.connector.saver.settle(60)
+        log = self.engine.sessions.get(KEY)
+        assert log is not None
+        engine = self.new_engine()
+        engine.sessions.restore(KEY, log.state()._replace(version=1), 2)
+        return engine
+
+
+@pytest.mark.parametrize("blend", [{"mode": "full_reuse"}, {"selector": "first-k"}, {"selector": "hkvd", "ratio": 0.1}])
+def test_it_goes_on_where_it_moves(directory: Path, blend: dict[str, Any]) -> None:
+    """Its logits are those of one that never moved, not those of the exact prompt."""
+    store = FakeStore()
+    talk = Talk(directory, lambda: store)
+    talk.begin(**blend)
+    moved = talk.moved()
+    usage, logits = talk.say(moved, "t1.0")
+    stayed_usage, stayed = talk.say(talk.engine, "t1.0")
+    num_history = stayed_usage.prompt_tokens - 12
+    assert usage.host_tokens >= num_history - 17
+    assert (logits - stayed).abs().max() <= TOLERANCE
+    for each in (usage, stayed_usage):
+        assert each.blend is not None
+        assert each.blend.is_history_approximate
+    exact = talk.moved()
+    usage, _ = talk.say(exact, "t2.0", blend=BlendOptions(mode="off"))
+    assert usage.blend is None
+    assert usage.host_tokens <= SPANS[0][0]
+    for engine in (talk.engine, moved, exact):
+        engine.close()
+    assert store.num_open == 0
+
+
+def test_it_outlives_a_restart_until_it_is_deleted(directory: Path, tmp_path: Path) -> None:
+    disk = DiskTierConfig(folder=str(tmp_path), capacity_bytes=1 << 24)
+    config = CacheConfig(chunk_tokens=CHUNK_TOKENS, min_load_tokens=1, disk=disk, host_bytes=1 << 24)
+    talk = Talk(directory, lambda: ProcessChunkStore(config))
+    talk.begin(selector="hkvd", ratio=0.1)
+    log = talk.engine.sessions.get(KEY)
+    assert log is not None
+    state = log.state()._replace(version=1)
+    _, stayed = talk.say(talk.engine, "t1.0")
+    talk.engine.close()
+    talk.engine = talk.new_engine()
+    talk.engine.sessions.restore(KEY, state, 2)
+    usage, logits = talk.say(talk.engine, "t1.0")
+    assert usage.disk_tokens > 150
+    assert (logits - stayed).abs().max() <= TOLERANCE
+    tier = kv_tier_of(talk.engine.connector)
+    assert answer(talk.engine, delete_kv("tenant", (), KEY), tier)["chunks"] > 0
+    talk.engine.close()
+    talk.engine = talk.new_engine()
+    talk.engine.sessions.restore(KEY, state, 2)
+    usage, _ = talk.say(talk.engine, "t2.0")
+    assert usage.disk_tokens <= SPANS[0][0]
+    assert usage.blend is None  # all that it sees was computed exactly
+    talk.engine.close()
+
+
+def test_nobody_else_finds_it(directory: Path) -> None:
+    """Another session or tenant of the same log, a fork, and a prompt of the same tokens compute what they see."""
+    store = FakeStore()
+    talk = Talk(directory, lambda: store)
+    talk.begin(mode="full_reuse")
+    log = talk.engine.sessions.get(KEY)
+    assert log is not None
+    answer(talk.engine, fork_session(KEY, "fork"))
+    chunks, fork = dict(store.chunks), talk.engine.sessions.get((KEY[0], "fork"))
+    assert fork is not None
+    for key, state in (((KEY[0], "t"), log.state()), (("another", "s"), log.state()), ((KEY[0], "fork"), fork.state())):
+        engine = talk.moved()
+        engine.sessions.restore(key, state._replace(version=1), 2)
+        usage, _ = talk.say(engine, "other.0", salt=key[0], session_id=key[1])
+        assert usage.host_tokens <= SPANS[0][0]
+        engine.close()
+        assert {chunk.header.kind for chunk in store.chunks.values()} == {LineageKind.PREFIX, LineageKind.SESSION}
+        store.chunks = dict(chunks)  # without what that computed exactly, which anybody may find
+    engine = talk.moved()
+    submit(engine, "text", list(log.ids), 1, salt=KEY[0])
+    assert usages(run(engine))["text"].host_tokens <= SPANS[0][0]
+    engine.close()
+    talk.engine.close()
+
+
+turns = st.lists(
+    st.tuples(
+        st.sampled_from([("", "s"), ("", "t"), ("tenant", "s")]),
+        st.lists(
+            st.one_of(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=5).map(tuple)), min_size=1, max_size=4
+        ),
+        st.sampled_from(["full_reuse", "selective", "off"]),
+        st.sampled_from(["first-k", "random", "query", "hkvd"]),
+        st.sampled_from([0.2, 0.5]),
+        st.integers(1, 20),  # of the answer
+        st.booleans(),  # whether the session moves before
+        st.integers(0, 2),  # losses on the device before
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    turns,
+    st.sampled_from(["host", "disk"]),
+    st.sampled_from([0.0, 0.05, 0.3]),
+    st.sampled_from([None, 1, 2]),
+    st.integers(0, 2**16),
+)
+def test_any_turns_and_moves_see_their_whole_context_once(
+    turns: list[Any], edge: Any, fault_share: float, step_chunks: int | None, seed: int
+) -> None:
+    """Whatever is lost on the way: the fake runner checks what each row sees, and that exact prompts see exact KV."""
+    chance = random.Random(seed)
+    store = FakeStore(edge=edge, fault=lambda _header, _at: Miss.SHORT if chance.random() < fault_share else None)
+    caches = [PlayedCache(store, 4, step_chunks=step_chunks) for _ in range(2)]
+    runners = [FakeRunner(96, 4, num_host_pages=chance.choice([0, 20])) for _ in range(2)]
+    engines = [
+        make_played_engine(runner, cache, itertools.count().__next__, max_batch_tokens=32)
+        for runner, cache in zip(runners, caches, strict=True)
+    ]
+    home = dict.fromkeys([key for key, *_ in turns], 0)
+    said: dict[Any, list[int]] = {key: [] for key in home}
+    for number, (key, parts, mode, selector, ratio, num_tokens, moves, num_losses) in enumerate(turns):
+        old = engines[home[key]]
+        home[key] = chance.randrange(2) if moves else home[key]
+        engine, cache = engines[home[key]], caches[home[key]]
+        log = old.sessions.get(key)
+        if moves and log is not None:
+            move_session(key, old, engine, number + 1)
+        for _ in range(num_losses):
+            lose(engine, chance.randrange(100))
+        name, content = f"t{number}.0", [POOL[each] if isinstance(each, int) else each for each in parts] + [(1,)]
+        options = BlendOptions(mode=mode, selector=selector, ratio=ratio, min_tokens=1)
+        request = blended(name, content, options, num_tokens, salt=key[0], session_id=key[1], append=log is not None)
+        if len(said[key]) + len(request.prompt_token_ids) + num_tokens > 150:
+            continue
+        engine.submit(request)
+        if chance.random() < 0.5:  # who must not see any of it
+            engine.submit(
+                make_request(
+                    f"other{number}",
+                    [*said[key], *request.prompt_token_ids],
+                    SamplingParams(temperature=0, max_tokens=2),
+                    salt=key[0],
+                )
+            )
+        events = run_played(engine, cache, chance)
+        said[key] += request.prompt_token_ids
+        assert tokens_of(events, name) == continuation(said[key], num_tokens, 5)
+        said[key] += tokens_of(events, name)
+    for engine, cache in zip(engines, caches, strict=True):
+        cache.play()
+        assert (engine.forest.num_in_use, cache.num_open) == (0, 0)
+        for key in home:
+            if engine.sessions.get(key) is not None:
+                answer(engine, delete_session(key))
+        engine.forest.clear()
+        assert not engine.forest.kept_roots
+    assert store.num_open == 0
