@@ -7,33 +7,17 @@ derived here from the key: a client's `cache_salt` can only narrow what it share
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Sequence
 
 from mneme.cachetier.chunk.keys import tenant_id
-from mneme.errors import InvalidRequest, Unauthorized
+from mneme.errors import InvalidRequest
 
 PUBLIC = "public"  # the only tenant where there are no API keys
 MAX_SESSION_ID_CHARS = 256
 
 
-def authenticate(authorization: str | None, api_keys: Sequence[str]) -> str:
-    """The tenant of an Authorization header, in the same time for every wrong key; raises `Unauthorized`."""
-    if not api_keys:
-        return PUBLIC
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not given:
-        raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
-    given = given.strip()
-    is_known = [hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()) for key in api_keys]
-    if not any(is_known):
-        raise Unauthorized("the API key is not known")
-    return _digest("tenant", given)
-
-
-def tenants(api_keys: Sequence[str]) -> list[str]:
-    """Everyone who can be authenticated."""
-    return list(dict.fromkeys(_digest("tenant", key) for key in api_keys)) or [PUBLIC]
+def tenant_of_secret(sha256: str) -> str:
+    """Name the tenant whose secret has this hash."""
+    return _digest("tenant", sha256)
 
 
 def kv_salt(tenant: str, cache_salt: str | None) -> str:

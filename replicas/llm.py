@@ -23,6 +23,7 @@ from mneme.replicas.config import EngineConfig
 from mneme.replicas.documents import BlendOptions, BlendUsage, DocumentSpan
 from mneme.replicas.engine.engine import BLOCKED_S
 from mneme.replicas.engine.load import load_engine
+from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.model.config import model_directory
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, SamplingParams, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
@@ -214,6 +215,7 @@ class LLM:
         documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput: ...
@@ -227,6 +229,7 @@ class LLM:
         documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]: ...
@@ -239,6 +242,7 @@ class LLM:
         documents: Sequence[str | Mapping[str, Any]] | None = None,
         truncation: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         blend: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> RequestOutput | list[RequestOutput]:
@@ -246,7 +250,9 @@ class LLM:
 
         A list is answered by a list, with one entry of `session_id` for each; otherwise as `generate`. `documents`
         (texts, or mappings with a text and perhaps a title and an id) stand where the template puts them, else before
-        the last user's text; messages may have documents among the parts of their content, too.
+        the last user's text; messages may have documents among the parts of their content, too. `tools`
+        (as OpenAI's) are written by the template; answers are text as it was drawn, in which
+        `Dialect(llm.get_tokenizer()).parser` finds calls.
         """
         conversations, is_one = _conversations(messages, documents or ())
         params = _one_per_prompt("sampling_params", sampling_params, SamplingParams, len(conversations))
@@ -258,6 +264,7 @@ class LLM:
                 session,
                 self._truncation(truncation, session),
                 self._default_blend.updated({} if blend is None else blend),
+                tools,
             )
             for conversation, param, session in zip(conversations, params, sessions, strict=True)
         ]
@@ -283,7 +290,8 @@ class LLM:
 
     def unpin(self, name: str) -> bool:
         """Unpin what `warm` keeps; returns whether it was kept."""
-        return self.engine.pins.unpin(PinName(_TENANT, name))
+        pins = self.engine.pins
+        return pins.unpin(PinName(_TENANT, name)) or pins.unpin(PinName(tenant_id(PUBLIC_SALT), name))
 
     def _prefix_ids(self, prompt: str | Sequence[int] | Conversation) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -312,8 +320,10 @@ class LLM:
         session_id: str | None,
         truncation: Truncation | None,
         blend: BlendOptions,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> _Job:
-        render = partial(self.tokenizer.render_chat, template_variables=stand_ins.variables)
+        variables = {**stand_ins.variables, **({"tools": list(tools)} if tools else {})}
+        render = partial(self.tokenizer.render_chat, template_variables=variables)
         text = stand_ins.placed(lambda some: Appended(render(some), 0), messages).text
         prompt = self._encoded_parts(stand_ins.cut(text))
         num_system = 0

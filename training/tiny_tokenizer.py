@@ -17,13 +17,26 @@ from mneme.replicas.quality.coreference import make_case
 BOS, PAD, IM_START, IM_END = "<|bos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 3072
 CONTEXT_TOKENS = 2048
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+# As Qwen 2.5 has it, tools too, in fewer words; the model was not trained to call any.
+CHAT_TEMPLATE = r"""{{ bos_token }}
+{%- if tools %}
+{{- '<|im_start|>system\n' + (messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '') }}
+{{- 'You may call functions:\n<tools>' }}
+{%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}
+{{- '\n</tools>\n<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call> calls one.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message['role'] == 'system') %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\n' if message['content'] or not loop.first }}
+{{- '<tool_call>\n{"name": ' + call['function']['name'] | tojson }}
+{{- ', "arguments": ' + call['function']['arguments'] | tojson + '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def task_texts(seed: int) -> list[str]:

@@ -6,6 +6,7 @@ for every token would be most of the ingress's work.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from abc import ABC, abstractmethod
@@ -15,15 +16,20 @@ from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mneme.cluster.http.error_response import error_object
+from mneme.cluster.wire.openai import EmbeddingsRequest
 from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.request import GenerationRequest, Logprobs, PromptUsage, TokenEvent
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import AnswerParser, CallPiece, whole_calls
 
 MAX_DELTAS = 64  # steps that a client may be behind before they are told as one
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+_REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, and vLLM's
 _LEAST = -9999.0  # JSON has no -Infinity; OpenAI uses this number for it
 
 
@@ -48,6 +54,8 @@ class Delta(NamedTuple):
     finish_reason: str | None
     num_tokens: int
     is_first: bool
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class Choice:
     stream: TextStream
     fields: FieldNames
     usage: PromptUsage
+    parser: AnswerParser | None = None  # finds calls and reasoning; None: all is text
+    embedding: tuple[float, ...] | None = None
     num_tokens: int = 0
     num_told: int = 0  # of these tokens, those that were taken
     finish_reason: str | None = None
@@ -78,6 +88,7 @@ class Choice:
         request: GenerationRequest,
         tokenizer: Tokenizer,
         fields: FieldNames,
+        parser: AnswerParser | None = None,
     ) -> Choice:
         params = request.sampling
         return Choice(
@@ -87,6 +98,7 @@ class Choice:
             stream=TextStream.of(tokenizer, params),
             fields=fields,
             usage=PromptUsage(len(request.prompt_token_ids), 0),
+            parser=parser,
         )
 
     @property
@@ -102,11 +114,19 @@ class Choice:
         text = self.stream.push(event.token_ids)
         if event.usage is not None:
             self.usage = event.usage
+        if event.embedding is not None:
+            self.embedding = event.embedding
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             text += self.stream.finish()
         logprobs = None if self.request.sampling.logprobs is None else list(event.logprobs or ())
-        self._deltas.append(Delta(self.index, text, logprobs, event.finish_reason, len(event.token_ids), is_first))
+        reason, reasoning = event.finish_reason, ""
+        calls: tuple[CallPiece, ...] = ()
+        if self.parser is not None:
+            text, reasoning, calls = self.parser.push(text, is_last=reason is not None)
+            if reason == "stop" and self.parser.num_calls:
+                reason = "tool_calls"
+        self._deltas.append(Delta(self.index, text, logprobs, reason, len(event.token_ids), is_first, reasoning, calls))
 
     def take(self) -> Iterator[Delta]:
         """Take what is new, one by one: `num_told` counts what was taken."""
@@ -126,6 +146,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         finish_reason=deltas[-1].finish_reason,
         num_tokens=sum(delta.num_tokens for delta in deltas),
         is_first=deltas[0].is_first,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=tuple(piece for delta in deltas for piece in delta.calls),
     )
 
 
@@ -189,6 +211,9 @@ class Answer(ABC):
     def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
         """What ends a whole stream; `has_usage`: the client asks for it."""
 
+    async def keep(self, choices: Sequence[Choice]) -> None:  # noqa: B027  # most APIs keep nothing
+        """Keep what an API keeps of a whole answer, all of which was worded; its end is told after that."""
+
     def failed(self, error: MnemeError) -> bytes:
         """What ends a stream that broke; a client must not take that for a whole answer."""
         return event(json.dumps(error_object(error)))
@@ -246,7 +271,11 @@ class OpenAiAnswer(Answer):
 
 
 class ChatAnswer(OpenAiAnswer):
-    """`chat.completion`, or `chat.completion.chunk` in a stream."""
+    """`chat.completion`, or `chat.completion.chunk` in a stream; `has_reasoning`: the client wants it."""
+
+    def __init__(self, *args: Any, has_reasoning: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_reasoning = has_reasoning
 
     def _chunks(self, delta: Delta, usage: str) -> Iterator[str]:
         """A choice begins with its role alone, as OpenAI's: what follows it are tokens."""
@@ -254,28 +283,31 @@ class ChatAnswer(OpenAiAnswer):
         if delta.is_first:
             role = '{"role":"assistant","content":""}'
             yield f'{choice}{role},"logprobs":null,"finish_reason":null}}]{usage}}}'
-        content = f'"content":{_quoted(delta.text)}' if delta.text or delta.num_tokens else ""
-        yield f"{choice}{{{content}}}{self._end(delta, usage)}"
+        said = []
+        if delta.reasoning and self._has_reasoning:
+            said += [f'"{name}":{_quoted(delta.reasoning)}' for name in _REASONING]
+        if delta.calls:
+            said.append(f'"tool_calls":[{",".join(map(_call_piece, delta.calls))}]')
+        if delta.text or (delta.num_tokens and not said):
+            said.append(f'"content":{_quoted(delta.text)}')
+        yield f"{choice}{{{','.join(said)}}}{self._end(delta, usage)}"
 
     def _said(self, delta: Delta) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in whole_calls(delta.calls)
+        ]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": delta.text or (None if calls else ""),
+            "refusal": None,
+        }
+        if delta.reasoning and self._has_reasoning:
+            message |= dict.fromkeys(_REASONING, delta.reasoning)
+        return {"message": {**message, "tool_calls": calls} if calls else message}
 
     def _logprobs(self, choice: int, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        content = [
-            {
-                **self._entry(item.token_id, item.logprob),
-                "top_logprobs": [self._entry(*top) for top in item.top[: self._num_top]],
-            }
-            for item in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
+        return {"content": token_logprobs(self._tokenizer, logprobs, self._num_top), "refusal": None}
 
 
 class CompletionAnswer(OpenAiAnswer):
@@ -314,15 +346,70 @@ class CompletionAnswer(OpenAiAnswer):
         return best
 
 
+class EmbeddingsAnswer(Answer):
+    """OpenAI's list of embeddings; there is no stream of it."""
+
+    def __init__(self, model: str, body: EmbeddingsRequest) -> None:
+        self._model = model
+        self._body = body
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+        """See `Answer`; raises `InvalidRequest` for more dimensions than there are."""
+        num_tokens = sum(choice.usage.prompt_tokens for choice in choices)
+        data = [{"object": "embedding", "index": choice.index, "embedding": self._vector(choice)} for choice in choices]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+
+    def _vector(self, choice: Choice) -> list[float] | str:
+        if choice.embedding is None:
+            raise MnemeError("the replica answered without an embedding")
+        vector, wanted = np.array(choice.embedding), self._body.dimensions
+        if wanted is not None:
+            if wanted > len(vector):
+                raise InvalidRequest("dimensions", wanted, f"this model's embeddings have {len(vector)}")
+            vector = vector[:wanted]
+        if self._body.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        if self._body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        floats: list[float] = vector.astype(np.float32).tolist()
+        return floats
+
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        raise NotImplementedError
+
+    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
+        raise NotImplementedError
+
+
 def _figures(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return what the end of an answer says of it."""
     metrics = metrics_object(choices)
     return {"usage": usage_object(choices), **({} if metrics is None else {"metrics": metrics})}
 
 
+def token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[Logprobs], num_top: int) -> list[dict[str, Any]]:
+    """Return what OpenAI's chat and responses say of tokens, with so many of the likeliest in their places."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text, of_bytes = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(of_bytes)}
+
+    return [
+        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*top) for top in item.top[:num_top]]}
+        for item in logprobs
+    ]
+
+
 def event(payload: str, name: str | None = None) -> bytes:
     """A server-sent event; Anthropic's have names."""
     return f"{'' if name is None else f'event: {name}{chr(10)}'}data: {payload}\n\n".encode()
+
+
+def _call_piece(piece: CallPiece) -> str:
+    begin = "" if piece.id is None else f'"id":{_quoted(piece.id)},"type":"function",'
+    name = "" if piece.name is None else f'"name":{_quoted(piece.name)},'
+    return f'{{"index":{piece.call},{begin}"function":{{{name}"arguments":{_quoted(piece.arguments)}}}}}'
 
 
 def _finite(logprob: float) -> float:

@@ -1,6 +1,6 @@
-"""The HTTP API: OpenAI's completions, Anthropic's messages, tokenizing, probes, metrics, over any `EngineClient`.
+"""The HTTP API: OpenAI's completions and responses, Anthropic's messages, probes, metrics, over any `EngineClient`.
 
-A request passes `Guard` (id, API key, whole body), `body` and `protocol` (types, ranges), and its route's handler.
+A request passes `Guard` (id, API key, whole body), `body` and `wire` (types, ranges), and its route's handler.
 A completion passes `api_state` there (template and tokenizer, off the event loop), and becomes a `RunResponse`, which
 runs it on the engine client and sends its text.
 """
@@ -20,30 +20,36 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http import api_docs as docs
-from mneme.cluster.http import completions, kv, messages, sessions
+from mneme.cluster.http import completions, kv, messages, responses, sessions
 from mneme.cluster.http.api_docs import Route
 from mneme.cluster.http.api_state import ApiState, ServedModel
 from mneme.cluster.http.error_response import MESSAGES, http_exception_response
 from mneme.cluster.http.guard import Guard
-from mneme.cluster.http.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ForkRequest,
-    TokenizeRequest,
-    plain_documents,
-    validate,
-)
 from mneme.cluster.metrics.families import number_at
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
-from mneme.errors import InvalidRequest, shown
+from mneme.cluster.wire.anthropic import CountRequest, MessagesRequest
+from mneme.cluster.wire.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    ForkRequest,
+    TokenizeRequest,
+    plain_documents,
+    template_variables,
+    validate,
+)
+from mneme.cluster.wire.responses import ResponsesRequest
+from mneme.errors import InvalidRequest, PermissionDenied, shown
 from mneme.replicas.documents import BlendOptions
 from mneme.replicas.text.parts import prompt_parts
 from mneme.replicas.text.tokenizer import Tokenizer
 from mneme.replicas.truncation import Truncation
 from mneme.version import __version__
+
+_RESPONSE = "/v1/responses/{response_id}"
 
 
 def build_api(
@@ -63,12 +69,13 @@ def build_api(
     `truncation` is what sessions get that outgrow the window and say nothing of it, `blend` the same of documents.
     """
     config = config or HttpConfig()
-    metrics = MetricsPage(client, ingress, models[0].id)
+    metrics, keyring = MetricsPage(client, ingress, models[0].id), config.keyring(clock)
     api = ApiState(
         client=client,
         models={model.id: model for model in models},
         tokenizer=tokenizer,
         config=config,
+        needs_key=not keyring.is_open,
         metrics=metrics,
         default_timeout_s=default_timeout_s,
         clock=clock,
@@ -78,7 +85,7 @@ def build_api(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, api)
     app.add_exception_handler(HTTPException, _refused_by_framework)
-    app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock)
+    app.add_middleware(Guard, config=config, on_response=metrics.count_response, clock=clock, keyring=keyring)
     return app
 
 
@@ -97,11 +104,24 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
             headers=sent,
         ),
         Route(
-            *("POST", MESSAGES, messages.messages, docs.AnthropicMessage, messages.MessagesRequest),
+            *("POST", MESSAGES, messages.messages, docs.AnthropicMessage, MessagesRequest),
             others={"text/event-stream": docs.AnthropicEvent},
             headers=sent,
         ),
-        Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens, docs.InputTokens, messages.CountRequest),
+        Route("POST", f"{MESSAGES}/count_tokens", messages.count_tokens, docs.InputTokens, CountRequest),
+        Route(
+            *("POST", "/v1/responses", responses.create_response, docs.Response, ResponsesRequest),
+            others={"text/event-stream": docs.ResponseEvent},
+            headers=api.config.affinity_headers,
+        ),
+        Route("GET", _RESPONSE, responses.get_response, docs.Response, query=salt),
+        Route("DELETE", _RESPONSE, responses.delete_response, docs.Deleted, query=salt),
+        Route("POST", f"{_RESPONSE}/cancel", responses.cancel_response, None, query=salt),
+        Route(
+            *("GET", f"{_RESPONSE}/input_items", responses.list_input_items, docs.ResponseItems),
+            query=("after", "limit", "order", *salt),
+        ),
+        Route("POST", "/v1/embeddings", completions.embeddings, docs.Embeddings, EmbeddingsRequest),
         Route("POST", "/tokenize", tokenize, docs.Tokens, TokenizeRequest),
         Route("POST", "/detokenize", detokenize, docs.Text, DetokenizeRequest),
         Route("GET", "/v1/models", _list_models, docs.ModelList),
@@ -118,7 +138,7 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
         Route("POST", "/v1/kv/pin", kv.pin, docs.TierPin, kv.PinRequest),
         Route("POST", "/v1/kv/unpin", kv.unpin, docs.Deleted, kv.UnpinRequest),
         Route("DELETE", "/v1/kv", kv.drop, docs.Dropped, kv.DropRequest),
-        Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats),
+        Route("GET", "/v1/kv/stats", kv.stats, docs.KvStats, is_admins=True),
         Route("GET", "/v1/kv/pins", kv.list_pins, docs.PinList),
         Route("DELETE", "/v1/kv/pins/{pin_id:path}", kv.delete_pin, docs.Deleted),
         Route("GET", "/health", _health, docs.Status),
@@ -137,6 +157,8 @@ def _add_routes(app: FastAPI, api: ApiState) -> None:
 
 async def _answer(api: ApiState, route: Route, request: Request) -> Any:
     """Check the body of a route that has one and call its handler, whose answer is a response or an object of JSON."""
+    if route.is_admins and not request.state.is_admin:
+        raise PermissionDenied
     given = () if route.body is None else (validate(route.body, await api.parsed(request)),)
     answer = await route.handler(api, request, *given)
     return JSONResponse(answer) if isinstance(answer, dict) else answer
@@ -198,7 +220,7 @@ async def _root(api: ApiState, request: Request) -> Response:
         "version": __version__,
         "model": model.id,
         "max_model_len": model.max_context,
-        "needs_key": bool(api.config.api_keys),
+        "needs_key": api.needs_key,
         "replicas": len(replicas),
         "device": next((each.get("device") for each in replicas), None),
         "dtype": next((each.get("dtype") for each in replicas), None),
@@ -243,7 +265,10 @@ async def tokenize(api: ApiState, request: Request, body: TokenizeRequest) -> di
     documents = plain_documents(body.documents)
     if body.messages is not None:
         begin = body.add_generation_prompt
-        prompt = await api.render(body.messages, model, add_generation_prompt=begin, documents=documents)
+        variables = template_variables(None, body.tools)
+        prompt = await api.render(
+            body.messages, model, add_generation_prompt=begin, template_variables=variables, documents=documents
+        )
     else:
         assert text is not None
         special, given = body.add_special_tokens, prompt_parts(text, documents)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, NotRequired
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-from mneme.cluster.http.protocol import Body
+from mneme.cluster.wire.openai import Body
 from mneme.replicas.request import Source
 from mneme.version import __version__
 
@@ -23,6 +23,9 @@ _REF = "#/components/schemas/{model}"
 _PARAMETERS = {
     "X-Session-ID": "the session that this is a turn of",
     "cache_salt": "the one that the session or request was opened under",
+    "after": "the id of the item to go on behind",
+    "limit": "items at most, from 1 to 100; 20 unless given",
+    "order": "asc: oldest first; desc, unless given: newest first",
 }
 _HINT = "a hint: requests with the same value run on one replica"
 
@@ -38,6 +41,7 @@ class Route(NamedTuple):
     others: Mapping[str, Any] = {}  # its other answers, by media type: a TypedDict (of each event), or str
     headers: Sequence[str] = ()  # that it reads
     query: Sequence[str] = ()
+    is_admins: bool = False  # refused to others
 
 
 class ErrorFields(TypedDict):
@@ -134,22 +138,56 @@ class AnthropicText(TypedDict):
     text: str
 
 
+class AnthropicThinking(TypedDict):
+    """What the model thought; nothing signs it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class AnthropicToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class CacheCreation(TypedDict):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class AnthropicUsage(TypedDict):
-    """`input_tokens` had to be computed; the prompt has these and the cached ones."""
+    """The prompt has the first three together: computed, computed up to a mark of `cache_control`, and found."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
+
+
+class CacheMissReason(TypedDict):
+    type: Literal[
+        "model_changed", "tools_changed", "system_changed", "messages_changed", "previous_message_not_found",
+        "unavailable",
+    ]  # fmt: skip
+    cache_missed_input_tokens: NotRequired[int]
+
+
+class AnthropicDiagnostics(TypedDict):
+    cache_miss_reason: CacheMissReason
 
 
 class AnthropicMessage(TypedDict):
     id: str
+    diagnostics: NotRequired[AnthropicDiagnostics]
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[AnthropicText]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    content: list[AnthropicText | AnthropicThinking | AnthropicToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: AnthropicUsage
 
@@ -160,10 +198,13 @@ class AnthropicErrorFields(TypedDict):
 
 
 class AnthropicDelta(TypedDict):
-    """`text` of a text_delta; of the last one why the message ended."""
+    """What its type says; of the last one why the message ended."""
 
-    type: NotRequired[Literal["text_delta"]]
+    type: NotRequired[Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]]
     text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    partial_json: NotRequired[str]
     stop_reason: NotRequired[str | None]
     stop_sequence: NotRequired[str | None]
 
@@ -177,11 +218,137 @@ class AnthropicEvent(TypedDict):
     ]  # fmt: skip
     message: NotRequired[AnthropicMessage]
     index: NotRequired[int]
-    content_block: NotRequired[AnthropicText]
+    content_block: NotRequired[AnthropicText | AnthropicThinking | AnthropicToolUse]
     delta: NotRequired[AnthropicDelta]
     usage: NotRequired[AnthropicUsage]
     error: NotRequired[AnthropicErrorFields]
     request_id: NotRequired[str]
+
+
+class ResponseInputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseOutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: ResponseInputDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputDetails
+    total_tokens: int
+
+
+class ResponseText(TypedDict):
+    type: Literal["output_text", "input_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[Any]]
+
+
+class ResponseItem(TypedDict):
+    """A message, a function call or its output, or reasoning; which fields it has goes by its type."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: NotRequired[Literal["in_progress", "completed", "incomplete"]]
+    role: NotRequired[str]
+    content: NotRequired[list[Any]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+    output: NotRequired[str]
+    summary: NotRequired[list[Any]]
+
+
+class ResponseFailure(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class FirstDifference(TypedDict):
+    """Where two prompts differ: the token's index, and the text from there on, before and now."""
+
+    token: int
+    before: str
+    now: str
+
+
+class CacheDiagnostics(TypedDict):
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: NotRequired[Literal["model_changed", "tools_changed", "input_changed", "context_compacted"]]
+    cache_missed_tokens: NotRequired[int]
+    comparison_reusable_tokens: NotRequired[int]
+    first_difference: NotRequired[FirstDifference]
+
+
+class Response(TypedDict):
+    """OpenAI's response; what was asked for stands in it as it was taken."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    prompt_cache_diagnostics: CacheDiagnostics | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    prompt_cache_options: dict[str, Any] | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+
+
+class ResponseEvent(TypedDict):
+    """One event of a stream; which fields it has goes by its type."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[Response]
+    item_id: NotRequired[str]
+    output_index: NotRequired[int]
+    content_index: NotRequired[int]
+    item: NotRequired[ResponseItem]
+    part: NotRequired[ResponseText]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    arguments: NotRequired[str]
+    name: NotRequired[str]
+    logprobs: NotRequired[list[Any]]
+
+
+class ResponseItems(TypedDict):
+    object: Literal["list"]
+    data: list[ResponseItem]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class InputTokens(TypedDict):
@@ -203,10 +370,40 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str  # JSON
+
+
+class FunctionPiece(TypedDict):
+    name: NotRequired[str]
+    arguments: str  # what follows of the JSON
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatToolPiece(TypedDict):
+    """What a chunk brings of the call `index`: id, type and name with the first only."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionPiece
+
+
 class ChatMessage(TypedDict):
+    """An answer; `reasoning` is `reasoning_content` by another name. `content` is null where there are only calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ChatToolCall]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class ChatChoice(TypedDict):
@@ -225,6 +422,9 @@ class ChatCompletion(_Answer):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolPiece]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class ChatChunkChoice(TypedDict):
@@ -268,6 +468,24 @@ class CompletionChunk(_Answer):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # in base64: of float32, little-endian
+
+
+class EmbeddingsUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 class Tokens(TypedDict):
@@ -350,10 +568,51 @@ class ExplainedChoice(TypedDict):
     blend: NotRequired[BlendUsage]
 
 
+class RouteTokens(TypedDict):
+    """Tokens of the prompt that a replica was thought to have: by their place, and of documents to be reused."""
+
+    matched: int
+    in_host: int
+    at_peers: int
+    reused: int
+
+
+class RouteMs(TypedDict, total=False):
+    """Milliseconds that were predicted: `ttft` is the sum of the first five, `total`, which is weighed, of all terms
+    but `overhead`."""
+
+    queue: float
+    compute: float
+    load: float
+    decode: float
+    overhead: float
+    batch: float
+    work: float
+    move: float
+    ttft: float
+    total: float
+
+
+class RouteCandidate(TypedDict):
+    replica: str
+    tokens: RouteTokens
+    ms: RouteMs
+
+
+class ExplainedRoute(TypedDict):
+    """A choice among replicas, the cheapest first."""
+
+    request_id: str
+    reason: Literal["session", "score", "ring", "p2c"]
+    replica: str
+    candidates: list[RouteCandidate]
+
+
 class Explanation(TypedDict):
     id: str
     object: Literal["kv.explanation"]
     choices: list[ExplainedChoice]
+    routes: list[ExplainedRoute]
 
 
 class Pin(TypedDict):
@@ -363,6 +622,7 @@ class Pin(TypedDict):
     num_tokens: int
     pinned: bool
     configured: bool
+    public: bool
     expires_in_s: float | None
     replicas: list[str]
 

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import check_json_type, parse_json_object
-from mneme.cluster.http.protocol import Message, conversation
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.metrics.page import MetricsPage
 from mneme.cluster.serve.engine_client import EngineClient
+from mneme.cluster.wire.openai import Message, conversation
 from mneme.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from mneme.primitives import Bounded
 from mneme.replicas.documents import BlendOptions, DocumentSpan
-from mneme.replicas.request import Grammar
+from mneme.replicas.request import Grammar, History
 from mneme.replicas.text.grammar import Grammars
 from mneme.replicas.text.parts import Part, StandIns, encode_parts
 from mneme.replicas.text.prompts import Appended, conversation_prefix, num_system_tokens, render_appended
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import Dialect, message_digest
 from mneme.replicas.truncation import MAX_WINDOWS, Truncation
 
 T = TypeVar("T")
 
+MAX_PROMPT_RECORDS = 1024  # some bytes for each 64 tokens
 _SMALL_TEXT_CHARS = 4096  # about 1 ms of tokenizing: less than handing it to a thread may cost on a busy machine
 
 
@@ -49,6 +55,7 @@ class Prompt(NamedTuple):
     num_closing_chars: int = 0  # of what is appended: they close the answer before it
     num_system: int = 0  # tokens of the system prompt, where a truncation asks for it
     documents: tuple[DocumentSpan, ...] = ()
+    history: History | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +66,7 @@ class ApiState:
     models: Mapping[str, ServedModel]
     tokenizer: Tokenizer
     config: HttpConfig
+    needs_key: bool
     metrics: MetricsPage
     truncation: Truncation = field(default_factory=Truncation)  # of sessions, where a request says nothing
     blend: BlendOptions = field(default_factory=BlendOptions)  # of documents, where a request says nothing
@@ -71,9 +79,13 @@ class ApiState:
     _template_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "template"))
     _tokenizer_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenizer"))
     _grammars: Grammars = field(init=False)
+    dialect: Dialect = field(init=False)
+    # Of messages whose clients ask what became of their prefix, by tenant and id: `messages.PromptRecord`.
+    prompts: Bounded[tuple[str, str], Any] = field(default_factory=lambda: Bounded(MAX_PROMPT_RECORDS))
 
     def __post_init__(self) -> None:
         self._grammars = Grammars(self.tokenizer)
+        self.dialect = Dialect(self.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
 
     def model(self, name: str | None) -> ServedModel:
         """Find it by id, or by `root` as `vllm bench serve` asks /tokenize; None: the first. Raises `ModelNotFound`."""
@@ -122,6 +134,25 @@ class ApiState:
                 return prompt._replace(num_closing_chars=num_closing_chars)
             encode = partial(stand_ins.encode_prefix, self.tokenizer)
             return prompt._replace(num_system=num_system_tokens(render, encode, said, prompt.token_ids))
+
+        return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
+
+    async def history(self, messages: list[Message], template_variables: Mapping[str, Any]) -> History:
+        """Say what was said, so that a session knows it again; how the answer is read is the caller's to fill in."""
+        render = partial(self.tokenizer.render_chat, template_variables=template_variables)
+
+        def work() -> History:
+            said = conversation(messages, StandIns())
+            last = max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=None)
+            digests = list(accumulate(said, message_digest, initial=json.dumps(template_variables).encode()))[1:]
+            known, appended = b"", Appended("", 0)
+            if last is not None and last + 1 < len(said):
+                with contextlib.suppress(InvalidRequest):  # the template cannot go on behind a stand-in
+                    known, appended = digests[last], render_appended(render, said[last + 1 :])
+            parsers = (self.config.tool_call_parser, self.config.reasoning_parser)
+            if not appended.text:
+                known = b""
+            return History(digests[-1], known, *appended, False, (), False, False, parsers)
 
         return await asyncio.get_running_loop().run_in_executor(self._template_threads, work)
 

@@ -1,26 +1,31 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to the response that runs it."""
+"""POST /v1/chat/completions, /v1/completions and /v1/embeddings: from a body to the response that runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
 
-from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, FieldNames
+from mneme.cluster.http.answers import Answer, ChatAnswer, Choice, CompletionAnswer, EmbeddingsAnswer, FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.http.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingBody,
-    StreamOptions,
-    template_variables,
-)
 from mneme.cluster.http.stream import RequestLatency, RunResponse
 from mneme.cluster.tenancy import affinity_key, kv_salt, session_key
+from mneme.cluster.wire.openai import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    SamplingBody,
+    StreamOptions,
+    ToolUse,
+)
 from mneme.errors import DeadlineExceeded, InvalidRequest
-from mneme.replicas.request import GenerationRequest, SamplingParams
+from mneme.replicas.request import GenerationRequest, KeptPrefix, SamplingParams
+from mneme.replicas.text.tool_calls import AnswerParser
 from mneme.replicas.truncation import Truncation, resolved
+
+_EMBEDDED = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
 
 
 async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -> RunResponse:
@@ -36,28 +41,91 @@ async def chat_completions(api: ApiState, request: Request, body: ChatRequest) -
             model.id,
             api.tokenizer,
             num_top=params.logprobs or 0,
+            has_reasoning=body.include_reasoning is not False,
         ),
     )
 
 
 async def run_chat(
-    api: ApiState, request: Request, body: ChatRequest, worded: Callable[[SamplingParams, ServedModel], Answer]
+    api: ApiState,
+    request: Request,
+    body: ChatRequest,
+    worded: Callable[[SamplingParams, ServedModel], Answer],
+    *,
+    fields: FieldNames | None = None,
+    reads_header: bool = True,
+    kept_of: Callable[[Prompt], Awaitable[tuple[KeptPrefix, ...]]] | None = None,
 ) -> RunResponse:
-    """Run a conversation whose answer is `worded` as the API at hand has it."""
-    model = api.model(body.model)
+    """Run a conversation whose answer is `worded` as the API at hand has it.
+
+    fields        what clients of that API call prompt and limit; None: as chat completions do
+    reads_header  `X-Session-ID` may name the session
+    kept_of       what stays resident of the prompt
+    """
+    model, use = api.model(body.model), body.tool_use()
     params = await _sampling(api, body)
-    turn = _turn(api, request, body, model, num_prompts=1)
+    if use is not None:
+        params = await _with_tools(api, params, use)
+    turn = _turn(api, request, body, model, num_prompts=1, reads_header=reads_header)
     prompt = await api.render(
         body.messages,
         model,
         add_generation_prompt=body.add_generation_prompt,
-        template_variables=template_variables(body.chat_template_kwargs),
+        template_variables=body.variables,
         appends=body.appends,
         truncation=turn.truncation,
         documents=body.documents_beside,
     )
-    fields = [FieldNames("messages", body.max_tokens_field)]
-    return _run(api, request, body, turn, params, [prompt], fields, worded(params, model))
+    names, is_forced = (use.schema_by_name, use.is_forced) if use is not None else ({}, False)
+    is_thinking = api.dialect.is_thinking(prompt.text or "")
+    if is_thinking and params.grammar is not None and params.grammar.after is None:
+        params = replace(params, grammar=replace(params.grammar, after=api.dialect.end_think_id))
+    if turn.session is not None and not prompt.documents and not body.appends:
+        drops_reasoning = body.session is not None and body.session.history == "log"
+        if use is not None or drops_reasoning:
+            history = await api.history(body.messages, body.variables)
+            history = history._replace(
+                drops_reasoning=drops_reasoning, names=tuple(names), is_forced=is_forced, is_thinking=is_thinking
+            )
+            prompt = prompt._replace(history=history)
+    named = fields or FieldNames("messages", body.max_tokens_field)
+    return _run(
+        api,
+        request,
+        body,
+        turn,
+        params,
+        [prompt],
+        [named],
+        worded(params, model),
+        lambda: api.dialect.parser(names, is_forced=is_forced, is_thinking=is_thinking),
+        () if kept_of is None or body.appends else await kept_of(prompt),
+    )
+
+
+async def _with_tools(api: ApiState, params: SamplingParams, use: ToolUse) -> SamplingParams:
+    """Have the answer call tools as `use` says; raises `InvalidRequest`."""
+    dialect, given = api.dialect, params.grammar
+    if not use.schema_by_name:  # the answer calls nothing
+        return params
+    if use.is_forced and given is not None:
+        raise InvalidRequest(given.field, None, "cannot be combined with a tool_choice that asks for a call")
+    if not use.is_forced and dialect.tool_format is None:
+        rule = (
+            "this model's chat template has no place for tools that it may call; http.tool_call_parser names a format"
+        )
+        raise InvalidRequest("tools", None, f'{rule}, and tool_choice "required" works with any')
+    grammar = None
+    try:
+        grammar = dialect.call_grammar(use.schema_by_name, is_forced=use.is_forced, is_one=use.is_one, otherwise=given)
+        if grammar is not None:
+            await api.check_grammar(grammar)
+    except InvalidRequest:
+        if use.is_forced or use.is_strict or given is not None:
+            raise
+        grammar = None  # what is said of tools that may be called need not be understood
+    shows_special = dialect.shows_special_tokens
+    return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not shows_special)
 
 
 async def completions(api: ApiState, request: Request, body: CompletionRequest) -> RunResponse:
@@ -90,6 +158,43 @@ async def completions(api: ApiState, request: Request, body: CompletionRequest) 
     return _run(api, request, body, turn, params, prompts, fields, answer)
 
 
+async def embeddings(api: ApiState, request: Request, body: EmbeddingsRequest) -> RunResponse:
+    """Return the last hidden states of each text, pooled.
+
+    A text runs as a request of one output token under a salt of its own: all its tokens are computed, and nothing of it
+    is kept.
+    """
+    model, given = api.model(body.model), body.inputs()
+
+    def take(index: int) -> Prompt:
+        name = "input" if len(given) == 1 else f"input[{index}]"
+        if isinstance(given[index], list):
+            return api.take_ids(name, given[index], model)
+        return api.encode(name, given[index], model, add_special_tokens=body.add_special_tokens)
+
+    prompts = await api.off_loop(sum(map(len, given)), lambda: list(map(take, range(len(given)))))
+    request_id, choices = request.state.request_id, list[Choice]()
+    for index, prompt in enumerate(prompts):
+        own = GenerationRequest(
+            request_id=f"{request_id}-{index}.0",
+            prompt_token_ids=prompt.token_ids,
+            sampling=_EMBEDDED,
+            salt=kv_salt(request.state.tenant, f"embedding-{request_id}-{index}"),
+            pooling=body.pooling,
+            timeout_s=body.timeout_s or api.default_timeout_s,
+        )
+        name = "input" if len(given) == 1 else f"input[{index}]"
+        choices.append(Choice.start(index, index, own, api.tokenizer, FieldNames(name, name)))
+    return RunResponse(
+        client=api.client,
+        choices=choices,
+        answer=EmbeddingsAnswer(model.id, body),
+        stream=None,
+        latency=RequestLatency(api.metrics.latencies, api.clock, request.state.received_s),
+        stall_timeout_s=api.config.client_stall_timeout_s,
+    )
+
+
 class _Turn(NamedTuple):
     """Holds what a request says about its session; only the first prompt is a turn, as a session has one at a time."""
 
@@ -101,8 +206,16 @@ class _Turn(NamedTuple):
         return truncation if is_first or truncation is None or truncation.strategy != "reuse_kv" else None
 
 
-def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedModel, *, num_prompts: int) -> _Turn:
-    session = _session(request, body)
+def _turn(
+    api: ApiState,
+    request: Request,
+    body: SamplingBody,
+    model: ServedModel,
+    *,
+    num_prompts: int,
+    reads_header: bool = True,
+) -> _Turn:
+    session = _session(request, body, reads_header=reads_header)
     if body.session is not None and session is None and (body.appends or body.session.ttl_s is not None):
         raise InvalidRequest("session.id", None, "must name the session")
     if body.appends and num_prompts > 1:
@@ -114,9 +227,9 @@ def _turn(api: ApiState, request: Request, body: SamplingBody, model: ServedMode
     return _Turn(session, truncation)
 
 
-def _session(request: Request, body: SamplingBody) -> str | None:
+def _session(request: Request, body: SamplingBody, *, reads_header: bool) -> str | None:
     """Take it from the header, else the body's `session.id` or `session_id`, in this order."""
-    header = request.headers.get("x-session-id")
+    header = request.headers.get("x-session-id") if reads_header else None
     given = {
         "X-Session-ID": None if header is None else header.encode("latin-1").decode(),  # `Guard` has seen that it can
         "session.id": body.session.id if body.session is not None else None,
@@ -154,6 +267,8 @@ def _run(
     prompts: Sequence[Prompt],
     fields: Sequence[FieldNames],
     answer: Answer,
+    make_parser: Callable[[], AnswerParser | None] = lambda: None,
+    kept: tuple[KeptPrefix, ...] = (),
 ) -> RunResponse:
     """Make a request of each choice; ids are `<turn>.<choice index>`, a turn for each prompt."""
     request_id: str = request.state.request_id
@@ -178,11 +293,13 @@ def _run(
                 session_ttl_s=body.session.ttl_s if body.session is not None else None,
                 truncation=turn.truncation_of(i),
                 num_system=prompt.num_system,
+                history=prompt.history if i == 0 else None,
+                kept=kept if j == 0 else (),
                 documents=prompt.documents,
                 blend=blend,
                 timeout_s=timeout_s,
             )
-            choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i]))
+            choices.append(Choice.start(len(choices), i, engine_request, api.tokenizer, fields[i], make_parser()))
     return RunResponse(
         client=api.client,
         choices=choices,

@@ -1,22 +1,24 @@
 """The outermost layer: a request id, authentication, a whole body in time, and an answer to every failure.
 
-Pure ASGI, so that nothing of the framework buffers a body or a stream. Order: headers are measured, the API key is
-checked, and only then is the body read.
+Pure ASGI, so that nothing of the framework buffers a body or a stream. Order: headers are measured, the API key and
+its limits are checked, and only then is the body read.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from mneme.cluster.config import HttpConfig
 from mneme.cluster.http.body import BodyReader, ClientGone, HeldBody, Message, Receive
 from mneme.cluster.http.error_response import error_response
+from mneme.cluster.keys import Keyring, Meter
 from mneme.cluster.metrics.latency import Clock
 from mneme.cluster.serve.http_protocol import REPLACED
-from mneme.cluster.tenancy import authenticate
+from mneme.cluster.tenancy import PUBLIC
 from mneme.errors import InvalidRequest, MnemeError, RequestTooLarge
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,22 @@ class Guard:
     """Wraps the application; adds what it knows of a request to `scope["state"]`.
 
     request_id, tenant     texts
+    is_admin, meter        what the API key may do; the meter is None where it has no limits
     arrived_s, received_s  by the clock: when its headers were there, and when its body was
     body                   a `HeldBody`
     """
 
-    def __init__(self, app: App, config: HttpConfig, on_response: Callable[[str, int], None], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        app: App,
+        config: HttpConfig,
+        on_response: Callable[[str, int], None],
+        *,
+        clock: Clock,
+        keyring: Keyring | None = None,
+    ) -> None:
         self._app = app
+        self._keyring = keyring or config.keyring(clock)
         self._config = config
         self._on_response = on_response  # told the path and status of every answer
         self._clock = clock
@@ -78,13 +90,31 @@ class Guard:
     async def _serve(self, scope: Scope, receive: Receive, response: _Response, body: HeldBody) -> None:
         arrived_s = self._clock()
         headers = self._headers(scope)
-        is_open = scope["path"] in OPEN_PATHS
-        tenant = authenticate(_credentials(headers), () if is_open else self._config.api_keys)
-        if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
-            await self._bodies.read(body, headers, receive)
-        times = {"arrived_s": arrived_s, "received_s": self._clock()}
-        scope.setdefault("state", {}).update(request_id=response.request_id, tenant=tenant, body=body, **times)
-        await self._app(scope, receive, response.send)
+        known = {"request_id": response.request_id, "body": body, "arrived_s": arrived_s}
+        state = scope.setdefault("state", {})
+        if scope["path"] in OPEN_PATHS:
+            state.update(known, tenant=PUBLIC, is_admin=False, meter=None)
+        else:
+            caller = self._keyring.authenticate(_credentials(headers))
+            state.update(known, tenant=caller.tenant, is_admin=caller.is_admin, meter=caller.meter)
+            response.meter = caller.meter
+        with self._taken_in(scope, response):
+            if scope["method"] in _BODY_METHODS or (scope["method"] == "DELETE" and _has_body(headers)):
+                await self._bodies.read(body, headers, receive)
+            state["received_s"] = self._clock()
+            await self._app(scope, receive, response.send)
+
+    @contextmanager
+    def _taken_in(self, scope: Scope, response: _Response) -> Iterator[None]:
+        """Count a request against its key's limits while it lasts; raises `RateLimited`."""
+        if response.meter is None or scope["method"] not in _BODY_METHODS:
+            yield
+            return
+        response.meter.begin()
+        try:
+            yield
+        finally:
+            response.meter.end()
 
     async def _fail(self, error: MnemeError, scope: Scope, receive: Receive, response: _Response) -> None:
         logger.info(
@@ -128,13 +158,15 @@ class _Response:
         self.request_id = request_id
         self.given_id = given_id
         self.status: int | None = None
+        self.meter: Meter | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            added = [] if self.meter is None else self.meter.headers()
             if self.given_id is None:
-                header = (b"x-request-id", self.request_id.encode())
-                message["headers"] = [*message.get("headers", ()), header]
+                added.append((b"x-request-id", self.request_id.encode()))
+            message["headers"] = [*message.get("headers", ()), *added]
         await self._send(message)
 
 

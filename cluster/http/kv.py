@@ -24,22 +24,25 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.pins import PinName
 from mneme.cluster.http.answers import FieldNames
 from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
-from mneme.cluster.http.protocol import Body, GivenDocument, Messages, Text, TokenIds, Ttl, template_variables
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, kv_tenant, session_key
+from mneme.cluster.wire.openai import Body, GivenDocument, Messages, Text, TokenIds, Tools, Ttl, template_variables
 from mneme.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     MnemeError,
+    PermissionDenied,
     PinNotFound,
     ReplicaUnavailable,
     SessionNotFound,
 )
 from mneme.replicas.documents import Document
 from mneme.replicas.engine import commands
+from mneme.replicas.forest.pages import PUBLIC_SALT
 from mneme.replicas.sessions.sessions import SessionKey
 from mneme.replicas.text.parts import Part
 
@@ -71,6 +74,7 @@ class PromptSelector(Body):
     prompt_token_ids: TokenIds | None = None
     token_ids: TokenIds | None = None
     messages: Messages | None = None
+    tools: Tools | None = None  # of the conversation that `messages` begins
     document: Text | GivenDocument | TokenIds | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -88,6 +92,7 @@ class WarmRequest(PromptSelector):
     model: str
     ttl_s: Ttl | None = None  # None: until it is deleted
     pin: bool = True
+    public: bool = False  # for all tenants; only an admin may
     replicas: Literal["all"] | int = "all"
 
 
@@ -133,20 +138,22 @@ async def unpin(api: ApiState, request: Request, body: UnpinRequest) -> dict[str
     """Release a pin, in the tier and on devices."""
     if body.pin_id is None:
         chosen = await _select(api, request, body, visible=True, others=("pin_id",))
-        return await _release(api, request.state.tenant, _pin_id(chosen))
+        return await _release(api, request, _pin_id(chosen))
     _one_given(body, "session_id", "pin_id")
-    return await _release(api, request.state.tenant, body.pin_id)
+    return await _release(api, request, body.pin_id)
 
 
 async def delete_pin(api: ApiState, request: Request) -> dict[str, Any]:
     """Let go of a prompt on every replica and in the cache tier; what runs goes on."""
-    return await _release(api, request.state.tenant, request.path_params["pin_id"])
+    return await _release(api, request, request.path_params["pin_id"])
 
 
-async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
-    """Release the pin of that name wherever there is one; raises `PinNotFound`."""
-    name = PinName(kv_tenant(tenant), pin_id)
+async def _release(api: ApiState, request: Request, pin_id: str) -> dict[str, Any]:
+    """Release the pin of that name wherever there is one, an admin's public one too; raises `PinNotFound`."""
+    name = PinName(kv_tenant(request.state.tenant), pin_id)
     answers = await api.client.query(commands.delete_pin(name))
+    if request.state.is_admin and not any(answers.values()):
+        answers = await api.client.query(commands.delete_pin(PinName(tenant_id(PUBLIC_SALT), pin_id)))
     was_in_tier = await ask_tier(api.client, commands.unpin_kv(name))
     if not any(answers.values()) and not was_in_tier:
         raise PinNotFound("pin_id", pin_id)
@@ -154,15 +161,16 @@ async def _release(api: ApiState, tenant: str, pin_id: str) -> dict[str, Any]:
 
 
 async def list_pins(api: ApiState, request: Request) -> dict[str, Any]:
-    """Return what the API key has pinned, and where."""
+    """Return what the API key has pinned, and where, and what is public."""
     tenant = kv_tenant(request.state.tenant)
     described_by_id: dict[str, dict[str, Any]] = {}
     replicas_by_id: dict[str, list[str]] = {}
-    for replica_id, pins in (await api.client.query(commands.list_pins(tenant))).items():
-        for each in pins:
-            known = described_by_id.setdefault(each["id"], each)
-            known["pinned"] = known["pinned"] and each["pinned"]
-            replicas_by_id.setdefault(each["id"], []).append(replica_id)
+    for owner in (tenant, tenant_id(PUBLIC_SALT)):
+        for replica_id, pins in (await api.client.query(commands.list_pins(owner))).items():
+            for each in pins:
+                known = described_by_id.setdefault(each["id"], each)
+                known["pinned"] = known["pinned"] and each["pinned"]
+                replicas_by_id.setdefault(each["id"], []).append(replica_id)
     on_devices = [_device_pin(known, replicas_by_id[pin_id]) for pin_id, known in described_by_id.items()]
     in_tier = await ask_tier(api.client, commands.list_kv_pins(tenant)) or ()
     return {"object": "list", "data": [*on_devices, *map(_tier_pin, in_tier)]}
@@ -196,7 +204,7 @@ async def stats(api: ApiState, request: Request) -> dict[str, Any]:
     """Sums of all that is kept, and the caller's own share."""
     tier = await ask_tier(api.client, commands.kv_stats(kv_salt(request.state.tenant, None)))
     replicas = [
-        {"replica": replica_id, "pages": figures.get("pages"), "host_pages": figures.get("host_pages")}
+        {"replica": replica_id, **{name: figures.get(name) for name in ("pages", "host_pages", "tokens")}}
         for replica_id, figures in (await api.client.stats()).items()
     ]
     own = None if tier is None else tier.pop("tenant")
@@ -209,8 +217,17 @@ def _by_replica(answers: dict[str, Any]) -> list[dict[str, Any]]:
 
 async def warm(api: ApiState, request: Request, body: WarmRequest) -> dict[str, Any]:
     """Compute a prompt on replicas, and keep it there."""
+    if body.public and not request.state.is_admin:
+        raise PermissionDenied
+    if body.public and body.cache_salt is not None:
+        raise InvalidRequest("cache_salt", None, "cannot be combined with public: true")
     field, salt, ids, _ = await _select_prompt(api, request, body, _one_given(body))
-    name = PinName(kv_tenant(request.state.tenant), secrets.token_hex(16))
+    owner = kv_tenant(request.state.tenant)
+    if body.public:
+        salt, owner = PUBLIC_SALT, tenant_id(PUBLIC_SALT)
+    if request.state.meter is not None:
+        request.state.meter.use(len(ids))
+    name = PinName(owner, secrets.token_hex(16))
     chosen = await _replicas(api, body.replicas)
     prompt = commands.warm_prompt(name, salt, ids, ttl_s=body.ttl_s, pin=body.pin)
     try:
@@ -332,7 +349,7 @@ async def _select_prompt(api: ApiState, request: Request, body: PromptSelector, 
     if body.messages is None:
         ids = await _token_ids(api, field, getattr(body, field), model, special=body.add_special_tokens)
         return Selection(field, salt, ids)
-    ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs))
+    ids = await api.render_prefix(body.messages, template_variables(body.chat_template_kwargs, body.tools))
     if not ids:
         raise InvalidRequest(field, None, "the chat template writes nothing for them alone")
     return Selection(field, salt, _bounded(field, ids, model))

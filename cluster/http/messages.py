@@ -1,160 +1,202 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, of text and documents, over the same engines.
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same engines.
 
-A body becomes a chat request: `system` is its first message, a document block a document part (docs/documents.md).
-Every prompt prefix is cached, so `cache_control` marks change nothing; what was found is told as
-`cache_read_input_tokens`. Tools, images, thinking and an assistant's message to go on from are refused, as no answer
-would heed them.
+A body becomes a chat request (`wire/anthropic.py`). Every prompt prefix is cached as long as there is room; a
+`cache_control` mark pins it for its time, and changes no token. What was found is told as `cache_read_input_tokens`.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
-from pydantic import Field
 from starlette.requests import Request
 
 from mneme.cluster.http.answers import Answer, Choice, Delta, event
-from mneme.cluster.http.api_state import ApiState
+from mneme.cluster.http.api_state import ApiState, Prompt, ServedModel
 from mneme.cluster.http.completions import run_chat
 from mneme.cluster.http.error_response import anthropic_error
-from mneme.cluster.http.protocol import (
-    MAX_CONTENT_PARTS,
-    MAX_MESSAGES,
-    BlendBody,
-    Body,
-    ChatRequest,
-    SessionOptions,
-    TruncationOptions,
-    validate,
-)
 from mneme.cluster.http.stream import RunResponse
-from mneme.errors import InvalidRequest, MnemeError
-from mneme.replicas.config import MAX_TIMEOUT_S
-from mneme.replicas.request import MAX_STOPS
+from mneme.cluster.wire.anthropic import CacheMark, CountRequest, MessagesRequest
+from mneme.cluster.wire.openai import ChatRequest, Message, validate
+from mneme.errors import MnemeError
+from mneme.replicas.request import KeptPrefix, SamplingParams
+from mneme.replicas.text.prompts import num_common
+from mneme.replicas.text.tool_calls import CallPiece, whole_calls
+from mneme.replicas.truncation import Truncation
 
+_BLOCK_TOKENS = 64
+_NOBODY_SAYS = "\u4e16\u754c"
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
-
-
-class TextSource(Body):
-    type: Literal["text"]
-    media_type: Literal["text/plain"] = "text/plain"
-    data: str
-
-
-class Block(Body):
-    """Text, or a document whose text it holds; its title is its first line."""
-
-    type: Literal["text", "document"]
-    text: str | None = None
-    source: TextSource | None = None
-    title: str | None = None
-
-    def part(self, path: str) -> dict[str, Any]:
-        """Return it as a content part of chat messages."""
-        text = self.text if self.type == "text" else None if self.source is None else self.source.data
-        if text is None:
-            raise InvalidRequest(f"{path}.{'text' if self.type == 'text' else 'source'}", None, "is needed")
-        title = {"title": self.title} if self.type == "document" and self.title else {}
-        return {"type": self.type, "text": text, **title}
-
-
-Content = str | Annotated[list[Block], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
-
-
-class Turn(Body):
-    role: Literal["user", "assistant"]
-    content: Content
-
-
-class CountRequest(Body):
-    """What a prompt is made of."""
-
-    model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS)] | None = None
-    thinking: dict[str, Any] | None = None
-
-    def chat(self) -> dict[str, Any]:
-        """Return model and messages of the chat request that it is."""
-        if self.thinking is not None and self.thinking.get("type") not in ("disabled", "adaptive"):
-            raise InvalidRequest("thinking", None, 'not supported: leave it out, or {"type": "disabled"}')
-        if self.messages[-1].role == "assistant":
-            raise InvalidRequest("messages", None, "the last one must be the user's: an answer is not gone on from")
-        system = [{"role": "system", "content": _content(self.system, "system")}] if self.system else []
-        turns = [
-            {"role": turn.role, "content": _content(turn.content, f"messages[{index}].content")}
-            for index, turn in enumerate(self.messages)
-        ]
-        return {"model": self.model, "messages": [*system, *turns]}
-
-
-class MessagesRequest(CountRequest):
-    """Anthropic's fields, and those of this server that chat completions take too."""
-
-    max_tokens: int
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = None
-    session: SessionOptions | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    truncation: TruncationOptions | None = None
-    blend: BlendBody | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-
-    def chat(self) -> dict[str, Any]:
-        """Return the chat request that it is."""
-        own = self.model_dump(exclude={"messages", "system", "thinking", "stop_sequences"}, exclude_unset=True)
-        return {**own, **super().chat(), "stop": self.stop_sequences or []}
 
 
 async def messages(api: ApiState, request: Request, body: MessagesRequest) -> RunResponse:
     """Answer a conversation, as Anthropic's API does."""
-    chat = validate(ChatRequest, body.chat())
-    return await run_chat(api, request, chat, lambda _params, model: MessagesAnswer(request.state.request_id, model.id))
+    chat = _chat(api, body)
+    marks = body.cache_marks(strips=api.config.strip_client_lines)
+    tenant: str = request.state.tenant
+
+    def worded(_params: SamplingParams, model: ServedModel) -> MessagesAnswer:
+        return MessagesAnswer(request.state.request_id, model.id, is_silent=not body.max_tokens, compare=compare)
+
+    def compare(message_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Remember the prompt of a message, and say how it differs from an earlier one."""
+        if body.diagnostics is None:
+            return None
+        own = PromptRecord.of(chat, prompt_token_ids)
+        api.prompts[tenant, message_id] = own
+        previous = body.diagnostics.previous_message_id
+        return None if previous is None else own.miss_reason(api.prompts.get((tenant, previous)))
+
+    async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
+        return await kept_prefixes(api, chat, marks, prompt)
+
+    return await run_chat(api, request, chat, worded, kept_of=kept_of)
 
 
 async def count_tokens(api: ApiState, request: Request, body: CountRequest) -> dict[str, Any]:
     """Count the tokens of a prompt, without running it."""
-    chat = validate(ChatRequest, body.chat())
-    prompt = await api.render(chat.messages, api.model(chat.model), add_generation_prompt=True)
+    chat = _chat(api, body)
+    model = api.model(chat.model)
+    prompt = await api.render(chat.messages, model, add_generation_prompt=True, template_variables=chat.variables)
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessagesAnswer(Answer):
-    """A `message`, or the events of one."""
+def _chat(api: ApiState, body: CountRequest) -> ChatRequest:
+    given = body.chat(reasons=api.dialect.reasons, strips=api.config.strip_client_lines)
+    return validate(ChatRequest, given)
 
-    def __init__(self, request_id: str, model: str) -> None:
+
+async def kept_prefixes(
+    api: ApiState, chat: ChatRequest, marks: Sequence[CacheMark], prompt: Prompt
+) -> tuple[KeptPrefix, ...]:
+    """Return what marks keep of a prompt; of each time the last one, as what comes before it is kept with it."""
+    last = {mark.ttl_s: mark for mark in marks}.values()
+    return tuple([await _kept(api, chat, mark, prompt) for mark in last])
+
+
+async def _kept(api: ApiState, chat: ChatRequest, mark: CacheMark, prompt: Prompt) -> KeptPrefix:
+    """Find where a mark is in the prompt: as far as the conversation that ends there is written alike."""
+    messages = chat.messages[: mark.num_messages]
+    if messages and mark.num_parts is not None and isinstance(messages[-1].content, list):
+        content = messages[-1].content[: mark.num_parts]
+        if len(content) < len(messages[-1].content):
+            messages[-1] = messages[-1].model_copy(update={"content": content})
+    if messages == chat.messages:
+        return KeptPrefix(len(prompt.token_ids), mark.ttl_s)
+    if not messages or messages[-1].role == "system":  # templates want somebody to speak
+        messages.append(Message(role="user", content=_NOBODY_SAYS))
+    begun = await api.render(
+        messages,
+        api.model(chat.model),
+        add_generation_prompt=False,
+        template_variables=chat.variables,
+        truncation=Truncation(strategy="reuse_kv"),
+    )
+    return KeptPrefix(num_common(begun.token_ids, prompt.token_ids), mark.ttl_s)
+
+
+class PromptRecord(NamedTuple):
+    """Tells whether a later prompt goes on from this one: digests, so that nothing of what was said is kept."""
+
+    model: str
+    tools: int
+    system: int
+    messages: tuple[int, ...]
+    others: int  # what else the prompt depends on
+    blocks: array[int]  # of its ids
+    num_tokens: int
+
+    @staticmethod
+    def of(chat: ChatRequest, prompt_token_ids: Sequence[int]) -> PromptRecord:
+        dumped = [hash(message.model_dump_json()) for message in chat.messages]
+        num_system = int(chat.messages[0].role == "system")
+        ids = tuple(prompt_token_ids)
+        return PromptRecord(
+            chat.model,
+            hash(json.dumps(chat.variables.get("tools"))),
+            hash(tuple(dumped[:num_system])),
+            tuple(dumped[num_system:]),
+            hash(json.dumps([chat.chat_template_kwargs, chat.tool_choice == "none"])),
+            array("q", [hash(ids[i : i + _BLOCK_TOKENS]) for i in range(0, len(ids), _BLOCK_TOKENS)]),
+            len(ids),
+        )
+
+    def miss_reason(self, previous: PromptRecord | None) -> dict[str, Any] | None:
+        """Say why this prompt does not go on from the previous one; None: it does."""
+        if previous is None:
+            return {"type": "previous_message_not_found"}
+        num_found = num_common(self.blocks, previous.blocks) * _BLOCK_TOKENS
+        missed = {"cache_missed_input_tokens": max(previous.num_tokens - num_found, 0)}
+        for name in ("model", "tools", "system"):
+            if getattr(self, name) != getattr(previous, name):
+                return {"type": f"{name}_changed", **missed}
+        if self.messages[: len(previous.messages)] != previous.messages:
+            return {"type": "messages_changed", **missed}
+        return None if self.others == previous.others else {"type": "unavailable"}
+
+
+class MessagesAnswer(Answer):
+    """A `message`, or the events of one: blocks of thinking, text and calls, one after the other.
+
+    is_silent  the prompt was all that was wanted
+    compare    given its id and its prompt, says why that did not go on from an earlier one
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        is_silent: bool = False,
+        compare: Callable[[str, Sequence[int]], dict[str, Any] | None] = lambda *_: None,
+    ) -> None:
         self._request_id = request_id
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._has_begun = False
+        self._is_silent, self._compare = is_silent, compare
+        self._num_blocks = 0
+        self._open: str | None = None  # the block that is being told: its type, or its call's index
 
     def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
         """See `Answer`."""
         (choice,), (delta,) = choices, deltas
-        content = [{"type": "text", "text": delta.text}] if delta.text else []
-        return {**self._head, "content": content, **_ending(choice), "usage": _usage(choice)}
+        content: list[dict[str, Any]] = []
+        if delta.reasoning:
+            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
+        if delta.text:
+            content.append({"type": "text", "text": delta.text})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+            for call in whole_calls(delta.calls)
+        ]
+        return {
+            **self._head,
+            **self._diagnostics(choice),
+            "content": [] if self._is_silent else content,
+            **self._ending(choice),
+            "usage": self._usage(choice),
+        }
 
     def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
         """See `Answer`."""
         (choice,), said = choices, b""
         for delta in deltas:
             said += self._begin(choice)
-            if delta.text:
-                text = {"type": "text_delta", "text": delta.text}
-                said += _event("content_block_delta", index=0, delta=text)
+            if not self._is_silent:
+                said += self._told(delta)
         return said
 
     def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
         """See `Answer`; usage is told to everyone."""
         (choice,) = choices
-        block = self._begin(choice) + _event("content_block_stop", index=0)
-        return block + _event("message_delta", delta=_ending(choice), usage=_usage(choice)) + _event("message_stop")
+        said = self._begin(choice) + self._close()
+        return (
+            said
+            + _event("message_delta", delta=self._ending(choice), usage=self._usage(choice))
+            + _event("message_stop")
+        )
 
     def failed(self, error: MnemeError) -> bytes:
         """See `Answer`."""
@@ -164,28 +206,89 @@ class MessagesAnswer(Answer):
         if self._has_begun:
             return b""
         self._has_begun = True
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(choice)}
-        block = _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        return _event("message_start", message={**self._head, **empty}) + block
+        empty: dict[str, Any] = {
+            **self._diagnostics(choice),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        return _event("message_start", message={**self._head, **empty, "usage": self._usage(choice)})
+
+    def _told(self, delta: Delta) -> bytes:
+        said = b""
+        if delta.reasoning:
+            said += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            said += self._delta(type="thinking_delta", thinking=delta.reasoning)
+        if delta.text:
+            said += self._opened("text", {"type": "text", "text": ""}) + self._delta(type="text_delta", text=delta.text)
+        return said + b"".join(map(self._piece, delta.calls))
+
+    def _piece(self, piece: CallPiece) -> bytes:
+        said = b""
+        if piece.id is not None:
+            block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            said = self._opened(f"call {piece.call}", block)
+        return said + (self._delta(type="input_json_delta", partial_json=piece.arguments) if piece.arguments else b"")
+
+    def _opened(self, name: str, block: dict[str, Any]) -> bytes:
+        """Begin a block, unless it is open."""
+        if self._open == name:
+            return b""
+        said = self._close()
+        self._open = name
+        return said + _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = self._delta(type="signature_delta", signature="") if self._open == "thinking" else b""
+        said = signed + _event("content_block_stop", index=self._num_blocks)
+        self._open = None
+        self._num_blocks += 1
+        return said
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        stop, reason = choice.stream.stop_string, _STOP_REASONS.get(choice.finish_reason or "")
+        if self._is_silent:
+            reason = "max_tokens"
+        elif reason == "end_turn" and choice.parser is not None and choice.parser.num_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
+
+    def _diagnostics(self, choice: Choice) -> dict[str, Any]:
+        reason = self._compare(self._head["id"], choice.request.prompt_token_ids)
+        return {} if reason is None else {"diagnostics": {"cache_miss_reason": reason}}
+
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        """Count the prompt's tokens: found ones, those computed up to a mark, and the others."""
+        usage, begin = choice.usage, choice.usage.cached_tokens
+        created = dict.fromkeys((300.0, 3600.0), 0)
+        for num_tokens, ttl_s in sorted(choice.request.kept):
+            end = max(min(num_tokens, usage.prompt_tokens), begin)  # fewer, where it was truncated
+            created[ttl_s] += end - begin
+            begin = end
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - sum(created.values()),
+            "cache_creation_input_tokens": sum(created.values()),
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created[300.0],
+                "ephemeral_1h_input_tokens": created[3600.0],
+            },
+            "output_tokens": 0 if self._is_silent else choice.num_told,
+        }
 
 
-def _content(given: Content, path: str) -> str | list[dict[str, Any]]:
-    return given if isinstance(given, str) else [block.part(f"{path}[{i}]") for i, block in enumerate(given)]
-
-
-def _ending(choice: Choice) -> dict[str, Any]:
-    stop, reason = choice.stream.stop_string, _STOP_REASONS.get(choice.finish_reason or "")
-    return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
-
-
-def _usage(choice: Choice) -> dict[str, int]:
-    usage = choice.usage
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": choice.num_told,
-    }
+def _input(arguments: str) -> Any:
+    """Return a call's arguments; what is no JSON, as an answer that was cut off ends with, is told as it is."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = None
+    return given if isinstance(given, dict) else {"arguments": arguments}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -13,9 +13,9 @@ from typing import Any
 from starlette.requests import Request
 
 from mneme.cluster.http.api_state import ApiState
-from mneme.cluster.http.protocol import ForkRequest
 from mneme.cluster.serve.engine_client import ask_tier, look_up_session
 from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.wire.openai import ForkRequest
 from mneme.errors import ExplanationNotFound, InvalidRequest, Overloaded, ReplicaUnavailable, SessionNotFound
 from mneme.replicas.engine import commands
 from mneme.replicas.sessions.sessions import SessionKey
@@ -33,12 +33,17 @@ async def get_session(api: ApiState, request: Request) -> dict[str, Any]:
 async def delete_session(api: ApiState, request: Request) -> dict[str, Any]:
     """Forget a conversation, and KV that is its alone; a turn that is answering goes on, and is not kept."""
     key = _key(request)
+    if not await forget_session(api, key):
+        raise SessionNotFound("session_id", _name(key))
+    return {"id": _name(key), "object": "session.deleted", "deleted": True}
+
+
+async def forget_session(api: ApiState, key: SessionKey) -> bool:
+    """Delete a session everywhere, with KV that is its alone; whether there was one."""
     answers = await api.client.query(commands.delete_session(key))
     await api.client.query(commands.settle_saves())
     await ask_tier(api.client, commands.delete_kv(key[0], (), key))
-    if not any(answers.values()):
-        raise SessionNotFound("session_id", _name(key))
-    return {"id": _name(key), "object": "session.deleted", "deleted": True}
+    return any(answers.values())
 
 
 async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> dict[str, Any]:
@@ -48,33 +53,41 @@ async def fork_session(api: ApiState, request: Request, body: ForkRequest) -> di
     new_key = (key[0], session_key(request.state.tenant, given))
     if await look_up_session(api.client, new_key) is not None:
         raise InvalidRequest("session_id", _name(new_key), "a session of this name exists")
-    replica_id, forked = await _fork_where_it_is(api, key, new_key[1])
-    if forked is None:  # made, and dropped at once
+    replica_id, forked = await fork_where_it_is(api, key, new_key[1])
+    if forked is None:
         raise Overloaded("there is no room for another session")
-    api.client.place_fork(new_key, replica_id)
     return _session_object(_name(new_key), replica_id, forked)
 
 
 async def explain(api: ApiState, request: Request) -> dict[str, Any]:
-    """Return where each range of a recent request's prompts came from; `request_id` may be the id of its completion."""
+    """Return where each range of a recent request's prompts came from, and how its replica was chosen.
+
+    `request_id` may be the id of its completion. An ingress explains the choices that it made itself.
+    """
     given: str = request.path_params["request_id"]
     if not 1 <= len(given) <= _MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest("request_id", given, f"must have from 1 to {_MAX_REQUEST_ID_CHARS} printable characters")
-    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_")
+    http_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("msg_").removeprefix("resp_")
     answers = await api.client.query(commands.explain_prompt(_salt(request), http_id))
     choices = [{"replica": replica_id, **entry} for replica_id, entries in answers.items() for entry in entries]
     if not choices:
         raise ExplanationNotFound("request_id", given, "no request of this id is remembered")
     choices.sort(key=lambda choice: choice["request_id"])
-    return {"id": given, "object": "kv.explanation", "choices": choices}
+    routes = api.client.routes(_salt(request), http_id)
+    return {"id": given, "object": "kv.explanation", "choices": choices, "routes": routes}
 
 
-async def _fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
-    """Fork a session on the replica that has it; one that a turn moves elsewhere meanwhile is looked for again."""
+async def fork_where_it_is(api: ApiState, key: SessionKey, new_id: str) -> tuple[str, dict[str, Any] | None]:
+    """Fork a session on the replica that has it, where its next turn belongs.
+
+    One that a turn moves elsewhere meanwhile is looked for again. Returns the replica, and what it knows of the fork;
+    None: it was made, and dropped at once. Raises `SessionNotFound`.
+    """
     for _ in range(_MAX_MOVES):
         replica_id, _known = await _find(api, key)
         with contextlib.suppress(SessionNotFound):
             forked = await api.client.query(commands.fork_session(key, new_id), replica_id=replica_id)
+            api.client.place_fork((key[0], new_id), replica_id)
             return replica_id, forked[replica_id]
     raise ReplicaUnavailable("the session moves from replica to replica")
 

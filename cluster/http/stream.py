@@ -16,9 +16,10 @@ from starlette.responses import Response
 from mneme.cluster.http.answers import Answer, Choice, Delta, joined, usage_object
 from mneme.cluster.http.body import ClientGone, Receive
 from mneme.cluster.http.guard import Send
-from mneme.cluster.http.protocol import StreamOptions
+from mneme.cluster.keys import Meter
 from mneme.cluster.metrics.latency import Clock, Latencies
 from mneme.cluster.serve.engine_client import EngineClient
+from mneme.cluster.wire.openai import StreamOptions
 from mneme.errors import InvalidRequest, MnemeError, ReplicaUnavailable
 from mneme.replicas.request import TokenEvent
 
@@ -85,16 +86,31 @@ class RunResponse:
     stall_timeout_s: float
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        with Generation(self.client, self.choices, receive, self.latency) as generation:
-            await generation.news()
-            if generation.failure is not None:
-                raise generation.failure
-            if self.stream is None:
-                response = await self._whole(generation)
-                await response(scope, receive, send)
-            else:
-                await self._stream(generation, self.stream, send)
+        num_given = self._num_tokens()
+        self._use(scope, num_given)
+        try:
+            with Generation(self.client, self.choices, receive, self.latency) as generation:
+                await generation.news()
+                if generation.failure is not None:
+                    raise generation.failure
+                if self.stream is None:
+                    response = await self._whole(generation)
+                    await response(scope, receive, send)
+                else:
+                    await self._stream(generation, self.stream, send)
+        finally:
+            self._use(scope, self._num_tokens() - num_given)
         self.latency.end()
+
+    def _num_tokens(self) -> int:
+        """Count each prompt once, as far as it is known, and what was generated."""
+        prompts = {choice.prompt_index: choice.usage.prompt_tokens for choice in self.choices}
+        return sum(prompts.values()) + sum(choice.num_tokens for choice in self.choices)
+
+    def _use(self, scope: MutableMapping[str, Any], num_tokens: int) -> None:
+        meter: Meter | None = scope["state"]["meter"]
+        if meter is not None:
+            meter.use(num_tokens)
 
     async def _whole(self, generation: Generation) -> Response:
         while not generation.is_done:
@@ -102,8 +118,9 @@ class RunResponse:
         if generation.failure is not None:
             raise generation.failure
         whole = [joined(list(choice.take())) for choice in self.choices]
-        body = json.dumps(self.answer.whole(self.choices, whole), ensure_ascii=False)
-        return Response(body, media_type="application/json")
+        answer = self.answer.whole(self.choices, whole)
+        await self.answer.keep(self.choices)
+        return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
 
     async def _stream(self, generation: Generation, options: StreamOptions, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -115,6 +132,7 @@ class RunResponse:
         if generation.failure is not None:
             last += self.answer.failed(generation.failure)
         else:
+            await self.answer.keep(self.choices)
             last += self.answer.end(self.choices, has_usage=bool(options.include_usage))
         await self._send(send, last, is_last=True)
 

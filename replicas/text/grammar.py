@@ -50,18 +50,29 @@ Mask = npt.NDArray[np.int32]  # bit i of word j: token 32 j + i
 class Matcher:
     """Follows one answer through a grammar."""
 
-    def __init__(self, compiled: LLMatcher, emitted: Sequence[int]) -> None:
-        """Take ownership of `compiled`. `emitted` are tokens that the answer has already."""
+    def __init__(self, compiled: LLMatcher, emitted: Sequence[int], after: int | None = None) -> None:
+        """Take ownership of `compiled`. `emitted` are tokens that the answer has already; `after` as in `Grammar`."""
         self._state = compiled
+        self._awaited = after
+        if after is not None and after in emitted:
+            self._awaited, emitted = None, emitted[emitted.index(after) + 1 :]
         self.is_over = False  # the grammar has ended: nothing may follow
         self.error: str | None = None
-        if emitted:
+        if emitted and not self.is_waiting:
             compiled.consume_tokens(list(emitted))
         self._look()
         self.is_over = False  # what ended before has its end token yet to come
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the token that it begins behind was not drawn yet: any may follow."""
+        return self._awaited is not None
+
     def push(self, token_id: int) -> None:
         """Go on with a token; `error` says why it cannot."""
+        if self.is_waiting:
+            self._awaited = None if token_id == self._awaited else self._awaited
+            return
         self._state.consume_token(token_id)
         self._look()
 
@@ -101,7 +112,7 @@ class Grammars:
 
     def matcher(self, grammar: Grammar, emitted: Sequence[int]) -> Matcher:
         """Make a matcher behind `emitted`; raises `InvalidRequest`."""
-        matcher = Matcher(self._compile(grammar).deep_copy(), emitted)
+        matcher = Matcher(self._compile(grammar).deep_copy(), emitted, grammar.after)
         if matcher.error is not None:
             raise InvalidRequest(grammar.field, None, matcher.error)
         return matcher

@@ -58,7 +58,7 @@ def conversation_prefix(
     texts = [render([*messages, {"role": "user", "content": content}]) for content in _STAND_INS]
     shared = encode(texts[0])
     for text in texts[1:]:
-        shared = shared[: _num_common(shared, encode(text))]
+        shared = shared[: num_common(shared, encode(text))]
     if not shared:
         raise InvalidRequest("messages", f"{len(messages)} messages", "the chat template puts what follows before them")
     return shared
@@ -71,8 +71,9 @@ def num_system_tokens(
     num_messages = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM_ROLES), len(messages))
     if not num_messages:
         return 0
-    return _num_common(conversation_prefix(render, encode, messages[:num_messages]), ids)
+    return num_common(conversation_prefix(render, encode, messages[:num_messages]), ids)
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the first items that two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

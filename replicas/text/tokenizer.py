@@ -60,6 +60,7 @@ class Tokenizer:
         # A document that has one written in it must not act as the template does.
         markup = sorted((each.content for each in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
         self._markup = re.compile("|".join(re.escape(each) for each in markup if len(each) > 1) or r"(?!)")
+        self.chat_template_source = chat_template or ""
         self._chat_template = chat_template and ChatTemplate(
             chat_template, template_variables or {}, max_render_s=max_render_s
         )
@@ -127,6 +128,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Decode one token alone, special or not; U+FFFD where it is a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token that is written so, special or not; None: there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for, also where they are only a part of a character."""

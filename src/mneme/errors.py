@@ -4,6 +4,7 @@
     |- InvalidRequest              400  the request breaks a rule: field, value, rule
     |  |- ContextLengthExceeded    400  prompt + max_tokens can never fit
     |  |- SessionNotFound          404  there is no such session, or no more
+    |  |- ResponseNotFound         404  there is no such response of /v1/responses, or no more
     |  |- ExplanationNotFound      404  the request is not remembered, or is another key's
     |  |- PinRefused              400  pinning would leave too few pages for requests
     |  |- PinNotFound             404  there is no such pin, or no more
@@ -14,9 +15,11 @@
     |  `- RequestTimeout           408  the body did not arrive in time
     |- ModelNotFound               404
     |- Unauthorized                401
+    |- PermissionDenied            403  only an admin's API key may do it
     |- DeadlineExceeded            504  the request did not end in its time
     |- TryAgainLater                    carries retry_after_s
     |  |- Overloaded               429  queues are full
+    |  |- RateLimited              429  an API key is over its limits
     |  `- ReplicaUnavailable       503  no replica can answer
     |- TransferFailed              500  pages could not be moved between a device pool and the tier under it
     |- ConfigError                 exit status 2: an option is unknown or out of range
@@ -85,6 +88,18 @@ class SessionNotFound(InvalidRequest):
 
     def __init__(self, field: str | None, value: object, rule: str = "no such session; it may have expired") -> None:
         super().__init__(field, value, rule)
+
+
+class ResponseNotFound(InvalidRequest):
+    """No response of this id is kept: never stored, expired, deleted, or another tenant's."""
+
+    http_status = 404
+    code = "response_not_found"
+
+    def __init__(self, field: str | None, value: object, rule: str = "no such response; it may have expired") -> None:
+        super().__init__(field, value, rule)
+        if field == "previous_response_id":
+            self.code = "previous_response_not_found"  # OpenAI's
 
 
 class ExplanationNotFound(InvalidRequest):
@@ -170,6 +185,17 @@ class Unauthorized(MnemeError):
     code = "invalid_api_key"
 
 
+class PermissionDenied(MnemeError):
+    """Only an admin's API key may do it."""
+
+    http_status = 403
+    type = "permission_error"
+    code = "admin_required"
+
+    def __init__(self, message: str = "only a key whose role is admin may do this") -> None:
+        super().__init__(message)
+
+
 class DeadlineExceeded(MnemeError):
     """The time that the request was given is over; what it had of queue, pages and batch is free again."""
 
@@ -195,6 +221,14 @@ class Overloaded(TryAgainLater):
     http_status = 429
     type = "rate_limit_error"
     code = "overloaded"
+
+
+class RateLimited(TryAgainLater):
+    """An API key has used up what its limits allow for now."""
+
+    http_status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class ReplicaUnavailable(TryAgainLater):

@@ -73,6 +73,10 @@ def _nested(depth: int) -> bytes:
     return _chat_json('"metadata": ' + "[" * depth + "]" * depth)
 
 
+def _tool(name: str = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
 def _case(name: str, param: str | None, **changes: Any) -> BadRequest:
     return BadRequest(name=name, body=chat(**changes), param=param)
 
@@ -120,7 +124,7 @@ _PLACES = [
     BadRequest(name="unknown path", path="/v1/nowhere", body=chat(), status=404, param=None),
     BadRequest(
         name="form to an unknown path",
-        path="/v1/responses",
+        path="/v1/nowhere",
         headers={"content-type": "application/x-www-form-urlencoded"},
         body=b"a=b",
         status=404,
@@ -168,9 +172,16 @@ _MESSAGES = [
     BadRequest(name="a million letters", body=content("a" * MIB), param="messages"),
     BadRequest(name="seven million letters", body=content("x" * 7 * MIB), param="messages"),
     _case(
-        "assistant with tool calls",
+        "assistant with half a tool call",
+        "messages[0].tool_calls[0].id",
+        messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+    ),
+    _case(
+        "user with tool calls",
         "messages[0].tool_calls",
-        messages=[{"role": "assistant", "tool_calls": [{}]}],
+        messages=[
+            {"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}
+        ],
     ),
     BadRequest(
         name="chat one token over the context",
@@ -314,8 +325,25 @@ _MODEL_AND_SAMPLING = [
     _case("prompt_cache_key a number", "prompt_cache_key", prompt_cache_key=7),
     _case("cache_salt empty", "cache_salt", cache_salt=""),
     _case("cache_salt an object", "cache_salt", cache_salt={}),
-    _case("tool_choice required", "tool_choice", tools=[{"type": "function"}], tool_choice="required"),
-    _case("tools with a recursive $ref", "tools", tools=[{"function": {"parameters": {"$ref": "#"}}}]),
+    _case("tool_choice without tools", "tool_choice", tool_choice="required"),
+    _case("tool_choice of none of the tools", "tool_choice.function.name", tools=[_tool()], tool_choice=_tool("g")),
+    _case("tool_choice a number", "tool_choice", tools=[_tool()], tool_choice=7),
+    _case("a tool that is no function", "tools[0].type", tools=[{"type": "custom", "custom": {"name": "f"}}]),
+    _case("a tool's name with blanks", "tools[0].function.name", tools=[_tool("f f")]),
+    _case("two tools of a name", "tools", tools=[_tool(), _tool()]),
+    _case("too many tools", "tools", tools=[_tool(f"f{i}") for i in range(129)]),
+    _case("tools with a $ref to nothing", "tools", tools=[_tool(parameters={"$ref": "#/a"})], tool_choice="required"),
+    _case(
+        "tools with a keyword that is not known", "tools", tools=[_tool(parameters={"not": {}})], tool_choice="required"
+    ),
+    _case("tools of a megabyte", "tools", tools=[_tool(parameters={"const": "x" * MIB})], tool_choice="required"),
+    _case(
+        "tools and a format, both forced",
+        "response_format",
+        tools=[_tool()],
+        tool_choice="required",
+        response_format={"type": "json_object"},
+    ),
     _case(
         "json schema without one",
         "response_format.json_schema.schema",
@@ -489,7 +517,40 @@ _PROMPTS = [
     BadRequest(name="detokenize text", path="/detokenize", body={"tokens": ["a"]}, param="tokens[0]"),
 ]
 
-BAD_REQUESTS = [*_JSON, *_PLACES, *_MESSAGES, *_MODEL_AND_SAMPLING, *_TRUNCATION, *_SESSIONS, *_PINS, *_PROMPTS]
+# Of every route with a body that the lists above leave out.
+_OTHER_ROUTES = [
+    BadRequest(name=f"{method} {path}: {name}", path=path, method=method, body=body, headers=headers, param=param)
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/responses"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/v1/kv/warm"),
+        ("POST", "/v1/kv/lookup"),
+        ("POST", "/v1/kv/pin"),
+        ("POST", "/v1/kv/unpin"),
+        ("DELETE", "/v1/kv"),
+    )
+    for name, body, headers, param in (
+        ("no body", b"", {}, None),
+        ("an array", [], {}, None),
+        ("a number for the model", {"model": 5, "input": "a", "prompt": "a", "tokens": [5]}, {}, "model"),
+        ("a form", b"a=b", {"content-type": "application/x-www-form-urlencoded"}, "content-type"),
+    )
+]
+
+BAD_REQUESTS = [
+    *_JSON,
+    *_PLACES,
+    *_MESSAGES,
+    *_MODEL_AND_SAMPLING,
+    *_TRUNCATION,
+    *_SESSIONS,
+    *_PINS,
+    *_PROMPTS,
+    *_OTHER_ROUTES,
+]
 
 
 def _post(headers: str, body: bytes = b"", path: str = "/v1/chat/completions") -> bytes:
@@ -531,7 +592,7 @@ RAW_REQUESTS = [
         _post(
             "Transfer-Encoding: chunked\r\n",
             b"2\r\n{}\r\n0\r\nContent-Type: text/plain\r\nX-Session-ID: a\xff\r\nAuthorization: Bearer a\r\n\r\n",
-            path="/v1/responses",
+            path="/v1/nowhere",
         ),
     ),
     RawRequest(name="garbage for a chunk size", sent=_post(_CHUNKED, b"ZZZ\r\n{}\r\n"), statuses=_REFUSED),

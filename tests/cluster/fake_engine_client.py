@@ -21,6 +21,7 @@ from mneme.replicas.sessions.sessions import SessionKey, Sessions
 from mneme.replicas.sessions.token_log import FinishedTurn
 from mneme.replicas.text.detokenizer import TextStream
 from mneme.replicas.text.tokenizer import Tokenizer
+from mneme.replicas.text.tool_calls import history_note
 from tests.replicas.asked import answer
 
 SENTENCE = "Grüße, 世界! 🙂 The quick brown fox jumps over the lazy dog. STOP here."
@@ -39,6 +40,7 @@ class FakeEngineClient:
     end_after: int | None = None  # steps until the events just end
     gate: asyncio.Semaphore | None = None  # each step takes one
     ready: bool = True
+    wanted: int | None = None  # replicas
     requests: list[GenerationRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     num_aborted: int = 0
@@ -139,6 +141,9 @@ class FakeEngineClient:
     def place_fork(self, key: SessionKey, replica_id: str) -> None:
         self.forks[key] = replica_id
 
+    def home_of(self, key: SessionKey) -> str | None:
+        return self.forks.get(key)
+
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         self.noted.append((tuple(token_ids), replica_id, salt))
 
@@ -170,6 +175,15 @@ class FakeEngineClient:
         }
         return {"a": metrics, "b": metrics}
 
+    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+        return []
+
+    def routing(self) -> dict[str, Any]:
+        return {"decisions": {"score": 4, "session": 2}, "accuracy": {"count": 6, "missing_tokens": 64}}
+
+    def num_wanted(self) -> int | None:
+        return self.wanted
+
     def num_ready(self) -> int:
         return 2 * self.ready
 
@@ -200,7 +214,9 @@ class _Speaker:
     def turn(self) -> FinishedTurn:
         said = [self._ids[i % len(self._ids)] for i in range(self._num_said)]
         shown = said_to_client(self._tokenizer, self.request.sampling, said, self._text)
-        return FinishedTurn(self._prompt + said, len(self._prompt), 0, shown)
+        history = self.request.history
+        note = b"" if history is None else history_note(self._tokenizer, history, shown.text)
+        return FinishedTurn(self._prompt + said, len(self._prompt), 0, shown, note=note)
 
     def _sequence(self, usage: PromptUsage) -> RunningSequence:
         num_prompt = usage.prompt_tokens
@@ -217,7 +233,8 @@ class _Speaker:
         reason = self._finish_reason()
         self.is_finished = reason is not None
         usage, self._usage = self._usage, None
-        return TokenEvent(self.request.request_id, (token_id,), reason, self._logprobs(token_id), usage)
+        event = TokenEvent(self.request.request_id, (token_id,), reason, self._logprobs(token_id), usage)
+        return event if self.request.pooling is None else event._replace(embedding=(3.0, 0.0, -4.0))
 
     def _finish_reason(self) -> str | None:
         if self._text.stopped or (not self._is_endless and self._num_said == len(self._ids)):

@@ -15,6 +15,7 @@ import mneme
 from mneme import LLM, SamplingParams
 from mneme.errors import CheckpointError, ConfigError, InvalidRequest, MnemeError, PinRefused
 from mneme.replicas.request import GenerationRequest
+from mneme.replicas.text.tool_calls import Dialect, whole_calls
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -441,3 +442,16 @@ def test_a_text_may_begin_with_documents(llm: LLM) -> None:
     encode = llm.tokenizer.encode_continuation
     assert output.prompt_token_ids == (*llm.tokenizer.encode(""), *encode("A fox."), *encode("Who?"))
     assert output.prompt == "A fox.Who?"
+
+
+def test_the_template_writes_tools(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    dialect = Dialect(llm.get_tokenizer())
+    grammar = dialect.call_grammar({"weather": {}}, is_forced=True, is_one=True)
+    asked = [{"role": "user", "content": "The weather?"}]
+    output = llm.chat(asked, SamplingParams(max_tokens=60, seed=1, grammar=grammar), tools=[tool])
+    assert '"name": "weather"' in (output.prompt or "")
+    parser = dialect.parser(["weather"], is_forced=True)
+    assert parser is not None
+    (call,) = whole_calls(parser.push(output.outputs[0].text, is_last=True).calls)
+    assert (call.name, call.arguments) == ("weather", "{}")

@@ -62,6 +62,7 @@ def test_every_answer_has_the_fields_that_are_described_and_no_other(client: Tes
     ask_the_service(described, client)
     ask_for_completions(described, client)
     ask_for_messages(described, client)
+    ask_for_responses(described, client)
     ask_of_sessions(described, client)
     ask_of_kv(described, engines)
     assert described.unseen == set()
@@ -78,6 +79,7 @@ def ask_the_service(described: Described, client: TestClient) -> None:
 
 def ask_for_completions(described: Described, client: TestClient) -> None:
     chat = {**CHAT, "session_id": "s", "logprobs": True, "top_logprobs": 2}
+    described.ask(client, "POST", "/v1/embeddings", {"model": "tiny", "input": ["a", "b"]})
     for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**COMPLETION, "logprobs": 2})):
         whole = described.ask(client, "POST", path, body)
         last = described.ask(client, "POST", path, {**body, **STREAM})
@@ -94,6 +96,17 @@ def ask_for_messages(described: Described, client: TestClient) -> None:
     assert described.ask(client, "POST", "/v1/messages", {**body, "stream": True})["type"] == "message_stop"
     counted = described.ask(client, "POST", "/v1/messages/count_tokens", CHAT)
     assert counted["input_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+
+
+def ask_for_responses(described: Described, client: TestClient) -> None:
+    body = {"model": "tiny", "input": "the fox", "instructions": "be brief"}
+    first = described.ask(client, "POST", "/v1/responses", body)
+    on = {**body, "previous_response_id": first["id"], "stream": True}
+    assert described.ask(client, "POST", "/v1/responses", on)["type"] == "response.completed"
+    path = "/v1/responses/{response_id}"
+    assert described.ask(client, "GET", path, response_id=first["id"]) == first
+    assert described.ask(client, "GET", f"{path}/input_items", response_id=first["id"])["data"]
+    described.ask(client, "DELETE", path, response_id=first["id"])
 
 
 def ask_of_sessions(described: Described, client: TestClient) -> None:

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from mneme.cachetier.chunk.keys import tenant_id
 from mneme.cachetier.node.node_admin import NodeAdmin
-from mneme.cluster.tenancy import kv_salt, tenants
+from mneme.cluster.config import HttpConfig
+from mneme.cluster.tenancy import kv_salt
 from mneme.errors import ReplicaUnavailable
 from mneme.replicas.engine.commands import Query, get_session
 from tests.cluster.api_fixtures import TOKENIZER, api
@@ -147,7 +148,7 @@ def test_a_document_is_deleted_and_no_prompt_that_only_has_its_tokens(client: Te
 
 def salts(key: int) -> tuple[str, str]:
     """A key's own, and one that its client chose."""
-    name = tenants(KEYS["api_keys"])[key]
+    name = HttpConfig(**KEYS).keyring().tenants[key]
     return kv_salt(name, None), kv_salt(name, "mine")
 
 
@@ -341,7 +342,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
             ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "messages"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
-            ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
+            ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0].function"),
         )
     ),
     *(

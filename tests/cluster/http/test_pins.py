@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.http import kv
+from mneme.cluster.keys import ApiKey, sha256_of
 from mneme.replicas.engine.commands import Query
 from mneme.replicas.text.parts import encode_parts, prompt_parts
 from tests.cluster.api_fixtures import TOKENIZER, api
@@ -132,6 +133,27 @@ def test_pins_are_the_key_s_own_and_so_many() -> None:
         salts = {salt for *_, salt in engines.noted}
         assert len(salts) == 4
         assert len({pin["id"] for pin in mine}) == 3
+
+
+def test_what_an_admin_warms_as_public_all_tenants_find() -> None:
+    user = {"authorization": "Bearer a-user"}
+    keys = (ApiKey(name="user", sha256=sha256_of("a-user")),)
+    text = "the quick brown fox jumps over the lazy dog. " * 3 + "the"
+    with over(**KEYS, keys=keys) as (client, _):
+        assert warm(client, 403, headers=user, prompt=text, public=True)["error"]["code"] == "admin_required"
+        assert "public" in warm(client, 400, headers=ONE, prompt=text, public=True, cache_salt="x")["error"]["message"]
+        made = warm(client, headers=ONE, prompt=text, public=True)
+        assert made["public"]
+        assert [pin["id"] for pin in pins(client, user)] == [made["id"]]
+        assert client.delete(f"/v1/kv/pins/{made['id']}", headers=user).status_code == 404
+        for each in (user, TWO):
+            found = client.post("/v1/kv/lookup", json={"prompt": text}, headers=each).json()
+            assert [replica["device"] for replica in found["replicas"]] == [made["num_tokens"]] * 2
+        mine = warm(client, headers=user, prompt=text + " fox")
+        assert mine["num_tokens"] > made["num_tokens"]
+        other = client.post("/v1/kv/lookup", json={"prompt": text + " fox"}, headers=TWO).json()
+        assert [replica["device"] for replica in other["replicas"]] == [made["num_tokens"]] * 2
+        assert client.delete(f"/v1/kv/pins/{made['id']}", headers=TWO).status_code == 200  # an admin too
 
 
 def test_a_warm_document_is_what_a_text_that_begins_with_it_finds(client: TestClient, engines: TwoEngines) -> None:

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mneme.cluster.config import HttpConfig
-from mneme.cluster.http.protocol import MAX_TTL_S
+from mneme.cluster.wire.openai import MAX_TTL_S
 from mneme.errors import ReplicaUnavailable, SessionNotFound
 from mneme.replicas.request import GenerationRequest, SamplingParams, TokenEvent
 from tests.cluster.api_fixtures import CHAT, COMPLETION, RENDERED, TOKENIZER, api, post, serving

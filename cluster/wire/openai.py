@@ -4,19 +4,20 @@ Types are strict (no "5" for 5, no 5.0 for 5), numbers finite. Every breach is a
 `field` is the path in the body, such as `messages[0].content`.
 
 A field of the OpenAI and vLLM APIs that no model here names is refused when leaving it out would change what the
-answer means: a caller who asks for a tool call must hear that none will come. Its harmless
-values (null, the default, "off") are accepted.
+answer means: a caller who asks for audio must hear that none will come. Its harmless values (null, the default, "off")
+are accepted.
 
 Everything else that is unknown is accepted and ignored, as clients of vLLM and SGLang expect; that includes
-`user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `parallel_tool_calls`, `prediction`,
+`user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prediction`,
 `prompt_cache_retention`, `prompt_cache_options`, `moderation`, `reasoning_effort`, `verbosity`, `priority`
 and `kv_transfer_params`, none of which changes what the tokens mean.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
@@ -30,19 +31,22 @@ from mneme.replicas.request import (
     MAX_STOPS,
     Grammar,
     GrammarKind,
+    Pooling,
     SamplingParams,
 )
 from mneme.replicas.text.parts import Part, StandIns, prompt_parts
+from mneme.replicas.text.tool_calls import MAX_TOOLS
 from mneme.replicas.truncation import Keep, Strategy
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MAX_SEQUENCES = 128  # prompts x n of one request
+MAX_EMBEDDINGS = 2048  # OpenAI's, of one request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 M = TypeVar("M", bound="Body")
 _UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "none", "GivenDocument"}
+    {"str", "int", "float", "bool", "none", "GivenDocument", "NamedToolChoice"}
 )  # pydantic puts them into error paths
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
@@ -64,10 +68,14 @@ class StreamOptions(Body):
 
 
 class SessionOptions(Body):
-    """`append`: messages or prompt are only what is new; `ttl_s`: how long the session is kept unused."""
+    """`append`: messages or prompt are only what is new; `ttl_s`: how long the session is kept unused.
+
+    `history: "log"`: where resent messages say what the session did, but lack reasoning, the session's tokens stand.
+    """
 
     id: str | None = None
     append: bool = False
+    history: Literal["text", "log"] = "text"
     ttl_s: Ttl | None = None
 
 
@@ -262,19 +270,73 @@ class BlendBody(Body):
         return self.model_dump(include=self.model_fields_set)
 
 
+class Function(Body):
+    """A function that an answer may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolUse(NamedTuple):
+    """Says what a request wants called."""
+
+    tools: list[dict[str, Any]]  # as chat templates take them
+    schema_by_name: dict[str, dict[str, Any]]  # of arguments; of the functions that the answer may call
+    is_forced: bool  # the answer is calls
+    is_one: bool  # only one call
+    is_strict: bool  # arguments must be valid
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it with arguments as a mapping, as templates write them; what is no JSON object stays as it is."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class MessageToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
-    """One message of a conversation; `content` may be null only where an assistant said nothing."""
+    """One message of a conversation; `content` may be null only where an assistant said nothing, or called tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
-    def for_template(self, index: int, stand_ins: StandIns) -> dict[str, str]:
+    def for_template(self, index: int, stand_ins: StandIns) -> dict[str, Any]:
         """Return the message as chat templates expect it: plain text, and "developer" under its older name."""
-        if self.tool_calls:
-            raise InvalidRequest(f"messages[{index}].tool_calls", None, "tool calling is not supported")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"messages[{index}].tool_calls", None, "only an assistant calls tools")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"messages[{index}].content", None, "may be null only for an assistant")
         text = self.content or ""
@@ -282,10 +344,20 @@ class Message(Body):
             parts = [part.model_dump() for part in text]
             text = stand_ins.content(parts, f"messages[{index}].content", group=index)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        others: dict[str, Any] = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls or ()
+            ]
+            or None,
+        }
         return message | {name: value for name, value in others.items() if value is not None}
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -297,6 +369,36 @@ class ChatRequest(SamplingBody):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     echo: Literal[False] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return what may be called and must be, None where there are no tools; raises `InvalidRequest`."""
+        choice, functions = self.tool_choice, {tool.function.name: tool.function for tool in self.tools or ()}
+        if not self.tools:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequest("tool_choice", None, "needs tools")
+            return None
+        if len(functions) < len(self.tools):
+            raise InvalidRequest("tools", None, "each function has a name of its own")
+        if isinstance(choice, NamedToolChoice):
+            if choice.function.name not in functions:
+                raise InvalidRequest("tool_choice.function.name", choice.function.name, "is none of the tools")
+            functions = {choice.function.name: functions[choice.function.name]}
+        return ToolUse(
+            template_tools(self.tools),
+            {} if choice == "none" else {name: each.parameters or {} for name, each in functions.items()},
+            is_forced=choice not in (None, "none", "auto"),
+            is_one=isinstance(choice, NamedToolChoice) or self.parallel_tool_calls is False,
+            is_strict=any(each.strict for each in functions.values()),
+        )
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template, tools among them."""
+        return template_variables(self.chat_template_kwargs, self.tools)
 
     @property
     def max_tokens_field(self) -> str:
@@ -351,10 +453,33 @@ class CompletionRequest(SamplingBody):
         return prompts
 
 
+class EmbeddingsRequest(Body):
+    model: str
+    input: Any  # str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Pooling = "last"
+    normalize: bool = True
+    add_special_tokens: bool = True
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+
+    def inputs(self) -> list[Any]:
+        """One entry per input, none empty."""
+        try:
+            inputs = parse_prompts(self.input)
+        except InvalidRequest as error:
+            field = (error.field or "").replace("prompt", "input", 1)
+            raise InvalidRequest(field, error.value, error.rule.replace("prompts", "inputs")) from None
+        if len(inputs) > MAX_EMBEDDINGS:
+            raise InvalidRequest("input", len(inputs), f"may have {MAX_EMBEDDINGS} texts")
+        return inputs
+
+
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     documents: Documents | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -371,12 +496,18 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = False
 
 
-def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A client's own variables for the chat template."""
-    return {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
+def template_variables(given: Mapping[str, Any] | None, tools: list[Tool] | None = None) -> dict[str, Any]:
+    """A client's own variables for the chat template, and the tools that it writes."""
+    own = {name: value for name, value in (given or {}).items() if name not in _RESERVED_VARIABLES}
+    return {**own, "tools": template_tools(tools)} if tools else own
 
 
-def conversation(messages: list[Message], stand_ins: StandIns) -> list[dict[str, str]]:
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates take them: only what was given of them."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def conversation(messages: list[Message], stand_ins: StandIns) -> list[dict[str, Any]]:
     """The messages as chat templates expect them; `stand_ins` takes their documents."""
     return [message.for_template(i, stand_ins) for i, message in enumerate(messages)]
 
@@ -463,11 +594,10 @@ def _one_of(*accepted: Any) -> Accepts:
 
 
 _STRUCTURED = "not supported; `structured_outputs` or `response_format` says what an answer must match"
-_TOOLS = "tool calling is not supported; leave it out"
+_FUNCTIONS = "not supported; `tools` and `tool_choice` took its place"
 _REFUSED: dict[str, tuple[Accepts, str]] = {
-    "tool_choice": (_one_of(None, "none", "auto"), _TOOLS),
-    "functions": (_is_off, _TOOLS),
-    "function_call": (_one_of(None, "none", "auto"), _TOOLS),
+    "functions": (_is_off, _FUNCTIONS),
+    "function_call": (_one_of(None, "none", "auto"), _FUNCTIONS),
     "json_schema": (_is_off, _STRUCTURED),
     "regex": (_is_off, _STRUCTURED),
     "ebnf": (_is_off, _STRUCTURED),
@@ -495,8 +625,6 @@ def validate(model: type[M], body: Mapping[str, Any]) -> M:
     for field, (accepts, rule) in _REFUSED.items():
         if field in body and not accepts(body[field]):
             raise InvalidRequest(field, body[field], rule)
-    if not _is_off(body.get("tools")) and body.get("tool_choice") != "none":
-        raise InvalidRequest("tools", None, _TOOLS)
     try:
         return model.model_validate(body)
     except ValidationError as error:

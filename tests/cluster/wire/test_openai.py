@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mneme.cluster.http.body import MAX_DEPTH, parse_json_object
-from mneme.cluster.http.protocol import (
+from mneme.cluster.tenancy import PUBLIC, kv_salt, session_key, tenant_of_secret
+from mneme.cluster.wire.openai import (
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
@@ -21,8 +22,7 @@ from mneme.cluster.http.protocol import (
     template_variables,
     validate,
 )
-from mneme.cluster.tenancy import PUBLIC, authenticate, kv_salt, session_key, tenants
-from mneme.errors import InvalidRequest, MnemeError, Unauthorized
+from mneme.errors import InvalidRequest, MnemeError
 from mneme.replicas.text.parts import StandIns
 
 JSON = st.recursive(
@@ -140,26 +140,12 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
 
 
 def test_tenants_sessions_and_salts() -> None:
-    assert authenticate(None, ()) == PUBLIC
-    tenant = authenticate("Bearer k1", ("k0", "k1"))
-    assert tenant == authenticate("bearer  k1 ", ("k1",))
-    assert tenant != authenticate("Bearer k0", ("k0", "k1"))
+    tenant = tenant_of_secret("0" * 64)
+    assert tenant != tenant_of_secret("1" * 64)
     assert kv_salt(PUBLIC, None) == ""
     assert len({kv_salt(t, s) for t in (PUBLIC, tenant) for s in (None, "a", "b")}) == 6
     assert kv_salt(PUBLIC, tenant) != kv_salt(tenant, None)  # no tenant can write itself into another's forest
     assert session_key(tenant, "s") == f"{tenant}:s"
-
-
-def test_those_whom_configured_prompts_are_warmed_for_are_those_who_call() -> None:
-    assert tenants(()) == ["public"]
-    keys = ("k0", "k1", "k0")
-    assert tenants(keys) == [authenticate(f"Bearer {key}", keys) for key in ("k0", "k1")]
-
-
-@pytest.mark.parametrize("authorization", ["Bearer é", "Bearer", "", "Bearer \udcff"])
-def test_odd_authorization_headers_are_refused(authorization: str) -> None:
-    with pytest.raises(Unauthorized):
-        authenticate(authorization, ("k1",))
 
 
 def test_every_error_of_ours_has_a_status() -> None:

@@ -1,0 +1,432 @@
+"""/v1/responses: OpenAI's Responses API, kept in sessions.
+
+Each stored response is a session of its own, named by the response's id: the token ids of all that led to it and of its
+answer, and the object itself with its items as the session's note. So a response lives as long as its session does, in
+the same log on disk and on a peer, and another API key knows nothing of it. What goes on from a response is a fork of
+its session: with the same instructions only what is new is appended to its exact ids; with others the conversation is
+rendered anew, as OpenAI does not carry instructions over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mneme.cachetier.sessions.rows import common_prefix
+from mneme.cluster.http.answers import Answer, Choice, Delta, FieldNames, event, token_logprobs
+from mneme.cluster.http.api_state import ApiState, Prompt
+from mneme.cluster.http.completions import run_chat
+from mneme.cluster.http.messages import kept_prefixes
+from mneme.cluster.http.sessions import forget_session, fork_where_it_is
+from mneme.cluster.serve.engine_client import look_up_session
+from mneme.cluster.tenancy import kv_salt, session_key
+from mneme.cluster.wire.openai import ChatRequest, validate
+from mneme.cluster.wire.responses import Items, Kept, ResponsesRequest, chat_messages
+from mneme.errors import InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable, ResponseNotFound, SessionNotFound
+from mneme.replicas.engine import commands
+from mneme.replicas.request import KeptPrefix, Logprobs
+from mneme.replicas.sessions.sessions import SessionKey
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED, _LISTED = 100, 20
+_UNKEPT_TTL_S = 60.0  # of the session of what is not stored and goes on from a response
+_SHOWN_TOKENS = 8  # from where two prompts differ
+_HIT_SHARE = 0.9  # of what two prompts have in common, so much was found: a hit
+_COMPARISON = "prompt_cache_options.comparison_response_id"
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}  # of ids
+_GROWS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"role": "assistant", "content": []},
+    "reasoning": {"summary": [], "content": []},
+    "function_call": {"arguments": ""},
+}
+_HEAD = ("model", "instructions", "tools")  # what a prompt begins with
+# What chat completions call the fields of a body here.
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+
+
+async def create_response(api: ApiState, request: Request, body: ResponsesRequest) -> ASGIApp:
+    """Answer an input, which may go on from an earlier response, and keep the answer unless `store` is false."""
+    body.check()
+    salt, tenant = kv_salt(request.state.tenant, body.cache_salt), request.state.tenant
+    response_id = f"resp_{request.state.request_id}"
+    key = (salt, session_key(tenant, response_id))
+    compared = None if body.prompt_cache_options is None else body.prompt_cache_options.comparison_response_id
+    before, kept, home = None, None, ""
+    if body.previous_response_id is not None:
+        before = (salt, session_key(tenant, body.previous_response_id, "previous_response_id"))
+        kept, home = await _found(api, before, "previous_response_id")
+    items = body.items(response_id)
+    about = {"id": response_id, "object": "response", "created_at": int(api.wall_clock())}
+    echo = {**body.echo(), **about, "model": api.model(body.model).id}
+    appends = kept is not None and all(kept.response.get(name) == echo[name] for name in _HEAD)
+    said = items if kept is None or appends else [*kept.history, *items]
+    system = [{"role": "system", "content": body.instructions}] if body.instructions and not appends else []
+    before_input = [*system, *chat_messages(said[: len(said) - len(items)])]
+    marks = body.marks(len(before_input), items)
+    asked = body.chat([*before_input, *chat_messages(items)])
+    if before is not None or body.keeps:
+        ttl = {} if body.keeps else {"ttl_s": _UNKEPT_TTL_S}
+        asked["session"] = {"id": response_id, "append": appends, **ttl}
+    if body.truncation != "auto":
+        asked["truncation"] = {"strategy": "error"}
+    elif "session" not in asked or api.truncation.strategy == "error":
+        asked["truncation"] = {"strategy": "recompute"}
+    keeper = Keeper(
+        api,
+        key if "session" in asked else None,
+        [*([] if kept is None else kept.history), *items],
+        None if compared is None else (salt, session_key(tenant, compared, _COMPARISON)),
+    )
+
+    async def kept_of(prompt: Prompt) -> tuple[KeptPrefix, ...]:
+        return await kept_prefixes(api, chat, marks, prompt)
+
+    try:
+        chat = validate(ChatRequest, asked)
+        run = await run_chat(
+            *(api, request, chat),
+            lambda *_: ResponsesAnswer(echo, keeper, is_prewarm=body.is_prewarm),
+            fields=FieldNames("input", "input" if body.max_output_tokens is None else "max_output_tokens"),
+            reads_header=False,
+            kept_of=kept_of,
+        )
+    except InvalidRequest as error:
+        raise _worded(error) from None
+    if before is None:
+        return run
+    fork_home = await _fork(api, before, key, home)
+
+    async def run_fork(scope: Scope, receive: Receive, send: Send) -> None:
+        """Run it, and leave nothing of a fork whose turn was refused."""
+        try:
+            await run(scope, receive, send)
+        except MnemeError:
+            with contextlib.suppress(MnemeError):
+                await api.client.query(commands.delete_session(key), replica_id=fork_home)
+            raise
+
+    return run_fork
+
+
+async def get_response(api: ApiState, request: Request) -> dict[str, Any]:
+    """Return a response that was kept."""
+    if request.query_params.get("stream") == "true":
+        raise InvalidRequest("stream", True, "a response that has ended is not streamed again")
+    return (await _kept(api, _key(request), "response_id")).response
+
+
+async def delete_response(api: ApiState, request: Request) -> dict[str, Any]:
+    """Forget a response; those that go on from it stay."""
+    key = _key(request)
+    await _kept(api, key, "response_id")
+    await forget_session(api, key)
+    return {"id": request.path_params["response_id"], "object": "response", "deleted": True}
+
+
+async def cancel_response(api: ApiState, request: Request) -> dict[str, Any]:
+    """Refuse: only what runs in the background could be cancelled; a stream is cancelled by closing it."""
+    await _kept(api, _key(request), "response_id")
+    raise InvalidRequest("response_id", None, "cannot cancel a synchronous response")
+
+
+async def list_input_items(api: ApiState, request: Request) -> dict[str, Any]:
+    """List the items that led to a response's output, those of earlier responses too, newest first."""
+    query = request.query_params
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order", order, "must be asc or desc")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
+        raise InvalidRequest("limit", limit, f"must be from 1 to {_MAX_LISTED}")
+    items = (await _kept(api, _key(request), "response_id")).items[:: 1 if order == "asc" else -1]
+    first = 0
+    if after is not None:
+        first = next((i + 1 for i, item in enumerate(items) if item["id"] == after), -1)
+        if first < 0:
+            raise InvalidRequest("after", after, "is no item of this response")
+    page = items[first : first + int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": page, **ends, "has_more": first + len(page) < len(items)}
+
+
+class Keeper(NamedTuple):
+    """Keeps a response with its session, and compares its prompt with an earlier one's."""
+
+    api: ApiState
+    key: SessionKey | None  # None: it has no session
+    items: Items  # that lead to its output
+    compared: SessionKey | None  # the response that its use of the cache is compared with
+
+    async def keep(self, response: dict[str, Any], choice: Choice) -> None:
+        """Keep it, if it is to be; says in it whether it is kept.
+
+        An answer that was computed is given, though nobody can go on from it.
+        """
+        if self.compared is not None:
+            response["prompt_cache_diagnostics"] = await self._diagnosed(self.compared, response, choice)
+        is_kept = False
+        try:
+            if response["store"] and self.key is not None:
+                size = 4 * response["usage"]["total_tokens"]  # characters, about
+                packed = await self.api.off_loop(size, Kept(response, self.items).packed)
+                note = commands.note_session(self.key, packed)
+                home = self.api.client.home_of(self.key)
+                is_kept = home is not None and (await self.api.client.query(note, replica_id=home))[home]
+                if not is_kept and (found := await look_up_session(self.api.client, self.key)) is not None:
+                    is_kept = (await self.api.client.query(note, replica_id=found[0]))[found[0]]
+        except MnemeError as error:
+            logger.warning("response not kept id=%s: %s", response["id"], error)
+        response["store"] = is_kept
+
+    async def _diagnosed(self, compared: SessionKey, response: dict[str, Any], choice: Choice) -> dict[str, Any]:
+        """Say whether the prompt went on from the compared response's, else what changed and from which token on.
+
+        A prompt that did, and was computed all the same, finds its KV gone, for which OpenAI has no reason.
+        """
+        try:
+            before = (await _kept(self.api, compared, _COMPARISON)).response
+            old = await self._tokens(compared, before)
+            new = choice.request.prompt_token_ids if self.key is None else await self._tokens(self.key, response)
+        except ResponseNotFound:
+            return {"type": "comparison_response_not_found"}
+        except MnemeError as error:
+            logger.warning("prompt not compared id=%s: %s", response["id"], error)
+            return {"type": "unavailable"}
+        num_same, usage = common_prefix(array("i", old), array("i", new)), response["usage"]
+        if num_same == min(len(old), len(new)) and response["model"] == before["model"]:
+            is_found = usage["input_tokens_details"]["cached_tokens"] >= _HIT_SHARE * min(num_same, len(new) - 1)
+            return {"type": "cache_hit" if is_found else "unavailable"}
+        changed = next((name for name in ("model", "tools") if response[name] != before[name]), "input")
+        reason = "context_compacted" if choice.usage.truncated_tokens else f"{changed}_changed"
+        shown = slice(num_same, num_same + _SHOWN_TOKENS)
+        decode = self.api.tokenizer.decode
+        return {
+            "type": "cache_miss",
+            "reason": reason,
+            "cache_missed_tokens": len(new) - num_same,
+            "comparison_reusable_tokens": num_same,
+            "first_difference": {
+                "token": num_same,
+                "before": decode(list(old[shown])),
+                "now": decode(list(new[shown])),
+            },
+        }
+
+    async def _tokens(self, key: SessionKey, response: dict[str, Any]) -> Sequence[int]:
+        """The prompt of a response; of one that was truncated as many tokens of all there were."""
+        found = await look_up_session(self.api.client, key)
+        asked = commands.session_tokens(key, visible=False)
+        ids: tuple[int, ...] | None = None
+        if found is not None:
+            ids = (await self.api.client.query(asked, replica_id=found[0]))[found[0]]
+        if ids is None:
+            raise ResponseNotFound(None, key[1].partition(":")[2])
+        return ids[: response["usage"]["input_tokens"]]
+
+
+class ResponsesAnswer(Answer):
+    """A `response`, or the events of one, whose output grows item by item; of a prewarmed one there is none."""
+
+    def __init__(self, echo: dict[str, Any], keeper: Keeper, *, is_prewarm: bool) -> None:
+        self._echo, self._keeper, self._is_prewarm = echo, keeper, is_prewarm
+        self._output: list[dict[str, Any]] = []  # the last one may still grow: then its text is in `_pieces`
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []  # of these
+        self._unsaid: list[Logprobs] = []  # of tokens that have not become text yet
+        self._is_open = False
+        self._num_events = 0
+        self._ending: list[bytes] = []  # events of the output's end, told when it is kept
+        self._response: dict[str, Any] = {}  # once it is whole
+
+    def whole(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> dict[str, Any]:
+        """See `Answer`."""
+        self.events(choices, deltas, str)
+        self._end_output(choices[0])
+        return self._response
+
+    def events(self, choices: Sequence[Choice], deltas: Iterable[Delta], usage: Callable[[], str]) -> bytes:
+        """See `Answer`."""
+        said = []
+        if not self._num_events:
+            response = self._object("in_progress")
+            said += [self._event("created", response=response), self._event("in_progress", response=response)]
+        for delta in () if self._is_prewarm else deltas:
+            if delta.reasoning:
+                said += self._grow("reasoning", delta.reasoning)
+            self._unsaid = [] if delta.reasoning or delta.calls else [*self._unsaid, *(delta.logprobs or ())]
+            if delta.text:
+                logprobs, self._unsaid = self._unsaid, []
+                said += self._grow("message", delta.text, logprobs)
+            for piece in delta.calls:
+                if piece.id is not None:
+                    said += self._open("function_call", call_id=piece.id, name=piece.name)
+                said += self._grow("function_call", piece.arguments)
+        return b"".join(said)
+
+    async def keep(self, choices: Sequence[Choice]) -> None:
+        """See `Answer`."""
+        self._ending = [] if self._response else self._end_output(choices[0])
+        await self._keeper.keep(self._response, choices[0])
+
+    def end(self, choices: Sequence[Choice], *, has_usage: bool) -> bytes:
+        """See `Answer`; usage is told to everyone."""
+        return b"".join(self._ending) + self._event(self._response["status"], response=self._response)
+
+    def failed(self, error: MnemeError) -> bytes:
+        """See `Answer`."""
+        code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
+        failure = {"code": code, "message": str(error) or "internal error"}
+        return self.events((), (), str) + self._event("failed", response=self._object("failed", error=failure))
+
+    def _end_output(self, choice: Choice) -> list[bytes]:
+        """Close what is open, and make the response."""
+        is_cut = choice.finish_reason == "length" and not self._is_prewarm
+        status = "incomplete" if is_cut else "completed"
+        said = [] if self._output or self._is_prewarm else self._open("message")
+        said += self._close(status)
+        self._response = self._object(
+            status,
+            output=self._output,
+            usage=self._usage(choice),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            completed_at=None if is_cut else int(self._keeper.api.wall_clock()),
+        )
+        return said
+
+    def _open(self, kind: str, **fields: Any) -> list[bytes]:
+        """Begin an item behind the others."""
+        said = self._close("completed")
+        item = {"id": f"{_PREFIXES[kind]}{self._echo['id'].removeprefix('resp_')}_{len(self._output)}", "type": kind}
+        self._output.append({**item, "status": "in_progress", **fields, **_EMPTY[kind]})
+        self._is_open = True
+        said.append(self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1]))
+        if kind != "function_call":
+            said.append(self._of_item("content_part.added", part=_part(kind, "")))
+        return said
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Logprobs] = ()) -> list[bytes]:
+        said = []
+        if not self._is_open or self._output[-1]["type"] != kind:
+            said = self._open(kind)
+        self._pieces.append(text)
+        if kind != "message":
+            return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text)]
+        entries = token_logprobs(self._keeper.api.tokenizer, logprobs, self._echo["top_logprobs"])
+        self._logprobs += entries
+        return [*said, self._of_item(f"{_GROWS[kind]}.delta", delta=text, logprobs=entries)]
+
+    def _close(self, status: str) -> list[bytes]:
+        if not self._is_open:
+            return []
+        item, text, said = self._output[-1], "".join(self._pieces), []
+        self._pieces, self._is_open, kind = [], False, item["type"]
+        if kind == "function_call":
+            item["arguments"] = text
+            said.append(self._of_item(f"{_GROWS[kind]}.done", arguments=text, name=item["name"]))
+        else:
+            part = _part(kind, text)
+            if kind == "message":
+                part["logprobs"], self._logprobs = self._logprobs, []
+            item["content"] = [part]
+            logprobs = {name: value for name, value in part.items() if name == "logprobs"}
+            said.append(self._of_item(f"{_GROWS[kind]}.done", text=text, **logprobs))
+            said.append(self._of_item("content_part.done", part=part))
+        item["status"] = status
+        said.append(self._event("output_item.done", output_index=len(self._output) - 1, item=item))
+        return said
+
+    def _object(self, status: str, **fields: Any) -> dict[str, Any]:
+        empty: dict[str, Any] = {"output": [], "usage": None, "error": None}
+        empty |= {"incomplete_details": None, "completed_at": None, "prompt_cache_diagnostics": None}
+        return {**self._echo, "status": status, **empty, **fields}
+
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        usage, num_told = choice.usage, 0 if self._is_prewarm else choice.num_told
+        thoughts = "".join(part["text"] for i in self._output if i["type"] == "reasoning" for part in i["content"])
+        num_thought = len(self._keeper.api.tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+        written = usage.prompt_tokens - usage.cached_tokens  # what is computed stays
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
+            "output_tokens": num_told,
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, num_told)},
+            "total_tokens": usage.prompt_tokens + num_told,
+        }
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        item, index = self._output[-1], len(self._output) - 1
+        part = {} if item["type"] == "function_call" else {"content_index": 0}
+        return self._event(kind, item_id=item["id"], output_index=index, **part, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        kind, number = f"response.{kind}", self._num_events
+        self._num_events += 1
+        return event(json.dumps({"type": kind, "sequence_number": number, **fields}), kind)
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+async def _kept(api: ApiState, key: SessionKey, field: str) -> Kept:
+    """Find a response that was kept; raises `ResponseNotFound`."""
+    return (await _found(api, key, field))[0]
+
+
+async def _found(api: ApiState, key: SessionKey, field: str) -> tuple[Kept, str]:
+    """Find it with the replica that has it. All copies are alike, so what is known of its log does not matter."""
+    asked = commands.session_note(key)
+    answers = await api.client.query(asked)
+    if not any(answers.values()) and (found := await look_up_session(api.client, key)) is not None:
+        answers = await api.client.query(asked, replica_id=found[0])
+    for replica_id, note in answers.items():
+        if note:
+            return await api.off_loop(len(note), partial(Kept.unpacked, note)), replica_id
+    raise ResponseNotFound(field, key[1].partition(":")[2])
+
+
+async def _fork(api: ApiState, before: SessionKey, key: SessionKey, home: str) -> str:
+    """Begin a response's session where the one before it ended; returns the replica, which is `home` if that can."""
+    try:
+        forked = (await api.client.query(commands.fork_session(before, key[1]), replica_id=home))[home]
+        api.client.place_fork(key, home)
+    except (SessionNotFound, ReplicaUnavailable):
+        try:
+            home, forked = await fork_where_it_is(api, before, key[1])
+        except SessionNotFound:
+            raise ResponseNotFound("previous_response_id", before[1].partition(":")[2]) from None
+    if forked is None:
+        raise Overloaded("there is no room for another session")
+    return home
+
+
+def _key(request: Request) -> SessionKey:
+    tenant: str = request.state.tenant
+    salt = kv_salt(tenant, request.query_params.get("cache_salt"))
+    return salt, session_key(tenant, request.path_params["response_id"], "response_id")
+
+
+def _worded(error: InvalidRequest) -> InvalidRequest:
+    """The refusal with the field's name of this API."""
+    field = error.field or ""
+    name = next((name for name in _FIELDS if field == name or field.startswith((f"{name}.", f"{name}["))), None)
+    if name is None:
+        return error
+    return type(error)(_FIELDS[name] + field.removeprefix(name), error.value, error.rule)

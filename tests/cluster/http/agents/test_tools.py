@@ -1,0 +1,227 @@
+"""Tools in chat completions: what the template is given, what an answer's calls become, and what forces them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mneme.replicas.mneme_tiny as tiny
+from tests.cluster.api_fixtures import CHAT, chat, post
+from tests.cluster.fake_engine_client import FakeEngineClient
+from tests.replicas.tiny_tokenizer import CHATML, tiny_tokenizer
+
+TEMPLATE = (Path(next(iter(tiny.__path__))) / "chat_template.jinja").read_text()
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "now"}}
+CALLS = (
+    'One moment.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+THINKS = "{% set t = '<think>' %}" + TEMPLATE
+OPENS = TEMPLATE.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+
+
+def asked(sentence: str = CALLS, template: str = TEMPLATE, **changes: Any) -> tuple[Any, Any]:
+    """The answer, and what the engine was asked."""
+    engine = FakeEngineClient(tiny_tokenizer(template), sentence)
+    response = post("/v1/chat/completions", {**CHAT, "tools": [TOOL, OTHER], **changes}, engine=engine)
+    assert response.status_code == 200, response.text
+    return response, engine.requests[0]
+
+
+def whole(*args: Any, **changes: Any) -> dict[str, Any]:
+    (choice,) = asked(*args, **changes)[0].json()["choices"]
+    return choice
+
+
+def streamed(*args: Any, **changes: Any) -> list[dict[str, Any]]:
+    lines = asked(*args, stream=True, **changes)[0].text.strip().split("\n\n")
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+
+
+def test_calls_of_a_whole_answer() -> None:
+    choice = whole()
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "One moment."
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Köln"}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in message["tool_calls"])
+    assert whole(CALLS.partition("\n")[2])["message"]["content"] is None
+
+
+def test_a_stream_brings_id_and_name_first_and_arguments_as_they_come() -> None:
+    choices = streamed()
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert "".join(each["delta"].get("content", "") for each in choices) == "One moment."
+    pieces = [piece for each in choices for piece in each["delta"].get("tool_calls", [])]
+    for index, (name, arguments) in enumerate([("weather", '{"city": "Köln"}'), ("now", "{}")]):
+        first, *others = [piece for piece in pieces if piece["index"] == index]
+        assert first["function"]["name"] == name
+        assert first["type"] == "function"
+        assert all("id" not in piece and "name" not in piece["function"] for piece in others)
+        assert "".join(piece["function"]["arguments"] for piece in [first, *others]) == arguments
+
+
+def test_the_template_gets_tools_calls_and_results() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}}
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    text = asked(messages=history)[1].prompt_text
+    assert json.dumps(TOOL) in text
+    assert (
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>' in text
+    )
+    assert "<|im_start|>tool\nrain<|im_end|>" in text
+    broken = {**call, "function": {"name": "weather", "arguments": '{"city'}}  # the model's own words, maybe
+    assert '"{\\"city"' in asked(messages=[*history[:1], {**history[1], "tool_calls": [broken]}])[1].prompt_text
+
+
+@pytest.mark.parametrize("how", [{"tool_choice": "none"}, {"tools": [OTHER]}, {"tools": []}])
+def test_what_was_not_offered_is_content(how: dict[str, Any]) -> None:
+    sentence = CALLS.partition("\n<tool_call>\n{" + '"name": "now"')[0]
+    assert whole(sentence, **how)["message"] == {"role": "assistant", "content": sentence, "refusal": None}
+
+
+def test_tools_stay_in_the_prompt_where_none_may_be_called() -> None:
+    assert asked(tool_choice="none")[1].prompt_token_ids == asked()[1].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "names", "is_one"),
+    [
+        ("required", None, ["weather", "now"], False),
+        ("required", False, ["weather", "now"], True),
+        ({"type": "function", "function": {"name": "now"}}, True, ["now"], True),
+    ],
+)
+def test_a_forced_call_has_a_grammar(choice: Any, parallel: Any, names: list[str], is_one: bool) -> None:
+    grammar = asked(tool_choice=choice, parallel_tool_calls=parallel)[1].sampling.grammar
+    assert grammar.after is None
+    assert [name for name in ("weather", "now") if f'"{name}\\"' in grammar.text.replace('\\"name\\": \\', "")] == names
+    assert ("call (" not in grammar.text) == is_one
+
+
+def test_auto_is_free_where_no_token_opens_a_call() -> None:
+    assert asked()[1].sampling.grammar is None
+
+
+def test_a_format_holds_for_what_is_no_call() -> None:
+    grammar = asked(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "null"}}})[
+        1
+    ].sampling.grammar
+    assert "start: calls | answer" in grammar.text
+
+
+def test_a_schema_that_no_grammar_takes_is_only_told() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    assert asked(tools=[tool])[1].sampling.grammar is None
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    response = post(
+        "/v1/chat/completions",
+        {**CHAT, "tools": [strict], "tool_choice": "required"},
+        engine=FakeEngineClient(tiny_tokenizer(TEMPLATE)),
+    )
+    assert response.status_code == 400
+    assert "not" in response.json()["error"]["message"]
+
+
+def test_a_template_without_tools_takes_forced_calls_only() -> None:
+    refused = chat(tools=[TOOL])
+    assert refused.status_code == 400
+    assert "tool_call_parser" in refused.json()["error"]["message"]
+    message = whole('[{"name": "now", "parameters": {"a": 1}}]', CHATML, tool_choice="required")["message"]
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "now", "arguments": '{"a": 1}'}]
+
+
+def test_every_choice_has_calls_of_its_own() -> None:
+    choices = asked(n=3)[0].json()["choices"]
+    assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 6
+
+
+def test_an_answer_that_was_cut_off_says_so() -> None:
+    choice = whole(max_tokens=30)
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("template", "begin"), [(THINKS, "<think>\n"), (OPENS, "")])
+def test_reasoning_stands_by_itself(template: str, begin: str) -> None:
+    sentence = f"{begin}Hm, 世界.\n</think>\n\nThe fox"
+    message = whole(sentence, template, tools=[])["message"]
+    assert message == {
+        "role": "assistant",
+        "content": "The fox",
+        "refusal": None,
+        "reasoning_content": "Hm, 世界.",
+        "reasoning": "Hm, 世界.",
+    }
+    deltas = [choice["delta"] for choice in streamed(sentence, template, tools=[])]
+    for name, said in [("reasoning_content", "Hm, 世界."), ("reasoning", "Hm, 世界."), ("content", "The fox")]:
+        assert "".join(delta.get(name, "") for delta in deltas) == said
+    assert "reasoning" not in whole(sentence, template, tools=[], include_reasoning=False)["message"]
+
+
+def _told(engine: FakeEngineClient, **body: Any) -> dict[str, Any]:
+    response = post("/v1/chat/completions", {**CHAT, **body}, engine=engine, headers={"X-Session-ID": "s"})
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("history", ["text", "log"])
+def test_a_session_knows_what_it_said_however_it_is_resent(drops: bool, history: str) -> None:
+    """A model's own blanks in a call do not cost its KV, and its reasoning does not with `history: "log"`."""
+    thought = "<think>\nHm, fox.\n</think>\n\n" if drops else ""
+    sentence = thought + '<tool_call>{"name":"weather" ,"arguments":{ "city":"Köln" }}</tool_call>'
+    engine = FakeEngineClient(tiny_tokenizer(THINKS), sentence)
+    body = {"tools": [TOOL], "session": {"id": "s", "history": history}}
+    message = _told(engine, **body)
+    assert ("reasoning_content" in message) == drops
+    for name in ("reasoning_content", "reasoning"):
+        message.pop(name, None)
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    before = list(log.ids)
+    message["tool_calls"][0]["function"]["arguments"] = '{"city":"K\\u00f6ln"}'  # another way to write the same
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    _told(engine, **body, messages=[*CHAT["messages"], message, result])
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    is_found = list(log.ids[: len(before)]) == before
+    assert is_found == (history == "log" or not drops)
+    text = engine.tokenizer.decode(list(log.ids))
+    assert text.count("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n") == 1
+    assert (thought.strip() in text.partition("rain")[0]) == (is_found or not drops)
+    said = {"role": "assistant", "content": "The weather is fine."}  # never said
+    other = [*CHAT["messages"], said, {"role": "user", "content": "and now?"}]
+    _told(engine, **body, messages=other)
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    assert "rain" not in engine.tokenizer.decode(list(log.ids))
+
+
+def test_a_session_with_other_tools_is_another_conversation() -> None:
+    sentence = '<tool_call>{"name":"weather" ,"arguments":{}}</tool_call>'
+    engine = FakeEngineClient(tiny_tokenizer(TEMPLATE), sentence)
+    message = _told(engine, tools=[TOOL])
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    _told(engine, tools=[TOOL, OTHER], messages=[*CHAT["messages"], message, result])
+    log = engine.sessions.get(("", "public:s"))
+    assert log is not None
+    assert '"now"' in engine.tokenizer.decode(list(log.ids))

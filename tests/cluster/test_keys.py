@@ -1,0 +1,227 @@
+"""Who may call, from which sources that is read, what it is held to, and the command that edits the file of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from mneme.cluster.cli.main import main
+from mneme.cluster.config import HttpConfig, from_mapping
+from mneme.cluster.http.api import build_api
+from mneme.cluster.keys import ApiKey, Keyring, Meter, read_key_file, sha256_of
+from mneme.cluster.tenancy import PUBLIC
+from mneme.errors import ConfigError, RateLimited, Unauthorized
+from tests.cluster.api_fixtures import CHAT, MODEL, TOKENIZER, api, get, post
+from tests.cluster.fake_engine_client import FakeEngineClient
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(name: str = "a", **limits: Any) -> ApiKey:
+    return ApiKey(name=name, sha256=sha256_of(f"secret-{name}"), **limits)
+
+
+def test_without_keys_everyone_is_one_tenant_and_admin() -> None:
+    assert Keyring(clock=Clock()).authenticate(None) == (PUBLIC, True, None)
+
+
+def test_each_key_is_a_tenant_with_its_role() -> None:
+    keyring = Keyring(["k0", "k1"], [key("a"), key("b", role="admin")], clock=Clock())
+    secrets = ("k0", "k1", "secret-a", "secret-b")
+    callers = [keyring.authenticate(f"bearer  {secret} ") for secret in secrets]
+    assert [caller.tenant for caller in callers] == keyring.tenants
+    assert len(set(keyring.tenants)) == 4
+    assert [caller.is_admin for caller in callers] == [True, True, False, True]
+    assert Keyring(["k1"], clock=Clock()).authenticate("Bearer k1").tenant == callers[1].tenant
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer é", "Bearer", "", "Bearer \udcff", "Basic k1", "Bearer k", "k1"]
+)
+def test_odd_authorization_headers_are_refused(authorization: str | None) -> None:
+    with pytest.raises(Unauthorized):
+        Keyring(["k1"], clock=Clock()).authenticate(authorization)
+
+
+def write(path: Path, *keys: ApiKey) -> None:
+    path.write_text(yaml.safe_dump({"keys": [{"name": each.name, "sha256": each.sha256} for each in keys]}))
+
+
+def test_a_changed_file_is_read_again_and_a_bad_one_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, path = Clock(), tmp_path / "keys.yaml"
+    write(path, key("a"))
+    keyring = Keyring(file=path, clock=clock)
+
+    def may_call(name: str) -> bool:
+        clock.now += 2
+        try:
+            keyring.authenticate(f"Bearer secret-{name}")
+        except Unauthorized:
+            return False
+        return True
+
+    assert [may_call("a"), may_call("b")] == [True, False]
+    write(path, key("a"), key("b"))
+    assert [may_call("a"), may_call("b")] == [True, True]
+    for bad in ("keys: [{name: c}]", "keys: {", "x" * 5_000_000):
+        path.write_text(bad)
+        assert [may_call("a"), may_call("b"), may_call("c")] == [True, True, False]
+    assert "the keys that were read before stay" in caplog.text
+    path.unlink()
+    assert may_call("a")
+    write(path)
+    assert not may_call("a")  # no keys: nobody, and not everybody
+
+
+def test_a_file_that_is_bad_at_the_start_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.yaml"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_mapping({"http": {"keys_file": str(path)}})
+    for text in (
+        "keys: [{name: a, sha256: short}]",
+        "keys: [{name: 'a b', sha256: " + "0" * 64 + "}]",
+        "keys: [{name: a, sha256: " + "0" * 64 + ", role: root}]",
+        "keys: [{name: a, sha256: " + "0" * 64 + ", requests_per_min: 0}]",
+        "keys: [{name: a, sha256: " + "0" * 64 + "}, {name: a, sha256: " + "1" * 64 + "}]",
+        "secret",
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"keys\.yaml: "):
+            from_mapping({"http": {"keys_file": str(path)}})
+        monkeypatch.setenv("MNEME_KEYS", text)
+        with pytest.raises(ConfigError, match="MNEME_KEYS: "):
+            from_mapping({})
+        monkeypatch.delenv("MNEME_KEYS")
+    monkeypatch.setenv("MNEME_KEYS", "keys: []")
+    with pytest.raises(ConfigError, match="has no keys"):
+        from_mapping({})
+
+
+def test_keys_of_the_environment_go_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MNEME_KEYS", f'{{"keys": [{{"name": "a", "sha256": "{sha256_of("x")}"}}]}}')
+    config = from_mapping({})
+    monkeypatch.delenv("MNEME_KEYS")
+    assert not from_mapping(config.as_mapping()).http.keyring().authenticate("Bearer x").is_admin
+
+
+def test_requests_come_back_evenly_within_a_minute() -> None:
+    clock = Clock()
+    meter = Meter(key(requests_per_min=2), clock)
+    for _ in range(2):
+        meter.begin()
+        meter.end()
+    with pytest.raises(RateLimited) as refused:
+        meter.begin()
+    assert refused.value.retry_after_s == pytest.approx(30)
+    clock.now += 30
+    meter.begin()
+
+
+def test_tokens_that_were_used_beyond_the_limit_are_waited_for() -> None:
+    clock = Clock()
+    meter = Meter(key(tokens_per_min=60), clock)
+    meter.begin()
+    meter.use(100)
+    with pytest.raises(RateLimited) as refused:
+        meter.begin()
+    assert refused.value.retry_after_s == pytest.approx(41)
+    clock.now += 41
+    meter.begin()
+
+
+def test_requests_at_once_are_limited_until_one_ends() -> None:
+    meter = Meter(key(concurrency=1), Clock())
+    meter.begin()
+    with pytest.raises(RateLimited):
+        meter.begin()
+    meter.end()
+    meter.begin()
+
+
+def test_a_limit_is_a_429_that_says_when_to_come_back() -> None:
+    limited = key(requests_per_min=2, tokens_per_min=1000)
+    with api(keys=(limited,)) as client:
+        client.headers["Authorization"] = "Bearer secret-a"
+        first, second, third = (client.post("/v1/chat/completions", json=CHAT) for _ in range(3))
+    used = first.json()["usage"]["total_tokens"]
+    assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert 1000 - 2 * used <= int(third.headers["x-ratelimit-remaining-tokens"]) < 1000
+    assert third.headers["x-ratelimit-remaining-requests"] == "0"
+    assert third.headers["x-ratelimit-reset-requests"].endswith("s")
+    assert 1 <= int(third.headers["retry-after"]) <= 60
+    assert "x-should-retry" not in third.headers
+    assert third.json()["error"] == {
+        "message": "this key may send 2 requests a minute",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert not [name for name in get("/v1/models").headers if name.startswith("x-ratelimit")]
+
+
+def test_a_stream_counts_until_its_end() -> None:
+    clock = Clock()
+    engine, config = FakeEngineClient(TOKENIZER, is_endless=True), HttpConfig(keys=(key(tokens_per_min=60),))
+    app = build_api(engine, [MODEL], TOKENIZER, config, clock=clock)
+    transport = httpx.ASGITransport(app)
+
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+            client.headers["Authorization"] = "Bearer secret-a"
+            body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 60}
+            return [(await client.post("/v1/chat/completions", json=body)).status_code for _ in range(2)]
+
+    assert asyncio.run(run()) == [200, 429]
+
+
+def test_only_admins_see_what_all_tenants_have() -> None:
+    keys = (key("a"), key("b", role="admin"))
+    for name, status in (("a", 403), ("b", 200)):
+        response = get("/v1/kv/stats", keys=keys, headers={"Authorization": f"Bearer secret-{name}"})
+        assert response.status_code == status
+    assert post("/v1/chat/completions", CHAT, keys=keys).status_code == 401
+
+
+def test_the_command_adds_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.yaml"
+
+    def run(*args: str) -> tuple[int, str, str]:
+        status = main(["keys", args[0], "--file", str(path), *args[1:]])
+        return (status, *capsys.readouterr())
+
+    status, secret, _ = run("add", "team", "--role", "admin", "--tokens-per-min", "1000")
+    assert status == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert secret.strip() not in path.read_text()
+    assert [each.name for each in read_key_file(path)] == ["team"]
+    clock = Clock()
+    keyring = Keyring(file=path, clock=clock)
+    assert keyring.authenticate(f"Bearer {secret.strip()}").is_admin
+    assert run("add", "team")[0] == 2
+    assert run("add", "bad name")[0] == 2
+    assert run("add", "other")[0] == 0
+    listed = run("list")[1]
+    assert [line.split()[:2] for line in listed.splitlines()] == [["team", "admin"], ["other", "user"]]
+    assert "tokens_per_min=1000" in listed
+    assert run("revoke", "team")[0] == 0
+    assert run("revoke", "team")[0] == 2
+    clock.now += 2
+    with pytest.raises(Unauthorized):
+        keyring.authenticate(f"Bearer {secret.strip()}")
+    assert os.listdir(tmp_path) == ["keys.yaml"]
