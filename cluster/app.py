@@ -14,14 +14,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from mneme.cluster.config import ClusterConfig
+from mneme.cluster.config import ClusterConfig, from_mapping
 from mneme.cluster.http.api_state import ServedModel
+from mneme.cluster.serve.autoscaling import serve_options
 from mneme.cluster.serve.engine_client import EngineClient
 from mneme.cluster.serve.gpus import EnginePlacement, place_engines
 from mneme.cluster.serve.ingress import BuildApi, Ingress
 from mneme.cluster.serve.ray_private import own_replica_id
 from mneme.cluster.serve.replica import EngineReplica, LoadEngine
-from mneme.config import parse
 from mneme.replicas.model.config import load_model_config, model_directory
 from mneme.replicas.text.tokenizer import Tokenizer
 
@@ -31,15 +31,16 @@ INGRESS_DEPLOYMENT = "ingress"
 # Admission is the engine's, and each token stream counts as one ongoing request: Serve must never be the
 # limit.
 _MAX_ONGOING = 100_000
-# Streams are cut off at the ingress when a replica is removed, so draining is short; this is its upper bound.
-_SHUTDOWN_TIMEOUT_S = 20.0
+# Behind `drain_grace_s`: for what is being saved, session logs, and the engine's end.
+_END_S = 20.0
+_SURGE_PERCENT = 25  # of the replicas, at least one, are started beside those that they replace
 
 _LOGGING = {"enable_access_log": False}  # it would note every call on a replica
 
 
 def build(args: dict[str, Any]) -> Application:
     """The application of a RayService; raises `ConfigError` for a bad mapping."""
-    config = parse(ClusterConfig, args)
+    config = from_mapping(args)
     num_gpus = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
     return build_application(config, place_engines(config, num_gpus, may_grow=True))
 
@@ -55,10 +56,12 @@ def build_application(
     mapping = config.as_mapping()
     engines = serve.deployment(
         name=ENGINE_DEPLOYMENT,
-        num_replicas=placement.replicas,
+        **_number(config, placement),
         max_ongoing_requests=_MAX_ONGOING,
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_grace_s + _END_S,
         graceful_shutdown_wait_loop_s=0.1,
+        # Where a replica reserves nothing there is room for its successor beside it; else the old one goes first.
+        max_surge_percent=0 if placement.gpus_per_replica or config.cpus_per_replica else _SURGE_PERCENT,
         request_router_config=RequestRouterConfig(request_router_class="mneme.router.serve_router.MnemeRequestRouter"),
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": placement.gpus_per_replica},
         logging_config=_LOGGING,
@@ -67,12 +70,19 @@ def build_application(
         name=INGRESS_DEPLOYMENT,
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=_MAX_ONGOING,
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.ingress.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
+        max_surge_percent=0 if config.ingress.cpus else _SURGE_PERCENT,
         ray_actor_options={"num_cpus": config.ingress.cpus},
         logging_config=_LOGGING,
     )(serve.ingress()(Ingress))
     return ingress.bind(mapping, engines, build_api or _build_api)
+
+
+def _number(config: ClusterConfig, placement: EnginePlacement) -> dict[str, Any]:
+    if config.autoscale is None:
+        return {"num_replicas": placement.replicas}
+    return {"autoscaling_config": serve_options(config.autoscale, ENGINE_DEPLOYMENT)}
 
 
 def _load_engine(*args: Any, **kwargs: Any) -> Any:

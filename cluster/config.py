@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mneme.cachetier.config import CacheConfig
+from mneme.cluster.keys import ApiKey, KeyList, Keyring, environment_keys
 from mneme.config import check_range, parse, with_assignments, yaml_problem
 from mneme.errors import ConfigError, shown
-from mneme.replicas.config import EngineConfig
+from mneme.replicas.config import EngineConfig, ReasoningParserName, ToolParserName
 from mneme.replicas.model.config import EMBEDDED_MODEL
+from mneme.router.autoscaler import AutoscaleConfig
 from mneme.router.score import RouterConfig
 
 MIB = 2**20
@@ -21,6 +24,7 @@ SETTLE_S = 2.0  # when the server stops: for what is being saved to reach the ca
 
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
+_ADDRESS = re.compile(r"auto|\S+:[0-9]{1,5}")
 # What clients send with all requests of a conversation or an agent: aiperf, OpenCode, Codex, Claude Code, Dynamo, SMG,
 # LiteLLM.
 AFFINITY_HEADERS = (
@@ -38,7 +42,9 @@ AFFINITY_HEADERS = (
 class HttpConfig:
     """Bounds on what one client can make this process hold or wait for."""
 
-    api_keys: tuple[str, ...] = ()  # empty: everyone may call, and all share one tenant
+    api_keys: tuple[str, ...] = ()  # secrets of admins; without keys of any kind everyone may call, as one tenant
+    keys: tuple[ApiKey, ...] = ()
+    keys_file: str | None = None  # read again when it changes; `mneme keys` edits it
     max_body_bytes: int = 8 * 2**20
     max_held_body_bytes: int = 256 * 2**20  # of all requests whose bodies are being read
     max_header_bytes: int = 32 * 2**10
@@ -46,6 +52,9 @@ class HttpConfig:
     body_idle_timeout_s: float = 10.0  # between two pieces of it
     client_stall_timeout_s: float = 60.0  # how long a client may leave a stream unread
     affinity_headers: tuple[str, ...] = AFFINITY_HEADERS  # one value, one replica; the first that is given counts
+    tool_call_parser: ToolParserName = "auto"  # how the model writes tool calls; auto: found by its chat template
+    reasoning_parser: ReasoningParserName = "auto"  # auto: <think>, if the template has it
+    strip_client_lines: bool = True  # x-anthropic-...: lines at the head of a system prompt, in /v1/messages
     shutdown_grace_s: float = 0.5  # how long answers go on when the server stops; then they end with an error
     max_connections_per_address: int = 512  # of the proxy's 4,096; in IPv6 of a /64. `mneme serve` alone
 
@@ -59,8 +68,14 @@ class HttpConfig:
         check_range("http.shutdown_grace_s", self.shutdown_grace_s, 0, 86_400)
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise ConfigError("http.api_keys: each key is ASCII text without spaces around it")
+        KeyList(keys=self.keys)  # no two alike
         if not all(_HEADER_NAME.fullmatch(name) for name in self.affinity_headers):
             raise ConfigError("http.affinity_headers: each is the name of a header, of letters, digits and -")
+
+    def keyring(self, clock: Callable[[], float] = time.monotonic) -> Keyring:
+        """Read the keys; raises `ConfigError` if their file is bad."""
+        file = None if self.keys_file is None else Path(self.keys_file).expanduser()
+        return Keyring(self.api_keys, self.keys, file, clock=clock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +84,26 @@ class IngressConfig:
 
     replicas: int = 1
     cpus: float = 0.0  # what Ray reserves for each
+    drain_s: float = 3600.0  # one that is replaced: how long answers go on there; nobody can take them over
 
     def __post_init__(self) -> None:
         check_range("ingress.replicas", self.replicas, 1, 64)
         check_range("ingress.cpus", self.cpus, 0, 1024)
+        check_range("ingress.drain_s", self.drain_s, 0, 86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """The Ray instance that `mneme serve` starts for itself; a RayService brings its own and ignores this."""
+    """The Ray instance that `mneme serve` starts for itself, or joins; a RayService brings its own and ignores this."""
 
+    address: str | None = None  # of a running cluster, or auto: the one that this machine is part of
     object_store_bytes: int = 192 * MIB
     temp_dir: str | None = None  # None: a fresh directory under the system's; removed at the end
 
     def __post_init__(self) -> None:
         check_range("ray.object_store_bytes", self.object_store_bytes, 80 * MIB, 2**44)
+        if self.address is not None and not _ADDRESS.fullmatch(self.address):
+            raise ConfigError(f"ray.address: must be auto or HOST:PORT (got {shown(self.address)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +113,13 @@ class ClusterConfig:
     model: str = EMBEDDED_MODEL  # the embedded model's name, or a local Hugging Face directory
     served_name: str | None = None  # what clients call it; None: the model's or the directory's name
     replicas: int | None = None  # None: one for each GPU, or two on the CPU (gpus.py)
+    autoscale: AutoscaleConfig | None = None  # instead of a fixed number
     host: str = "127.0.0.1"
     port: int = 8000
     cpus_per_replica: float = 0.0  # what Ray reserves; 0 fits everywhere, more keeps replicas off a full node
     gpus_per_replica: float | None = None  # None: 1 where there are GPUs; a fraction: engines share one, and its memory
     start_timeout_s: float = 600.0
+    drain_grace_s: float = 10.0  # a replica that stops: how long answers go on there before others take them over
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -114,11 +136,14 @@ class ClusterConfig:
             raise ConfigError(f"model: {shown(self.model)} has no name of its own; set served_name")
         if self.replicas is not None:
             check_range("replicas", self.replicas, 1, 1024)
+            if self.autoscale is not None:
+                raise ConfigError("replicas: must not be given beside autoscale, which has a min and a max")
         check_range("port", self.port, 1, 65535)
         check_range("cpus_per_replica", self.cpus_per_replica, 0, 1024)
         if self.gpus_per_replica is not None:
             check_range("gpus_per_replica", self.gpus_per_replica, 0, 1)  # an engine uses one device
         check_range("start_timeout_s", self.start_timeout_s, 1, 86_400)
+        check_range("drain_grace_s", self.drain_grace_s, 0, 86_400)
 
     @property
     def model_name(self) -> str:
@@ -134,7 +159,16 @@ def load_config(
     path: Path | None = None, assignments: list[str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ClusterConfig:
     """The YAML file, then `key=value` assignments, then `overrides` by dotted key; raises `ConfigError`."""
-    return parse(ClusterConfig, with_assignments(_read_yaml(path) if path else {}, assignments or [], overrides or {}))
+    return from_mapping(with_assignments(_read_yaml(path) if path else {}, assignments or [], overrides or {}))
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> ClusterConfig:
+    """Parse a configuration, with the keys of this process's environment; raises `ConfigError`."""
+    config = parse(ClusterConfig, mapping)
+    keys = environment_keys()
+    config = replace(config, http=replace(config.http, keys=(*config.http.keys, *keys))) if keys else config
+    config.http.keyring()
+    return config
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

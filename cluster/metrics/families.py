@@ -191,6 +191,41 @@ VLLM = (
         "tokens.host tokens.disk tokens.peer",
     ),
 )
+GPUS = (  # by label `gpu`
+    family("mneme_gpu_memory_bytes", "Memory of GPUs.", "memory.{state}", state=("used", "total")),
+    family("mneme_gpu_utilization_ratio", "Share of time in which a kernel ran.", "utilization"),
+    family("mneme_gpu_ecc_uncorrected_errors", "Since the driver was loaded.", "ecc_uncorrected"),
+    family(
+        "mneme_gpu_xid_errors_total",
+        "Xids since the replica began: of the device, which is not used any more then, or of programs.",
+        "xids.{of}",
+        of=("device", "program"),
+    ),
+)
+ROUTING = (
+    family(
+        "mneme_route_decisions_total",
+        "Choices of replicas: for a session that was answering, by price, by hash, of two by load, by another's rule.",
+        "decisions.{reason}",
+        reason=("session", "score", "ring", "p2c", "policy"),
+    ),
+    *(
+        family(f"mneme_route_{name}_total", description, f"accuracy.{key}")
+        for name, key, description in (
+            ("predictions", "count", "Requests whose time to the first token was predicted and measured."),
+            ("predicted_ttft_seconds", "predicted_s", "What was predicted."),
+            ("actual_ttft_seconds", "actual_s", "What it took."),
+            ("ttft_later", "later", "Requests that took longer than predicted: half of them if the median is right."),
+            ("ttft_relative_error", "relative_error", "Sums of |predicted - actual| / actual."),
+        )
+    ),
+    family(
+        "mneme_route_cached_tokens_total",
+        "Prompt tokens not computed: as predicted, as found, predicted but not found, and found but not predicted.",
+        "accuracy.{kind}_tokens",
+        kind=("predicted", "found", "missing", "surplus"),
+    ),
+)
 CACHE_NODES = (
     family("mneme_cache_chunks", "Chunks in the cache tier.", "{tier}.chunks", tier=_TIERS),
     family("mneme_cache_bytes", "Bytes of the cache tier in use.", "{tier}.bytes", tier=_TIERS),

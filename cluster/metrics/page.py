@@ -18,6 +18,8 @@ from mneme.cluster.metrics.families import (
     CACHE_ENGINES,
     CACHE_NODES,
     ENGINES,
+    GPUS,
+    ROUTING,
     VLLM,
     Labels,
     metric,
@@ -31,6 +33,7 @@ from mneme.replicas.engine.commands import kv_stats
 
 logger = logging.getLogger(__name__)
 
+_WANTED_TIMEOUT_S = 1.0
 _NODES_TIMEOUT_S = 2.0  # more than the tier's administrator gives a node
 
 
@@ -55,7 +58,17 @@ class MetricsPage:
         stats = await self._client.stats()
         engines = [each["cache"] for each in stats.values() if isinstance(each.get("cache"), dict)]
         nodes = await self._cache_nodes() if engines else []
-        return generate_latest(_Found([*self._metrics(stats), *cache_metrics(nodes, engines)]))
+        wanted = await self._num_wanted()
+        return generate_latest(_Found([*self._metrics(stats, wanted), *cache_metrics(nodes, engines)]))
+
+    async def _num_wanted(self) -> int | None:
+        """Ask in a thread how many replicas there should be; None if that takes long."""
+        try:
+            async with asyncio.timeout(_WANTED_TIMEOUT_S):
+                return await asyncio.to_thread(self._client.num_wanted)
+        except Exception as error:  # where it stands may be down
+            logger.warning("the wanted number of replicas is not known: %s", type(error).__name__)
+            return None
 
     async def _cache_nodes(self) -> list[dict[str, Any]]:
         """Ask the cache tier for its nodes' figures; none if it does not answer soon."""
@@ -67,14 +80,21 @@ class MetricsPage:
             return []
         return [] if figures is None else list(figures["nodes"])
 
-    def _metrics(self, stats: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    def _metrics(self, stats: Mapping[str, Mapping[str, Any]], wanted: int | None) -> Iterator[Metric]:
         engines = list(stats.values())
         yield metric("mneme_ready", "Whether every model has a replica.", {(): self._client.num_ready() > 0})
-        yield metric("mneme_replicas", "Replicas that answered.", {(): len(stats)})
+        replicas: dict[Labels, float] = {(("state", "ready"),): len(stats)}
+        replicas |= {} if wanted is None else {(("state", "wanted"),): wanted}
+        yield metric("mneme_replicas", "Replicas that answered, and those that there should be.", replicas)
         yield from summed(ENGINES, engines)
         rss: dict[Labels, float] = {(("replica", name),): number_at(s, ("rss_bytes",)) for name, s in stats.items()}
         yield metric("mneme_resident_memory_bytes", "Resident memory per replica.", rss)
         yield metric("mneme_http_responses_total", "Answers of this ingress.", self._responses)
+        gpus = {gpu["gpu"]: gpu for gpu in (each.get("gpu") for each in engines) if gpu}  # replicas may share one
+        yield from summed(GPUS if gpus else (), list(gpus.values()), by="gpu")
+        unhealthy: dict[Labels, float] = {(("gpu", name),): gpu["problem"] is not None for name, gpu in gpus.items()}
+        yield metric("mneme_gpu_unhealthy", "Whether a GPU cannot be trusted any more.", unhealthy)
+        yield from summed(ROUTING, [self._client.routing()], self._labels)
         yield from summed(VLLM, engines, self._model)
         num_pages = sum(number_at(each, ("pages", "total")) for each in engines)
         used = sum(number_at(each, ("pages", "in_use")) for each in engines) / max(num_pages, 1)

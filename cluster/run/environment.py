@@ -51,6 +51,8 @@ _SERVE = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # or every stop takes 31 s
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one loop per process: a hop less per message
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # what cannot be loaded is reported at once
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }

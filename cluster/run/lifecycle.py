@@ -3,7 +3,8 @@
     check -> directory, janitor -> ray.init -> serve.run -> /ready is 200 -> wait -> ray.shutdown -> janitor
 
 The Ray instance is this process's own: its ports, its directory, its token. Whatever ends this process, the
-janitor ends the rest.
+janitor ends the rest. With `ray.address` a cluster is joined instead: it keeps its own settings and Serve instance, and
+only the application comes and goes with this process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -42,6 +44,8 @@ _CACHE_CLOSE_S = 3.0
 GRACE_S = 8.5
 _INGRESS_S = 0.5  # for the call that ends answers
 _READY_POLL_S = 0.1
+_CONNECT_S, _LOOPBACK = 5.0, "127.0.0.1"
+_LEAVE_S = 3.0  # for the word that an application is to go
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RAISED = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Unavailable|Interrupt)): (.+)$")
@@ -105,11 +109,12 @@ def _check_weight_files(directory: Path) -> None:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """One cluster on this machine, from `start` to `stop`."""
+    """One cluster on this machine, or one application on a cluster that is joined, from `start` to `stop`."""
 
     config: ClusterConfig
     _janitor: Janitor | None = None
     _is_up: bool = False
+    _is_joined: bool = False
     _stop_requested: threading.Event = field(default_factory=threading.Event)
     _ingress: Any = None  # a handle
     _end_progress: Callable[[], object] = lambda: None
@@ -130,6 +135,21 @@ class LocalCluster:
         """
         self._end_progress = end_progress
         check_files(self.config)
+        if self.config.ray.address is None:
+            placement = self._begin(on_progress)
+        else:
+            self._watch_signals()
+            on_progress("joining Ray", 0.0)
+            placement = self._join(self.config.ray.address)
+        _take_signals()  # again: `ray.init` sets its own handlers
+        on_progress("starting replicas", 0.0)
+        with _reading_progress(on_progress):
+            self._run(lambda: application(placement))
+            self._await_ready(placement.replicas)
+        self._is_up = True
+        return placement
+
+    def _begin(self, on_progress: Progress) -> EnginePlacement:
         environment.check_port(self.config)
         placement = place_engines(self.config, count_gpus())
         directory = environment.make_directory(self.config)
@@ -139,12 +159,6 @@ class LocalCluster:
         environment.apply(environment.cluster_environment(self.config, marker, directory))
         on_progress("starting Ray", 0.0)
         self._start_ray(directory, placement)
-        _take_signals()  # again: `ray.init` sets its own handlers
-        on_progress("starting replicas", 0.0)
-        with _reading_progress(on_progress):
-            self._run(lambda: application(placement))
-            self._await_ready(placement.replicas)
-        self._is_up = True
         return placement
 
     def wait(self) -> None:
@@ -153,6 +167,8 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Stop everything that was started; nothing is left behind."""
+        if self._is_joined:
+            self._leave()
         if self._janitor is None:
             return
         deadline = threading.Timer(self.config.http.shutdown_grace_s + GRACE_S, self._stop_now)
@@ -165,6 +181,46 @@ class LocalCluster:
         _shut_ray_down()
         self._janitor.clean()
         deadline.cancel()
+
+    def _join(self, address: str) -> EnginePlacement:
+        import ray
+        from ray import serve
+
+        from mneme.cluster.serve.ray_private import single_node
+
+        os.environ.pop("RAY_ADDRESS", None)
+        options: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
+        host, _, port = address.rpartition(":")
+        is_local = host == _LOOPBACK  # Ray would look for this machine's other address
+        try:
+            if host:  # Ray would try for minutes
+                socket.create_connection((host, int(port)), _CONNECT_S).close()
+            with single_node() if is_local else contextlib.nullcontext():
+                ray.init(address=address, **options, **({"_node_ip_address": _LOOPBACK} if is_local else {}))
+            if APPLICATION in serve.status().applications:
+                raise StartFailed(f"ray.address: an application {APPLICATION!r} runs there already")
+        except StartFailed:
+            raise
+        except Exception as error:
+            raise StartFailed(
+                f"ray.address: no Ray cluster can be joined at {address}: {_first_line(error)}"
+            ) from error
+        self._is_joined = True
+        return place_engines(self.config, int(ray.cluster_resources().get("GPU", 0)), may_grow=True)
+
+    def _leave(self) -> None:
+        """Take the application from the cluster; what streams ends with an error, what is on disks stays."""
+        from ray import serve
+
+        if self._is_up:
+            self._end_answers()
+        try:
+            serve.delete(APPLICATION)
+        except Exception as error:
+            logger.warning("the application was not deleted: %s", _first_line(error))
+        if self.config.cache.enabled:
+            _close_cache_tier()
+        _shut_ray_down()
 
     def _start_ray(self, directory: Path, placement: EnginePlacement) -> None:
         import ray
@@ -189,7 +245,8 @@ class LocalCluster:
 
     def _reserved_cpus(self, num_replicas: int) -> int:
         config = self.config
-        reserved = num_replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+        most = num_replicas if config.autoscale is None else config.autoscale.max
+        reserved = most * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
         return max(1, math.ceil(reserved))
 
     def _run(self, application: Callable[[], object]) -> None:
@@ -198,7 +255,7 @@ class LocalCluster:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         http = {"host": self.config.host, "port": self.config.port}
         try:
-            serve.start(proxy_location="HeadOnly", http_options=http)
+            serve.start(proxy_location="EveryNode" if self._is_joined else "HeadOnly", http_options=http)
             self._ingress = serve.run(application(), name=APPLICATION, route_prefix="/")
         except Exception as error:
             raise StartFailed(_reason(error)) from error
@@ -251,6 +308,12 @@ class LocalCluster:
             terminal = os.dup(2)
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), 2)  # Ray in this process tells at length how its others die
+            if self._is_joined:
+                from ray import serve
+
+                ending = threading.Thread(target=lambda: serve.delete(APPLICATION, _blocking=False), daemon=True)
+                ending.start()
+                ending.join(_LEAVE_S)
             if self._janitor is not None:
                 self._janitor.clean()
             os.write(terminal, b"mneme serve: stopped\n")

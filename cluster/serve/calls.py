@@ -16,7 +16,13 @@ class StreamOpened(NamedTuple):
     epoch: str  # of the engine's life
 
 
-StreamItem = StreamOpened | tuple[StepMessage, ...]
+class StreamDraining(NamedTuple):
+    """The replica stops: no more work; what runs ends, or as "abort" goes on elsewhere; then the stream ends."""
+
+    replica_id: str
+
+
+StreamItem = StreamOpened | StreamDraining | tuple[StepMessage, ...]
 
 
 class WrongReplica(MnemeError):
@@ -31,6 +37,10 @@ class ReplicaCalls(Protocol):
 
     def events(self, replica_id: str, subscriber: str) -> AsyncGenerator[StreamItem, None]:
         """The token stream: `StreamOpened`, then what the engine's steps did; ends when it is closed."""
+        ...
+
+    async def wake(self) -> None:
+        """Ask for a replica where there is none; raises once one has come, as this call was meant for nobody."""
         ...
 
     async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -24,17 +24,31 @@ from mneme.cluster.serve.engine_client import newest
 from mneme.cluster.serve.link import LinkLost, ReplicaLink, Sink
 from mneme.errors import DeadlineExceeded, InvalidRequest, MnemeError, Overloaded, ReplicaUnavailable
 from mneme.primitives import Bounded
-from mneme.replicas.engine.commands import Query, delete_session, fork_session, get_session, leave_session, settle_saves
+from mneme.replicas.engine.commands import (
+    Query,
+    delete_session,
+    fork_session,
+    get_session,
+    leave_session,
+    report_all,
+    settle_saves,
+)
+from mneme.replicas.engine.output import is_of_request
+from mneme.replicas.report import ReplicaReport
 from mneme.replicas.request import GenerationRequest, PromptUsage, TokenEvent
 from mneme.replicas.sessions.sessions import SessionKey
-from mneme.router.chooser import ReplicaChooser, Reservation
+from mneme.router.chooser import ReplicaChooser, Reservation, Route
+from mneme.router.hot_prefixes import HotPrefixes
 from mneme.router.score import RouterConfig
 
 logger = logging.getLogger(__name__)
 
-WAIT_FOR_REPLICA_S = 15.0  # no stream is open: how long a request waits for one
+WAIT_FOR_REPLICA_S = 30.0  # how long a request waits for a replica that is on its way, and one that has begun for any
+NO_REPLICA_S = 0.8  # for none to come back where all are lost; who asks then is told to come again
 MAX_LOSSES = 5  # replicas a generation may lose before it gives up
 QUERY_TIMEOUT_S = 15.0  # an engine answers between two steps, which may take seconds; logs may be slow too
+MAX_ROUTES = 256  # choices of replicas that can be explained
+NUM_HOT = 8  # shared beginnings of prompts that a new replica has before it gets requests
 MAX_HOMES = 50_000  # sessions whose last replica an ingress remembers
 _PAUSE_S = 0.1  # before a replica that could not do something yet is asked again
 _OF_SESSIONS = {command.name for command in (get_session, delete_session, fork_session)}
@@ -124,7 +138,12 @@ class Placement:
                 raise item
             if item.finish_reason == "abort":  # not by us, who would not listen any more: the replica is stopping
                 raise LinkLost("the replica ended the request")
-            self.reservation.started()
+            usage = item.usage
+            if usage is None:
+                self.reservation.started()
+            else:
+                is_blended = usage.blend is not None and usage.blend.declined is None
+                self.reservation.started(usage.cached_tokens, is_private=is_blended or usage.truncated_tokens > 0)
             yield self.choices[item.request_id].take(item)
 
     def end(self) -> None:
@@ -144,15 +163,23 @@ class RayEngineClient:
         router: RouterConfig,
         has_session_logs: bool = False,
         warm_up: GenerationRequest | None = None,
+        num_wanted: Callable[[], int | None] = lambda: None,
+        starts_from_zero: bool = False,
     ) -> None:
-        """Runs `warm_up` on every replica before requests.
+        """Runs `warm_up` on every replica before requests; `num_wanted` says how many there should be.
+
+        `starts_from_zero`: where there is none, one comes if it is asked for.
 
         `has_session_logs`: replicas find in durable logs what one that does not answer knew of a session.
         """
         self._calls = calls
         self._name = name  # unique among ingresses: the subscriber's name at the replicas
         self.chooser = ReplicaChooser(router)
+        self._hot = HotPrefixes()
         self._warm_up = warm_up
+        self.num_wanted = num_wanted
+        self._starts_from_zero, self._was_ready = starts_from_zero, False
+        self._waking: asyncio.Task[None] | None = None
         self._links: dict[str, ReplicaLink] = {}
         self._opened = asyncio.Event()
         self._is_stopping = False
@@ -161,13 +188,16 @@ class RayEngineClient:
         self._homes = Bounded[SessionKey, tuple[str, bool]](MAX_HOMES)
         self.has_session_logs = has_session_logs
         self._epochs: dict[str, str] = {}
+        self._routes = Bounded[str, tuple[str, Route]](MAX_ROUTES)  # by request id, with its salt
+        self._report_tasks: dict[str, asyncio.Task[None]] = {}
         self._stats: tuple[float, dict[str, dict[str, Any]]] | None = None
         self._stats_lock = asyncio.Lock()
 
-    def set_replicas(self, replica_ids: Collection[str]) -> None:
-        """The replicas of now: new ones are linked, links to others are closed at once."""
+    def set_replicas(self, replica_ids: Collection[str], *, waits: bool = True) -> None:
+        """The replicas of now: new ones are linked, others are left, those that drain once they have (`waits`)."""
         for replica_id in self._links.keys() - set(replica_ids):
-            task = asyncio.get_running_loop().create_task(self._links.pop(replica_id).close())
+            link = self._links.pop(replica_id)
+            task = asyncio.get_running_loop().create_task(link.leave() if waits else link.close())
             self._epochs.pop(replica_id, None)
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -177,7 +207,9 @@ class RayEngineClient:
                 self._calls,
                 subscriber=f"{self._name}:{replica_id}",
                 on_change=self._link_changed,
+                on_report=self._reported,
                 warm_up=self._warm_up,
+                hot_prefixes=lambda: self._hot.hottest(NUM_HOT),
             )
             self._links[replica_id] = link
             link.start()
@@ -202,8 +234,12 @@ class RayEngineClient:
 
     async def close(self) -> None:
         """Close all links."""
-        self.set_replicas(())
+        self.set_replicas((), waits=False)
+        reports = list(self._report_tasks.values())
+        for task in reports:
+            task.cancel()
         await asyncio.gather(*self._closing)
+        await asyncio.gather(*reports, return_exceptions=True)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[TokenEvent, None]:
         """See `EngineClient`; a lost replica is a pause, and an "error" event if nothing takes over."""
@@ -268,9 +304,26 @@ class RayEngineClient:
         """See `EngineClient.place_fork`."""
         self._homes[key] = replica_id, True
 
+    def home_of(self, key: SessionKey) -> str | None:
+        """See `EngineClient.home_of`."""
+        home, _ = self._homes.get(key, (None, False))
+        return home if home in self._links else None
+
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """See `EngineClient.note_prefix`."""
         self.chooser.record(token_ids, replica_id, salt=salt)
+
+    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+        """See `EngineClient.routes`."""
+        return [
+            {"request_id": request_id, **route.as_json()}
+            for request_id, (of_salt, route) in self._routes.items()
+            if of_salt == salt and is_of_request(request_id, http_id)
+        ]
+
+    def routing(self) -> Mapping[str, Any]:
+        """See `EngineClient.routing`."""
+        return {"decisions": self.chooser.decisions, "accuracy": self.chooser.accuracy}
 
     def num_ready(self) -> int:
         """See `EngineClient.num_ready`: a stream is open, and Ray breaks it when its replica dies."""
@@ -280,7 +333,7 @@ class RayEngineClient:
         """Submit to the best replica, then to the others; raises what the last one answered."""
         tried: set[str] = set()
         refusal: MnemeError = ReplicaUnavailable("no replica is ready")
-        deadline = asyncio.get_running_loop().time() + min(WAIT_FOR_REPLICA_S, choices[0].time_left_s)
+        began_s = asyncio.get_running_loop().time()
         while True:
             if self._is_stopping:
                 raise ReplicaUnavailable("the server is stopping")
@@ -289,11 +342,14 @@ class RayEngineClient:
             if reservation is None:
                 if tried and not is_resumed and isinstance(refusal, Overloaded):
                     raise refusal
+                patience_s = WAIT_FOR_REPLICA_S if is_resumed or self._expects_replica() else NO_REPLICA_S
+                deadline = began_s + min(patience_s, choices[0].time_left_s)
                 if not await self._wait_for_replica(deadline, has_tried=bool(tried)):
                     raise refusal if choices[0].time_left_s > 0 else DeadlineExceeded
                 tried.clear()
                 continue
             tried.add(reservation.replica_id)
+            self._routes[choices[0].attempt_id] = choices[0].request.salt, reservation.route
             try:
                 return await self._submit(choices, reservation)
             except LinkLost as lost:
@@ -307,7 +363,23 @@ class RayEngineClient:
             for choice in choices:
                 choice.attempt += 1
 
+    def _expects_replica(self) -> bool:
+        """Return whether a replica is on its way, after it was asked for where there is none."""
+        if self._starts_from_zero and not self._links and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.get_running_loop().create_task(self._wake())
+        is_coming = any(link.is_coming for link in self._links.values())
+        return is_coming or not self._was_ready or (self._starts_from_zero and not self._links)
+
+    async def _wake(self) -> None:
+        with contextlib.suppress(Exception):  # whoever comes refuses this call
+            async with asyncio.timeout(WAIT_FOR_REPLICA_S):
+                await self._calls.wake()
+
     def _reserve(self, request: GenerationRequest, num_choices: int, *, exclude: Collection[str]) -> Reservation | None:
+        documents = []
+        if request.documents and request.blend.mode != "off":
+            sink_ids, ids = self.chooser.sink_ids(), request.prompt_token_ids
+            documents = [(*sink_ids, *ids[span.start : span.end]) for span in request.documents]
         return self.chooser.select_and_reserve(
             request.prompt_token_ids,
             salt=request.salt,
@@ -315,6 +387,7 @@ class RayEngineClient:
             affinity=request.affinity,
             num_choices=num_choices,
             exclude=exclude,
+            documents=documents,
         )
 
     async def _barred(self, request: GenerationRequest) -> set[str]:
@@ -327,7 +400,13 @@ class RayEngineClient:
         key = (request.salt, request.session_id)
         fork_home, is_fork = self._homes.get(key, (None, False))
         home = await self._home_of(key) if request.append else fork_home if is_fork else None
-        return self._links.keys() - {home} if home in self._links else set()
+        if home not in self._links or (
+            self.has_session_logs
+            and self._links[home].is_draining
+            and not self.chooser.is_answering(request.session_id, salt=request.salt)
+        ):
+            return set()
+        return self._links.keys() - {home}
 
     async def _home_of(self, key: SessionKey) -> str | None:
         """The replica that has the session's newest copy; None: no replica knows it."""
@@ -404,11 +483,15 @@ class RayEngineClient:
                 if isinstance(refusal, InvalidRequest):
                     refusal.request_id = choice.request.request_id
                 raise refusal
+        reservation.admitted()
         self._move_session(choices[0].request, reservation.replica_id)
         return placement
 
     def _remember(self, placement: Placement) -> None:
         """The replica now holds the answers' KV too: the next turn starts with them."""
+        first = next(iter(placement.choices.values())).request
+        if not first.append:
+            self._hot.note(first.prompt_token_ids, salt=first.salt)
         for choice in placement.choices.values():
             tokens = (*choice.request.prompt_token_ids, *choice.emitted)
             self.chooser.record(tokens, placement.link.replica_id, salt=choice.request.salt)
@@ -419,11 +502,36 @@ class RayEngineClient:
                 self.chooser.forget_prefixes(link.replica_id)  # the engine was started anew: it holds nothing
             self._epochs[link.replica_id] = link.epoch
         self._update_candidates()
+        if link.is_open:
+            self._ask_for_report(link.replica_id)
+
+    def _reported(self, replica_id: str, report: ReplicaReport) -> None:
+        if not self.chooser.take_report(replica_id, report):
+            self._ask_for_report(replica_id)
+
+    def _ask_for_report(self, replica_id: str) -> None:
+        """Have a replica say all that it holds, once at a time: this ingress has missed some of it."""
+        if replica_id not in self._report_tasks:
+            task = asyncio.get_running_loop().create_task(self._take_whole_report(replica_id))
+            self._report_tasks[replica_id] = task
+
+    async def _take_whole_report(self, replica_id: str) -> None:
+        report = None
+        try:
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
+                report = await self._calls.call(replica_id, "query", query=report_all())
+        except Exception as error:  # it is asked again after its next report
+            logger.warning("replica_id=%s report failed: %s", replica_id, type(error).__name__)
+        finally:
+            del self._report_tasks[replica_id]
+        if isinstance(report, ReplicaReport):
+            self._reported(replica_id, report)
 
     def _update_candidates(self) -> None:
         open_ids = [replica_id for replica_id, link in self._links.items() if link.is_open]
         self.chooser.set_replicas(open_ids)
         if open_ids:
+            self._was_ready = True
             self._opened.set()
         else:
             self._opened.clear()

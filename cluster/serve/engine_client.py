@@ -42,12 +42,28 @@ class EngineClient(Protocol):
         """A new session begins on this replica: its first turn belongs there."""
         ...
 
+    def home_of(self, key: SessionKey) -> str | None:
+        """Where a session's last turn or fork was sent from here; it may be elsewhere by now. None: not known."""
+        ...
+
     def note_prefix(self, token_ids: Sequence[int], replica_id: str, *, salt: str) -> None:
         """This replica holds the KV of a prompt now: requests that begin with it belong there."""
         ...
 
+    def routes(self, salt: str, http_id: str) -> list[dict[str, Any]]:
+        """Say how the replicas of a recent HTTP request were chosen, as far as that was here: `Route.as_json`."""
+        ...
+
+    def routing(self) -> Mapping[str, Any]:
+        """Count choices of replicas: "decisions" by reason, and sums of their "accuracy"."""
+        ...
+
     def num_ready(self) -> int:
         """Replicas that requests may go to."""
+        ...
+
+    def num_wanted(self) -> int | None:
+        """Replicas that there should be; None: not known."""
         ...
 
 

@@ -18,7 +18,7 @@ _CPU_REPLICAS = 2
 class EnginePlacement(NamedTuple):
     """Tells Serve and the replicas how many engines run, and on what."""
 
-    replicas: int
+    replicas: int  # at first, where they are autoscaled
     device: str  # "cpu" or "cuda": a replica that does not find its GPU fails, and never serves from the CPU instead
     gpus_per_replica: float  # 0 on the CPU; under 1: engines share a GPU, and its memory
 
@@ -41,20 +41,26 @@ def place_engines(config: ClusterConfig, num_gpus: int, *, may_grow: bool = Fals
     if device == "cpu" or (device == "auto" and not (num_gpus if gpus is None else gpus)):
         if gpus:
             raise ConfigError(f"gpus_per_replica: engine.device is cpu, which needs none (got {gpus:g})")
-        return EnginePlacement(config.replicas or _CPU_REPLICAS, "cpu", 0.0)
+        return EnginePlacement(_first(config) or _CPU_REPLICAS, "cpu", 0.0)
     if gpus == 0:
         raise ConfigError("gpus_per_replica: an engine on a GPU needs one, or a share of one (got 0)")
     gpus = 1.0 if gpus is None else gpus
     room = num_gpus * int(1 / gpus)
-    replicas = room if config.replicas is None else config.replicas
+    replicas = _first(config) or room
     if not replicas:
         raise ConfigError("engine.device: there is no GPU; `replicas` says how many will be there, cpu serves without")
-    if replicas > room and not may_grow:
+    most = replicas if config.autoscale is None else config.autoscale.max
+    if most > room and not may_grow:
         raise ConfigError(
-            f"replicas: {replicas} with {gpus:g} GPU each do not fit on {num_gpus}; "
+            f"replicas: {most} with {gpus:g} GPU each do not fit on {num_gpus}; "
             "a smaller gpus_per_replica lets them share one, and its memory"
         )
     return EnginePlacement(replicas, "cuda", gpus)
+
+
+def _first(config: ClusterConfig) -> int | None:
+    """Return how many engines run at first, if the configuration says so."""
+    return config.replicas if config.autoscale is None else max(config.autoscale.min, 1)
 
 
 def count_gpus() -> int:

@@ -14,7 +14,13 @@ from mneme.cluster.logs import log_to_serve
 from mneme.cluster.serve import http_protocol
 from mneme.cluster.serve.client import RayEngineClient
 from mneme.cluster.serve.engine_client import EngineClient
-from mneme.cluster.serve.ray_private import HandleCalls, keep_to_loopback, own_replica_id, start_router
+from mneme.cluster.serve.ray_private import (
+    HandleCalls,
+    keep_to_loopback,
+    own_replica_id,
+    read_wanted,
+    start_router,
+)
 from mneme.config import parse
 from mneme.replicas.request import WARM_UP_SALT, GenerationRequest, SamplingParams
 from mneme.router import replica_set
@@ -46,6 +52,8 @@ class Ingress:
             name=own_replica_id(),
             router=self._config.router,
             warm_up=_WARM_UP,
+            num_wanted=read_wanted,
+            starts_from_zero=self._config.autoscale is not None and not self._config.autoscale.min,
             has_session_logs=self._config.cache.enabled and self._config.cache.disk is not None,
         )
         start_router(engines)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mneme.cluster.serve.calls import ReplicaCalls, StreamOpened
+from mneme.cluster.serve.calls import ReplicaCalls, StreamDraining, StreamOpened
 from mneme.errors import MnemeError
-from mneme.replicas.request import GenerationRequest, StepMessage, TokenEvent
+from mneme.replicas.report import ReplicaReport
+from mneme.replicas.request import GenerationRequest, SamplingParams, StepMessage, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,10 @@ CALL_TIMEOUT_S = 10.0  # a submit that takes longer is answered by losing the li
 SILENCE_S = 10.0  # running requests and no message for this long: ask `stats` whether they still run
 PROBE_TIMEOUT_S = 5.0
 _NUM_WARM_UP, _WARM_UP_S = 8, 5.0  # requests, and the time that all of them have
+_HOT_S, _ONE_TOKEN = 10.0, SamplingParams(max_tokens=1, temperature=0, seed=0)
 REOPEN_MIN_S, REOPEN_MAX_S = 0.05, 1.0
+_DRAIN_POLL_S = 0.1
+DRAIN_WORD_S = 1.0  # a replica that is removed says within that that it drains, or it is dead
 
 
 class LinkLost(Exception):
@@ -50,17 +54,25 @@ class ReplicaLink:
         *,
         subscriber: str,
         on_change: Callable[[ReplicaLink], None],
+        on_report: Callable[[str, ReplicaReport], None] = lambda _id, _report: None,
         warm_up: GenerationRequest | None = None,
+        hot_prefixes: Callable[[], Sequence[tuple[str, Sequence[int]]]] = tuple,
     ) -> None:
-        """`warm_up`: runs some times before the link is open, under ids of its own."""
+        """`warm_up`: runs some times before the link is open, under ids of its own.
+
+        hot_prefixes  (salt, tokens) that the replica then takes from the cache tier, or computes, before it is open too
+        """
         self.replica_id = replica_id
         self.epoch: str | None = None  # None while there is no stream
         self._calls = calls
         self._subscriber_prefix = subscriber
         self._openings = itertools.count()
         self._subscriber = ""
-        self._on_change = on_change
+        self._on_change, self._on_report = on_change, on_report
         self._warm_up = warm_up  # None: it is warm
+        self._hot_prefixes = hot_prefixes
+        self._draining = asyncio.Event()  # the replica stops; from then on calls do not reach it
+        self._was_lost = False
         self._next_seq = 0  # an engine counts each subscriber's messages from 0
         self._sinks: dict[str, Sink] = {}  # request id -> who wants its events
         self._submits: list[tuple[GenerationRequest, asyncio.Future[MnemeError | None]]] = []
@@ -74,7 +86,17 @@ class ReplicaLink:
     @property
     def is_open(self) -> bool:
         """Return whether requests may be submitted: there is a stream, and it is warm."""
-        return self.epoch is not None and self._warm_up is None
+        return self.epoch is not None and self._warm_up is None and not self._draining.is_set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the replica has said that it stops."""
+        return self._draining.is_set()
+
+    @property
+    def is_coming(self) -> bool:
+        """Return whether it opens for the first time or drains, as its successor is there: no sign of a fault."""
+        return self._draining.is_set() or not self._was_lost
 
     @property
     def is_busy(self) -> bool:
@@ -85,8 +107,17 @@ class ReplicaLink:
         """Open the stream, and keep it open until `close`."""
         self._spawn("stream", self._keep_open())
 
+    async def leave(self) -> None:
+        """Read on while the replica drains, which bounds that itself, then close; one that does not say so is dead."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_WORD_S):
+                await self._draining.wait()
+        while self._draining.is_set() and self._sinks and not self._tasks["stream"].done():
+            await asyncio.wait([self._tasks["stream"]], timeout=_DRAIN_POLL_S)
+        await self.close()
+
     async def close(self) -> None:
-        """End the stream at once (a replica that drains waits for that); generations on it are told."""
+        """End the stream at once; generations on it are told."""
         tasks = [*self._tasks.values(), *self._ending]
         for task in tasks:
             task.cancel()
@@ -121,7 +152,7 @@ class ReplicaLink:
 
     async def _keep_open(self) -> None:
         pause_s = REOPEN_MIN_S
-        while True:
+        while not self._draining.is_set():
             self._subscriber = f"{self._subscriber_prefix}:{next(self._openings)}"
             try:
                 await self._read_stream()
@@ -136,9 +167,13 @@ class ReplicaLink:
         stream = self._calls.events(self.replica_id, self._subscriber)
         try:
             async for item in stream:
-                self._last_message_at = asyncio.get_running_loop().time()
+                if isinstance(item, StreamOpened | StreamDraining) or any(message.events for message in item):
+                    self._last_message_at = asyncio.get_running_loop().time()
                 if isinstance(item, StreamOpened):
                     self._opened(item)
+                elif isinstance(item, StreamDraining):
+                    self._draining.set()
+                    self._on_change(self)
                 else:
                     for message in item:
                         self._dispatch(message)
@@ -147,7 +182,7 @@ class ReplicaLink:
                 await stream.aclose()
 
     def _opened(self, opened: StreamOpened) -> None:
-        self.epoch, self._next_seq = opened.epoch, 0
+        self.epoch, self._next_seq, self._was_lost = opened.epoch, 0, False
         logger.info("replica_id=%s epoch=%s stream open", self.replica_id, opened.epoch)
         if self._warm_up is None:
             self._on_change(self)
@@ -156,20 +191,34 @@ class ReplicaLink:
 
     async def _run_warm_up(self, request: GenerationRequest) -> None:
         """Build what first requests build, here and at the replica; what goes wrong is left to requests."""
-        ids = [f"{self._subscriber}:warm-up-{number}" for number in range(_NUM_WARM_UP)]
-        sink: Sink = asyncio.Queue()
         with contextlib.suppress(TimeoutError, LinkLost):
             async with asyncio.timeout(_WARM_UP_S):
-                for request_id in ids:
-                    (refusal,) = await self._submit([replace(request, request_id=request_id)], sink)
-                    if refusal is not None:
+                for number in range(_NUM_WARM_UP):
+                    if not await self._run_alone(request, f"warm-up-{number}"):
                         break
-                    while not isinstance(item := await sink.get(), LinkLost) and item.finish_reason is None:
-                        pass
-        self.abort(ids)
+        with contextlib.suppress(TimeoutError, LinkLost):
+            async with asyncio.timeout(_HOT_S):
+                for number, (salt, tokens) in enumerate(self._hot_prefixes()):
+                    hot = replace(request, prompt_token_ids=tuple(tokens), salt=salt, sampling=_ONE_TOKEN)
+                    await self._run_alone(hot, f"hot-{number}")
         self._warm_up = None
         if self.is_open:
             self._on_change(self)
+
+    async def _run_alone(self, request: GenerationRequest, name: str) -> bool:
+        """Return whether it ended as it should; raises `LinkLost`."""
+        request_id, sink = f"{self._subscriber}:{name}", asyncio.Queue[TokenEvent | LinkLost]()
+        try:
+            (refusal,) = await self._submit([replace(request, request_id=request_id)], sink)
+            while refusal is None:
+                item = await sink.get()
+                if isinstance(item, LinkLost):
+                    raise item
+                if item.finish_reason is not None:
+                    return item.finish_reason != "error"
+            return False
+        finally:
+            self.abort([request_id])
 
     def _dispatch(self, message: StepMessage) -> None:
         if message.epoch != self.epoch:
@@ -177,6 +226,8 @@ class ReplicaLink:
         if message.seq != self._next_seq:
             raise _StreamFault(f"seq {message.seq} where {self._next_seq} was due")
         self._next_seq = message.seq + 1
+        if message.report is not None:
+            self._on_report(self.replica_id, message.report)
         for event in message.events:
             sink = self._sinks.get(event.request_id)
             if sink is None:
@@ -187,7 +238,7 @@ class ReplicaLink:
 
     def _lose(self, reason: str) -> None:
         """Tell every generation on this link; idempotent."""
-        was_open, self.epoch = self.is_open, None
+        was_open, self.epoch, self._was_lost = self.is_open, None, True
         lost = LinkLost(f"replica {self.replica_id}: {reason}")
         submits, self._submits = self._submits, []
         for _, answer in submits:
@@ -221,6 +272,10 @@ class ReplicaLink:
                     _answer(answer, lost)
                 if not isinstance(error, Exception):  # cancelled: the link is closed, and there will be no subscriber
                     raise
+                if self._draining.is_set():  # others go on there; what it took of these it drops when it has drained
+                    for request, _ in batch:
+                        self._sinks.pop(request.request_id, None)
+                    continue
                 self._restart_stream(subscriber)
                 return
             finally:
@@ -232,6 +287,8 @@ class ReplicaLink:
             self._send_aborts()
 
     def _send_aborts(self) -> None:
+        if self._draining.is_set():
+            self._aborts.clear()  # no call reaches it: what runs there for nobody ends with it
         if self._aborts.keys() - self._submitting:
             self._spawn("abort", self._pump_aborts())
 

@@ -6,16 +6,18 @@ router, pinned handle calls over Serve's gRPC transport, and a note board in the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from ray import serve
 from ray._private import services
 from ray._private.node import Node
 from ray.experimental import internal_kv
+from ray.serve._private import deployment_scheduler
 from ray.serve._private import replica as serve_replica
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
@@ -23,6 +25,8 @@ from ray.util import get_node_ip_address
 from mneme.cluster.serve.calls import CALLS, StreamItem
 
 _PROGRESS_NAMESPACE = b"mneme-progress"
+_WANTED_KEY, _WANTED_NAMESPACE = b"engine", b"mneme-wanted"
+_STOP_ORDERS: dict[str, Callable[[], Sequence[str]]] = {}  # by deployment
 
 
 def own_replica_id() -> str:
@@ -61,6 +65,10 @@ class HandleCalls:
                 yield item
         finally:
             stream.cancel()
+
+    async def wake(self) -> None:
+        """See `ReplicaCalls`: Serve's autoscaler sees a call that waits."""
+        await _outside_requests(self._methods["stats"], replica_id="")
 
     async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
         """See `ReplicaCalls`."""
@@ -111,10 +119,64 @@ def keep_to_loopback() -> None:
     )
 
 
+def at_stop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Begin `work`, on the loop of this replica's code, once Serve tells it to stop; for its constructor.
+
+    Serve itself tells the code only when all its calls have ended, and a token stream is one.
+    """
+    stop = serve_replica.Replica.perform_graceful_shutdown
+
+    async def begin_and_stop(replica: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work(), replica._user_callable_wrapper.event_loop)
+        await stop(replica)
+
+    serve_replica.Replica.perform_graceful_shutdown = begin_and_stop
+
+
+def stop_first(deployment: str, order: Callable[[], Sequence[str]]) -> None:
+    """Make Serve's controller, which this process is, stop replicas in this order where it has to stop some.
+
+    Those that have not started yet go before them, as ever; whom `order` does not name goes by Serve's own rules.
+    """
+    if not _STOP_ORDERS:
+        scheduler = deployment_scheduler.DeploymentScheduler
+        choose = scheduler._get_replicas_to_stop
+
+        def chosen(self: Any, deployment_id: Any, max_num_to_stop: int, **options: Any) -> set[Any]:
+            found: set[Any] = choose(self, deployment_id, max_num_to_stop, **options)
+            try:
+                return _in_order(found, self._running_replicas[deployment_id], _STOP_ORDERS[deployment_id.name]())
+            except KeyError:  # not one of ours
+                return found
+
+        scheduler._get_replicas_to_stop = chosen
+    _STOP_ORDERS[deployment] = order
+
+
+def _in_order(found: set[Any], running: Iterable[Any], order: Sequence[str]) -> set[Any]:
+    """Choose as many of those that run as Serve has, by `order`."""
+    by_name = {replica.unique_id: replica for replica in running}
+    ours = [by_name[name] for name in order if name in by_name]
+    others = [replica for replica in found if replica.unique_id in by_name and replica not in ours]
+    num_running = sum(replica.unique_id in by_name for replica in found)
+    return {replica for replica in found if replica.unique_id not in by_name} | set((ours + others)[:num_running])
+
+
 def report_progress(replica_id: str, stage: str, fraction: float) -> None:
     """Note how far a replica has loaded, where the process that started the cluster can read it."""
     note = json.dumps({"stage": stage, "fraction": fraction}).encode()
     internal_kv._internal_kv_put(replica_id.encode(), note, overwrite=True, namespace=_PROGRESS_NAMESPACE)
+
+
+def note_wanted(num_replicas: int) -> None:
+    """Note how many engine replicas there should be, for metrics."""
+    internal_kv._internal_kv_put(_WANTED_KEY, b"%d" % num_replicas, overwrite=True, namespace=_WANTED_NAMESPACE)
+
+
+def read_wanted() -> int | None:
+    """Return what was noted last; None: nothing."""
+    raw = internal_kv._internal_kv_get(_WANTED_KEY, namespace=_WANTED_NAMESPACE)
+    return None if raw is None else int(raw)
 
 
 def read_progress() -> dict[str, tuple[str, float]]:

@@ -11,20 +11,30 @@ which must refuse it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import aclosing
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mneme.cluster.config import ClusterConfig
 from mneme.cluster.logs import log_to_serve
-from mneme.cluster.serve.calls import StreamItem, StreamOpened, WrongReplica
+from mneme.cluster.serve.autoscaling import LoadMeter
+from mneme.cluster.serve.calls import StreamDraining, StreamItem, StreamOpened, WrongReplica
+from mneme.cluster.serve.gpu_health import GpuHealth, own_gpu
 from mneme.cluster.serve.gpus import EnginePlacement, count_machine_gpus
-from mneme.cluster.serve.ray_private import keep_to_loopback, own_application, own_replica_id, report_progress
-from mneme.cluster.tenancy import kv_salt, tenants
+from mneme.cluster.serve.ray_private import (
+    at_stop,
+    keep_to_loopback,
+    note_wanted,
+    own_application,
+    own_replica_id,
+    report_progress,
+)
 from mneme.config import parse
-from mneme.errors import MnemeError, Overloaded
+from mneme.errors import MnemeError, Overloaded, ReplicaUnavailable
 from mneme.replicas.engine.commands import COMMANDS, KvCommand, Query
 from mneme.replicas.request import GenerationRequest, StepMessage
 
@@ -33,7 +43,10 @@ if TYPE_CHECKING:
 
 LoadEngine = Callable[..., "EngineLoop"]  # called like `mneme.replicas.engine.load.load_engine_loop`
 
+logger = logging.getLogger(__name__)
+
 _NUM_KV_THREADS, _MAX_KV_QUERIES = 2, 64
+_DRAIN_POLL_S = 0.05
 
 
 class _StreamBuffer:
@@ -42,30 +55,49 @@ class _StreamBuffer:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._messages: list[StepMessage] = []
-        self._has_messages = asyncio.Event()
+        self._has_news = asyncio.Event()
+        self._is_draining = self._is_over = False
 
     def deliver(self, message: StepMessage) -> None:
         """Called on the engine's thread."""
         self._loop.call_soon_threadsafe(self._put, message)
 
-    async def take(self) -> tuple[StepMessage, ...]:
-        await self._has_messages.wait()
-        self._has_messages.clear()
-        messages, self._messages = tuple(self._messages), []
-        return messages
+    def drain(self, *, is_over: bool) -> None:
+        """Say that the replica stops; `is_over`: there will be no more messages."""
+        self._is_draining, self._is_over = True, is_over
+        self._has_news.set()
+
+    async def items(self, replica_id: str) -> AsyncGenerator[StreamItem, None]:
+        """Yield what there is, until the replica has stopped."""
+        has_said = False
+        while not self._is_over or self._messages:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._is_draining and not has_said:
+                has_said = True
+                yield StreamDraining(replica_id)
+            messages, self._messages = tuple(self._messages), []
+            if messages:
+                yield messages
 
     def _put(self, message: StepMessage) -> None:
         self._messages.append(message)
-        self._has_messages.set()
+        self._has_news.set()
 
 
 class ReplicaServer:
     """Answers the calls of `ReplicaCalls` that are meant for this replica, by one `EngineLoop`. Uses nothing of Ray."""
 
-    def __init__(self, replica_id: str, engine: EngineLoop) -> None:
+    def __init__(
+        self, replica_id: str, engine: EngineLoop, *, gpu: GpuHealth | None = None, drain_grace_s: float = 0.0
+    ) -> None:
+        """`gpu`: what the engine runs on; when that cannot be trusted any more, the replica drains and says so."""
         self._replica_id = replica_id
         self._engine = engine
-        self._subscribers: set[str] = set()
+        self._subscribers: dict[str, _StreamBuffer] = {}
+        self._draining: asyncio.Task[None] | None = None
+        self._gpu, self._gpu_figures = gpu, {} if gpu is None else gpu.read()
+        self._drain_grace_s = drain_grace_s
         self._kv_threads = ThreadPoolExecutor(_NUM_KV_THREADS, "kv-query")
         self._num_kv_queries = 0
 
@@ -74,13 +106,16 @@ class ReplicaServer:
         self._check(replica_id)
         buffer = _StreamBuffer()
         self._engine.subscribe(subscriber, buffer.deliver)
-        self._subscribers.add(subscriber)
+        self._subscribers[subscriber] = buffer
+        if self._draining is not None:
+            buffer.drain(is_over=self._draining.done())
         try:
             yield StreamOpened(self._replica_id, self._engine.epoch)
-            while True:
-                yield await buffer.take()
+            async with aclosing(buffer.items(self._replica_id)) as items:
+                async for item in items:
+                    yield item
         finally:
-            self._subscribers.discard(subscriber)
+            self._subscribers.pop(subscriber, None)
             self._engine.unsubscribe(subscriber)
 
     async def submit_many(
@@ -90,6 +125,8 @@ class ReplicaServer:
         self._check(replica_id)
         if subscriber not in self._subscribers:
             raise WrongReplica("the subscriber has no stream here")
+        if self._draining is not None:
+            return [ReplicaUnavailable("this replica is stopping") for _ in requests]
         # The engine answers between two of its steps: until then this thread's loop serves others.
         answers: list[MnemeError | None] = await asyncio.to_thread(self._engine.submit_many, requests)
         if subscriber not in self._subscribers:  # the stream ended meanwhile: nobody would hear of them
@@ -105,7 +142,7 @@ class ReplicaServer:
     async def stats(self, *, replica_id: str) -> dict[str, Any]:
         """The engine's figures, its process's memory among them, and the process id."""
         self._check(replica_id)
-        return {**self._engine.stats(), "pid": os.getpid()}
+        return {**self._engine.stats(), "gpu": self._gpu_figures, "pid": os.getpid()}
 
     async def query(self, *, replica_id: str, query: Query) -> Any:
         """Ask the engine, which answers between two of its steps; an error is returned, not raised.
@@ -123,8 +160,41 @@ class ReplicaServer:
         finally:
             self._num_kv_queries -= 1
 
+    async def drain(self, grace_s: float) -> None:
+        """Take no more work; what has not ended within `grace_s` is saved, and ends as "abort": others go on with it.
+
+        Returns when all streams have been told to end.
+        """
+        await asyncio.shield(self.begin_drain(grace_s))
+
+    def begin_drain(self, grace_s: float) -> asyncio.Task[None]:
+        """See `drain`, which has begun when this returns; the first call counts."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(grace_s))
+        return self._draining
+
+    async def _drain(self, grace_s: float) -> None:
+        logger.info("replica_id=%s grace_s=%g draining", self._replica_id, grace_s)
+        for buffer in self._subscribers.values():
+            buffer.drain(is_over=False)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace_s
+        while self._engine.stats()["in_flight"] and clock() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        num_moved = await asyncio.to_thread(self._engine.hand_over)
+        logger.info("replica_id=%s handed_over=%d drained", self._replica_id, num_moved)
+        for buffer in self._subscribers.values():
+            buffer.drain(is_over=True)
+
     async def check_health(self) -> None:
-        """Returns when the engine's thread has answered; Serve replaces a replica that stays silent."""
+        """Returns when the engine's thread has answered; Serve replaces a replica that stays silent, or raises."""
+        if self._gpu is not None:
+            self._gpu_figures = await asyncio.to_thread(self._gpu.read)
+            problem = self._gpu_figures["problem"]
+            if problem is not None:
+                logger.error("replica_id=%s gpu=%s problem=%s", self._replica_id, self._gpu.name, problem)
+                self.begin_drain(self._drain_grace_s)
+                raise ReplicaUnavailable(f"GPU {self._gpu.name}: {problem}")
         await asyncio.to_thread(self._engine.check_health)
 
     def _check(self, replica_id: str) -> None:
@@ -136,7 +206,9 @@ class EngineReplica(ReplicaServer):
     """Loads an engine in Serve's replica process and answers for it."""
 
     def __init__(self, config: dict[str, Any], placement: EnginePlacement, load_engine: LoadEngine) -> None:
-        from mneme.cachetier.distributed import lifecycle  # not in the process that only builds the application
+        import ray  # not in the process that only builds the application
+
+        from mneme.cachetier.distributed import lifecycle
 
         log_to_serve()
         keep_to_loopback()
@@ -146,8 +218,8 @@ class EngineReplica(ReplicaServer):
             cluster.model,
             replace(cluster.engine, device=placement.device),
             on_progress=lambda stage, fraction: report_progress(replica_id, stage, fraction),
-            salts=[kv_salt(tenant, None) for tenant in tenants(cluster.http.api_keys)],
             device_share=placement.gpus_per_replica or 1.0,
+            node=ray.get_runtime_context().get_node_id(),
             machine_share=placement.gpus_per_replica / max(1, count_machine_gpus()) or 1.0,
             cache=lifecycle.of_this_node(cluster.cache),
             open_store=lambda cache, _: lifecycle.start_cache_tier(
@@ -156,8 +228,17 @@ class EngineReplica(ReplicaServer):
             open_session_logs=lambda cache, ttl_s: lifecycle.start_session_logs(cache, own_application(), ttl_s),
         )
         engine.start()
-        super().__init__(replica_id, engine)
+        gpu = own_gpu() if placement.device == "cuda" else None
+        super().__init__(replica_id, engine, gpu=gpu, drain_grace_s=cluster.drain_grace_s)
+        self._meter = LoadMeter()
+        at_stop(lambda: self.drain(cluster.drain_grace_s))
+        if cluster.autoscale is None:
+            note_wanted(placement.replicas)
         report_progress(replica_id, "ready", 1.0)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report to `AutoscalingPolicy`; Serve calls it every second."""
+        return asdict(self._meter.read(self._engine.stats()))
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):

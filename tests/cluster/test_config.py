@@ -50,6 +50,7 @@ def test_assignments_beat_the_file_and_options_beat_both(tmp_path: Path) -> None
         ("engine.max_pinned_share=2", "engine.max_pinned_share: must be from 0 to 1"),
         ("router.load_factor=0.5", "router.load_factor: must be from 1"),
         ("ray.object_store_bytes=1", "ray.object_store_bytes: must be from"),
+        ("ray.address=nowhere", "ray.address: must be auto or HOST:PORT"),
         ("model=", "model: must be of type str"),
         ("replicas", "must read key=value"),
         ("served_name=''", "served_name: must not be empty"),

@@ -31,13 +31,15 @@ def free_port() -> int:
 class ServerProcess:
     """One server; `marker` is an environment variable that all of its processes were started with."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], **settings: str) -> None:
+        """`settings`: environment variables of its own."""
         self.temp_dir = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))  # short: Ray's sockets lie in there
         self.marker = f"MNEME_TEST_RUN={self.temp_dir.name}"
         name, value = self.marker.split("=")
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp_dir), "RAY_AUTH_MODE": "token"}
         paths = (REPOSITORY / "src", REPOSITORY)  # this tree, and the fakes by name, in every process
         environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        environment |= settings
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

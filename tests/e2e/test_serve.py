@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -83,6 +84,17 @@ def test_second_turn_of_a_session_reuses_all_of_the_first(client: OpenAI, more: 
     assert cached >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
 
 
+def test_embeddings_are_the_same_whoever_computes_them(client: OpenAI) -> None:
+    """Texts of one request run beside each other."""
+    texts, mean = [PROMPT, "A fox.", PROMPT], {"pooling": "mean"}
+    several = client.embeddings.create(model=MODEL, input=texts, encoding_format="float", extra_body=mean)
+    assert several.data[0].embedding == pytest.approx(several.data[2].embedding, abs=1e-4)
+    assert sum(value**2 for value in several.data[1].embedding) == pytest.approx(1, abs=1e-4)
+    (again,) = client.embeddings.create(model=MODEL, input="A fox.", encoding_format="float", extra_body=mean).data
+    assert again.embedding == pytest.approx(several.data[1].embedding, abs=1e-4)
+    assert several.usage.prompt_tokens == several.usage.total_tokens > len(texts)
+
+
 def test_a_history_that_is_sent_again_under_a_hint_finds_its_kv(client: OpenAI) -> None:
     messages, hint = ask(f"{PROMPT} {time.monotonic_ns()}"), {"prompt_cache_key": f"hint-{time.monotonic_ns()}"}
     known = 0
@@ -117,6 +129,25 @@ def sixteen_streams(server: str) -> list[int]:
             return await asyncio.gather(*(one(client, i) for i in range(16)))
 
     return asyncio.run(all_of_them())
+
+
+def test_one_prompt_that_many_ask_at_once_is_computed_once_by_a_replica_at_most(client: OpenAI) -> None:
+    """Before any answer: whoever comes later goes to the replica that computes it, and waits there, or has its own."""
+    prompt = "".join(f"{number}. {PROMPT} " for number in range(40, 70))
+    begun = threading.Barrier(8)
+
+    def complete(_: int) -> tuple[int, int]:
+        begun.wait(60)
+        usage = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, temperature=0).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+    with ThreadPoolExecutor(8) as pool:
+        usages = list(pool.map(complete, range(8)))
+    num_tokens = usages[0][0]
+    assert num_tokens > 600
+    assert sum(total - cached for total, cached in usages) < 2.2 * num_tokens, usages
 
 
 def test_sixteen_streams_at_once_use_both_replicas(server: str, server_process: ServerProcess) -> None:
@@ -218,7 +249,7 @@ def test_a_killed_replica_is_a_pause_for_its_streams(
         thread.join(60)
         assert not thread.is_alive()
     assert texts == expected
-    await_metric(server, "mneme_replicas", 2, limit_s=120)
+    await_metric(server, 'mneme_replicas{state="ready"}', 2, limit_s=120)
 
 
 def test_a_killed_proxy_comes_back(server: str, server_process: ServerProcess) -> None:

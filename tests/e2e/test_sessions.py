@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -57,10 +58,10 @@ def details(answer: Any) -> dict[str, int]:
 def test_appended_turns_of_many_sessions_find_theirs_on_both_replicas(
     client: OpenAI, http: httpx.Client, name: str
 ) -> None:
-    replicas = set()
-    for index in range(8):
-        session = {"id": f"{name}/{index}"}
-        first = say(client, f"{index}. {STORY}", session)
+    replicas, sessions = set(), [{"id": f"{name}/{index}"} for index in range(8)]
+    with ThreadPoolExecutor(len(sessions)) as pool:  # at once: one replica alone would take them longer
+        firsts = list(pool.map(lambda session: say(client, f"{session['id'][-1]}. {STORY}", session), sessions))
+    for index, (session, first) in enumerate(zip(sessions, firsts, strict=True)):
         second = say(client, "And then?", {**session, "append": True})
         assert details(second)["device"] >= first.usage.total_tokens - 1
         found = http.get(f"/v1/sessions/{name}/{index}").raise_for_status().json()
@@ -161,3 +162,29 @@ def test_an_edited_history_is_no_error_and_keeps_what_it_can(client: OpenAI, nam
     assert edited.usage is not None
     assert stateless.usage is not None
     assert edited.usage.prompt_tokens == stateless.usage.prompt_tokens
+
+
+def test_routes_follow_prefixes_and_what_was_deleted(client: OpenAI, http: httpx.Client, name: str) -> None:
+    prompt = f"{name}: {STORY}{STORY}"
+
+    def routed(suffix: str) -> tuple[str, dict[str, Any]]:
+        """Return the replica of a prompt, and what that was thought to have of it."""
+        answer = client.completions.create(model=MODEL, prompt=prompt + suffix, max_tokens=1)
+        (route,) = http.get(f"/v1/kv/explain/{answer.id}").raise_for_status().json()["routes"]
+        (chosen,) = [each for each in route["candidates"] if each["replica"] == route["replica"]]
+        assert {each["replica"] for each in route["candidates"]} >= {route["replica"]}
+        assert chosen["ms"]["total"] >= chosen["ms"]["ttft"] - chosen["ms"]["overhead"] > 0
+        return route["replica"], chosen["tokens"]
+
+    first, tokens = routed("")
+    assert tokens["matched"] == 0
+    again, tokens = routed(" And then?")
+    assert again == first
+    assert tokens["matched"] > 0
+    deadline_s = time.monotonic() + 60
+    while tokens["matched"]:  # from 50 ms after it, an ingress knows of a deletion on devices
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)  # what comes and goes between two reports is in neither
+        assert http.request("DELETE", "/v1/kv", json={"prompt": prompt}).is_success
+        time.sleep(0.2)
+        _, tokens = routed(" And then?")

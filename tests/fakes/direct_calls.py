@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from mneme.cluster.serve.calls import StreamItem, StreamOpened
+from mneme.cluster.serve.calls import StreamDraining, StreamItem, StreamOpened, WrongReplica
 from mneme.cluster.serve.replica import ReplicaServer
 from mneme.replicas.request import StepMessage
 from tests.fakes.fake_engine import FakeEngineLoop
@@ -22,6 +22,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self.engines: dict[str, FakeEngineLoop] = {}
         self.submit_batches: list[int] = []
+        self.num_wakes = 0
         self.num_opened = 0  # streams so far
         self.hang_submits = False
         self.hang_queries = False
@@ -29,6 +30,7 @@ class DirectCalls:
         self._servers: dict[str, ReplicaServer] = {}
         self._deaths: dict[str, asyncio.Event] = {}
         self._drop_next: set[str] = set()
+        self._is_unreachable: set[str] = set()
 
     def add(self, replica_id: str, *, step_s: float = 0.001, max_running: int = 128) -> FakeEngineLoop:
         engine = FakeEngineLoop(step_s=step_s, max_running=max_running)
@@ -41,6 +43,11 @@ class DirectCalls:
     def kill(self, replica_id: str) -> None:
         self.engines[replica_id].stop()
         self._deaths[replica_id].set()
+
+    async def drain(self, replica_id: str, grace_s: float) -> None:
+        """As Serve stops a replica: no call reaches it any more."""
+        self._is_unreachable.add(replica_id)
+        await self._servers[replica_id].drain(grace_s)
 
     def drop_next_message(self, replica_id: str) -> None:
         self._drop_next.add(replica_id)
@@ -69,8 +76,14 @@ class DirectCalls:
                 await asyncio.gather(item, return_exceptions=True)
             await stream.aclose()
 
+    async def wake(self) -> None:
+        self.num_wakes += 1
+        await asyncio.Event().wait()
+
     async def call(self, replica_id: str, method: str, **arguments: Any) -> Any:
         self._alive(replica_id)
+        if replica_id in self._is_unreachable:
+            raise WrongReplica(replica_id)
         if method == "submit_many":
             self.submit_batches.append(len(arguments["requests"]))
         if (method == "submit_many" and self.hang_submits) or (method == "query" and self.hang_queries):
@@ -87,7 +100,7 @@ class DirectCalls:
         return death
 
     def _maybe_dropped(self, replica_id: str, item: StreamItem) -> StreamItem:
-        if isinstance(item, StreamOpened) or replica_id not in self._drop_next:
+        if isinstance(item, StreamOpened | StreamDraining) or replica_id not in self._drop_next:
             return item
         self._drop_next.discard(replica_id)
         messages: tuple[StepMessage, ...] = item[1:]

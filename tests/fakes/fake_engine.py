@@ -69,6 +69,15 @@ class FakeEngineLoop:
             for request_id in request_ids:
                 self._forget(request_id)
 
+    def hand_over(self) -> int:
+        with self._lock:
+            ended = list(self._running.values())
+            for request in ended:
+                self._forget(request.request_id)
+                event = TokenEvent(request.request_id, (), "abort", None, None)
+                self._deliver(request.subscriber, (event,))
+        return len(ended)
+
     def subscribe(self, subscriber: str, deliver: Deliver) -> None:
         with self._lock:
             self._subscribers[subscriber] = (deliver, 0)
@@ -89,6 +98,7 @@ class FakeEngineLoop:
                 "pages": {"free": 1000 - in_use, "cached": 0, "in_use": in_use, "pinned": 0, "total": 1000},
                 "requests": {"running": in_use, "waiting": 0},
                 "tokens": {},
+                "load": {"backlog_s": 0.0, "step_s": self._step_s, "prefill_token_s": 0.0},
                 "finished": self._num_finished,
                 "epoch": self.epoch,
                 "in_flight": {
@@ -98,6 +108,8 @@ class FakeEngineLoop:
 
     def query(self, query: Query) -> Any:
         """Sessions are those that `sessions` names, by key: seconds since they were used."""
+        if query.name == "report_all":  # it reports nothing
+            return None
         with self._lock:
             self.queries.append(query)
             if self.refusals:
@@ -140,10 +152,13 @@ class FakeEngineLoop:
         for request_id, request in list(self._running.items()):
             events.setdefault(request.subscriber, []).append(self._advance(request_id, request))
         for subscriber, batch in events.items():
-            if subscriber in self._subscribers:
-                deliver, seq = self._subscribers[subscriber]
-                self._subscribers[subscriber] = (deliver, seq + 1)
-                deliver(StepMessage(self.epoch, seq, tuple(batch)))
+            self._deliver(subscriber, tuple(batch))
+
+    def _deliver(self, subscriber: str, events: tuple[TokenEvent, ...]) -> None:
+        if subscriber in self._subscribers:
+            deliver, seq = self._subscribers[subscriber]
+            self._subscribers[subscriber] = (deliver, seq + 1)
+            deliver(StepMessage(self.epoch, seq, events))
 
     def _advance(self, request_id: str, request: GenerationRequest) -> TokenEvent:
         context = self._context[request_id]

@@ -51,6 +51,7 @@ CONTAINER = strict(
     ),
     env=listed(strict("name value", name=STRING, value={"type": "string"})),
     resources=RESOURCES,
+    lifecycle=strict("", preStop=strict("exec", exec=strict("command", command=listed(STRING)))),
     readinessProbe=PROBE,
     livenessProbe=PROBE,
     startupProbe=PROBE,
@@ -106,6 +107,7 @@ RAY_CLUSTER = strict(
     "headGroupSpec",
     rayVersion=STRING,
     enableInTreeAutoscaling=BOOLEAN,
+    autoscalerOptions=strict("", version={"enum": ["v1", "v2"]}, idleTimeoutSeconds=COUNT),
     authOptions=strict("mode", mode={"enum": ["token", "disabled"]}),
     headGroupSpec=strict(
         "rayStartParams template",

@@ -144,9 +144,10 @@ def test_replicas_and_ingresses_fit_the_workers_and_not_the_head(
     assert config.ingress.cpus > 0
     group = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     cpus = group["replicas"] * int(worker["containers"][0]["resources"]["limits"]["cpu"])
-    assert config.replicas is not None  # at the head nothing says how many GPUs will join
-    needed = config.replicas * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
+    assert config.autoscale is not None  # at the head nothing says how many GPUs will join
+    needed = config.autoscale.min * config.cpus_per_replica + config.ingress.replicas * config.ingress.cpus
     assert needed <= cpus
+    assert config.autoscale.max <= group["maxReplicas"]
 
 
 def test_each_replica_of_the_gpu_manifest_has_a_gpu_that_its_pod_asks_for() -> None:

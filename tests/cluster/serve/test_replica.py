@@ -22,7 +22,7 @@ from tests.fakes.fake_engine import FakeEngineLoop
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the engine is loaded with."""
-    for name in ("log_to_serve", "keep_to_loopback", "report_progress"):
+    for name in ("log_to_serve", "keep_to_loopback", "report_progress", "note_wanted", "at_stop"):
         monkeypatch.setattr(replica, name, lambda *_: None)
     monkeypatch.setattr(replica, "own_replica_id", lambda: "r")
     return {}

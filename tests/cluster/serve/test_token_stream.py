@@ -107,6 +107,22 @@ def test_a_replica_gets_requests_once_others_have_warmed_it() -> None:
     run(scenario, warm_up=replace(request(num=2), salt=WARM_UP_SALT))
 
 
+def test_a_new_replica_has_what_prompts_share_before_it_gets_requests() -> None:
+    def asked(number: int) -> GenerationRequest:
+        return replace(request(f"r{number}.0", num=2), prompt_token_ids=(*range(100), number), salt="tenant")
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        for number in range(3):
+            await tokens(client, asked(number))
+        calls.add("b")
+        client.set_replicas(("a", "b"))
+        await all_open(client)
+        first = [each for each in calls.engines["b"].admitted if each.salt == "tenant"]
+        assert [each.prompt_token_ids for each in first] == [tuple(range(100))]
+
+    run(scenario, replicas=("a",), warm_up=replace(request(num=2), salt=WARM_UP_SALT))
+
+
 @pytest.mark.parametrize("fault", ["refused", "endless", "lost"])
 def test_a_replica_that_cannot_be_warmed_gets_requests_all_the_same(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +177,67 @@ def test_a_killed_replica_is_a_pause() -> None:
     run(scenario, step_s=0.005)
 
 
+@pytest.mark.parametrize("is_removed_first", [False, True])
+def test_a_replica_that_drains_ends_short_streams_and_hands_the_others_over(is_removed_first: bool) -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = [request("short.0", num=30), request("long.0", num=600)]
+        work = [asyncio.ensure_future(tokens(client, each)) for each in asked]
+        await until(lambda: running(calls) == 2)
+        calls.add("b")
+        if is_removed_first:
+            client.set_replicas(("b",))
+        draining = asyncio.ensure_future(calls.drain("a", grace_s=1.0))
+        client.set_replicas(("b",))
+        assert (await tokens(client, request("new.0")))[0] == expected(request("new.0"))
+        answers = await asyncio.gather(*work)
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert all(last.finish_reason == "length" for _, last in answers)
+        assert [each.request_id for each in calls.engines["b"].admitted] == ["new.0", "long~1.0"]
+        await draining
+
+    run(scenario, replicas=("a",), step_s=0.005)
+
+
+def test_a_replica_that_drains_refuses_before_the_router_knows_and_after() -> None:
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        await all_open(client)
+        left = client.generate([request("left.0", num=ENDLESS)])
+        await anext(left)
+        (home,) = [r for r, engine in calls.engines.items() if engine.admitted]
+        draining = asyncio.ensure_future(calls.drain(home, grace_s=60))
+        asked = [request(f"r{i}.0") for i in range(8)]
+        answers = await asyncio.gather(*(tokens(client, each) for each in asked))
+        assert [ids for ids, _ in answers] == [expected(each) for each in asked]
+        assert len(calls.engines[home].admitted) == 1
+        client.set_replicas({"a", "b"} - {home})
+        await left.aclose()  # an abort cannot reach it: the stream's end says so
+        await draining
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_replica_that_goes_while_it_drains_is_a_pause(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_link, "SILENCE_S", 0.2)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=60)
+        work = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        draining = asyncio.ensure_future(calls.drain("a", grace_s=0.5))
+        await asyncio.sleep(0.01)
+        calls.add("b")
+        client.set_replicas(("b",))
+        if fault == "dies":
+            calls.kill("a")
+        else:
+            calls.engines["a"].stop()
+        assert (await work)[0] == expected(asked)
+        await draining
+
+    run(scenario, replicas=("a",), step_s=0.02)
+
+
 def test_the_only_replica_dies_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine_client, "WAIT_FOR_REPLICA_S", 0.2)
 
@@ -177,6 +254,67 @@ def test_the_only_replica_dies_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch)
         assert not client.num_ready()
 
     run(scenario, replicas=("a",))
+
+
+def test_where_all_are_lost_who_asks_is_told_to_come_again_and_who_has_begun_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine_client, "NO_REPLICA_S", 0.1)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        asked = request(num=100)
+        begun = asyncio.ensure_future(tokens(client, asked))
+        await until(lambda: running(calls) == 1)
+        calls.kill("a")
+        calls.kill("b")
+        await until(lambda: not client.num_ready())
+        with pytest.raises(ReplicaUnavailable) as refusal:
+            await tokens(client, request("new.0"))
+        assert refusal.value.retry_after_s > 0
+        calls.add("c")
+        client.set_replicas(("c",))
+        assert (await tokens(client, request("again.0")))[0] == expected(request("again.0"))
+        assert (await begun)[0] == expected(asked)
+
+    run(scenario, step_s=0.005)
+
+
+def test_a_request_waits_for_a_replica_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine_client, "NO_REPLICA_S", 0.0)
+
+    async def scenario(calls: DirectCalls, client: RayEngineClient) -> None:
+        first = asyncio.ensure_future(tokens(client, request("first.0")))
+        await asyncio.sleep(0.05)
+        calls.add("a")
+        client.set_replicas(("a",))
+        assert (await first)[0] == expected(request("first.0"))
+        draining = asyncio.ensure_future(calls.drain("a", grace_s=60))
+        await until(lambda: not client.num_ready())
+        second = asyncio.ensure_future(tokens(client, request("second.0")))
+        await asyncio.sleep(0.05)
+        calls.add("b")
+        client.set_replicas(("b",))
+        assert (await second)[0] == expected(request("second.0"))
+        await draining
+
+    run(scenario, replicas=())
+
+
+def test_where_there_is_none_one_is_asked_for_once() -> None:
+    async def main() -> None:
+        calls = DirectCalls()
+        client = RayEngineClient(calls, name="ingress", router=RouterConfig(), starts_from_zero=True)
+        asked = [request(f"r{i}.0") for i in range(4)]
+        work = asyncio.gather(*(tokens(client, each) for each in asked))
+        await until(lambda: calls.num_wakes > 0)
+        calls.add("a")
+        client.set_replicas(("a",))
+        assert [ids for ids, _ in await work] == [expected(each) for each in asked]
+        assert calls.num_wakes == 1
+        await client.close()
+        calls.stop_all()
+
+    asyncio.run(main())
 
 
 def test_a_replacement_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +477,7 @@ def test_turns_of_one_session_at_once_meet_on_one_replica() -> None:
         await anext(first)
         (busy,) = [r for r, engine in calls.engines.items() if engine.admitted]
         (idle,) = {"a", "b"} - {busy}
-        for _ in range(12):  # the router would send anything else to the other one
+        for _ in range(20):  # the router would send anything else to the other one
             client.chooser.select_and_reserve([1], exclude=[idle])
         for i in range(1, 4):
             await tokens(client, request(f"turn{i}.0", num=2, session_id="s"))

@@ -1,1 +1,1 @@
-"""The cache tier on Ray nodes of this machine: one cluster for all of these tests, an application for each file."""
+"""The cache tier and the application on Ray nodes of this machine, one cluster for most; what comes, goes or dies."""

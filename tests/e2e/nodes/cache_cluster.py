@@ -63,6 +63,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_health_check_period_ms": "500",
@@ -174,6 +176,10 @@ class CacheCluster:
                 logging_level=logging.ERROR,
                 _node_ip_address="127.0.0.1",
             )
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
 
     def add_node(self, name: str, **settings: str) -> None:
         """`settings` of its raylet, as Ray names them."""

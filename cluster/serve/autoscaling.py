@@ -1,0 +1,113 @@
+"""Serve's side of autoscaling: what a replica reports, and the policy in Serve's controller that goes by it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from mneme.cluster.serve.ray_private import note_wanted, stop_first
+from mneme.router.autoscaler import AutoscaleConfig, Autoscaler, ReplicaLoad
+
+logger = logging.getLogger(__name__)
+
+_SHARE_HALF_LIFE_S, _SAVED_HALF_LIFE_S = 5.0, 120.0
+_METRICS = tuple(each.name for each in fields(ReplicaLoad))
+
+
+class LoadMeter:
+    """Makes a replica's report of what its engine counts."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before: tuple[float, float, float] | None = None  # when, tokens that were computed, those on the device
+        self._prefill_share = self._saved_share = 0.0
+
+    def read(self, stats: Mapping[str, Any]) -> ReplicaLoad:
+        load, tokens, pages = stats["load"], stats["tokens"], stats["pages"]
+        now_s, on_device = self._clock(), tokens.get("device", 0)
+        computed = tokens.get("prompt", 0) - tokens.get("cached", 0)
+        if self._before is not None and now_s > self._before[0]:
+            elapsed_s = now_s - self._before[0]
+            per_s = load["prefill_token_s"] / elapsed_s
+            self._prefill_share = _smoothed(
+                self._prefill_share, (computed - self._before[1]) * per_s, elapsed_s, _SHARE_HALF_LIFE_S
+            )
+            self._saved_share = _smoothed(
+                self._saved_share, (on_device - self._before[2]) * per_s, elapsed_s, _SAVED_HALF_LIFE_S
+            )
+        self._before = now_s, computed, on_device
+        return ReplicaLoad(
+            backlog_s=load["backlog_s"],
+            prefill_share=self._prefill_share,
+            kv_share=(pages["in_use"] - pages["pinned"]) / max(pages["total"], 1),
+            step_s=load["step_s"],
+            num_requests=stats["requests"]["running"] + stats["requests"]["waiting"],
+            saved_share=self._saved_share,
+        )
+
+
+class AutoscalingPolicy:
+    """Made and called by Serve's controller: says how many engine replicas there should be, and which go first."""
+
+    def __init__(self, *, deployment: str, **config: Any) -> None:
+        self._autoscaler = Autoscaler(AutoscaleConfig(**config))
+        self._reported: dict[str, float] = {}  # when each replica made its last report, by its own clock
+        self._noted: int | None = None
+        stop_first(deployment, self._autoscaler.cheapest_first)
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Serve's protocol: the context, to the wanted number and a state, which is kept here. Never raises."""
+        target = int(context.target_num_replicas)
+        try:
+            return self._decide(context, target), {}
+        except Exception:  # Serve's control loop must not stop over this: all stays as it is
+            logger.exception("autoscaling failed")
+            return target, {}
+
+    def _decide(self, context: Any, target: int) -> int:
+        wanted = self._autoscaler.decide(self._loads(context), target, context.current_time)
+        if wanted != self._noted:
+            note_wanted(wanted)
+            self._noted = wanted
+        if wanted != target:
+            needed = self._autoscaler.needed()
+            logger.info("wanted=%d target=%d needed=%.2f", wanted, target, needed)
+        return wanted
+
+    def _loads(self, context: Any) -> dict[str, ReplicaLoad | None]:
+        series = context.raw_metrics or {}
+        return {replica.unique_id: self._latest(replica, series) for replica in context.running_replicas}
+
+    def _latest(self, replica: Any, series: Mapping[str, Mapping[Any, Any]]) -> ReplicaLoad | None:
+        """Return what the replica has reported since the last time."""
+        points = {name: series[name][replica][-1] for name in _METRICS if series.get(name, {}).get(replica)}
+        at_s = max((point.timestamp for point in points.values()), default=math.nan)
+        if not points or self._reported.get(replica.unique_id) == at_s:
+            return None
+        self._reported[replica.unique_id] = at_s
+        return ReplicaLoad(**{name: float(point.value) for name, point in points.items()})
+
+
+def serve_options(config: AutoscaleConfig, deployment: str) -> dict[str, Any]:
+    """Serve's `autoscaling_config`; the delays are the policy's own."""
+    return {
+        "min_replicas": config.min,
+        "max_replicas": config.max,
+        "initial_replicas": max(config.min, 1),
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "look_back_period_s": 10.0,
+        "policy": {
+            "policy_function": f"{__name__}:{AutoscalingPolicy.__name__}",
+            "policy_kwargs": {"deployment": deployment, **asdict(config)},
+        },
+    }
+
+
+def _smoothed(before: float, value: float, elapsed_s: float, half_life_s: float) -> float:
+    kept = 0.5 ** (elapsed_s / half_life_s)
+    return before * kept + max(value, 0.0) * (1 - kept) if math.isfinite(value) else before

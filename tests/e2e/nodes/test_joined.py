@@ -1,0 +1,88 @@
+"""`mneme serve --address`: the whole application on the nodes of a Ray cluster that was there before."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+
+from tests.e2e.metrics import read_metrics
+from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster, eventually
+from tests.e2e.server_process import SERVE, ServerProcess, free_port
+from tests.e2e.test_cache_tier import MODEL, STORY, answer, await_saved, say
+
+pytestmark = MARKS
+
+
+@contextmanager
+def joined(cluster: CacheCluster, port: int, *more: str) -> Iterator[tuple[ServerProcess, httpx.Client]]:
+    command = [*SERVE, MODEL, "--address", cluster.address, "--port", str(port), *more]
+    process = ServerProcess(command, RAY_AUTH_MODE="disabled", RAY_TMPDIR=str(cluster.folder))
+    try:
+        with httpx.Client(base_url=process.await_ready(), timeout=240) as http:
+            yield process, http
+    finally:
+        process.discard()
+
+
+def test_an_address_where_no_ray_is() -> None:
+    result = subprocess.run(
+        [*SERVE, "--address", f"127.0.0.1:{free_port()}"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 2
+    assert "ray.address: no Ray cluster can be joined at 127.0.0.1:" in result.stderr.splitlines()[-1]
+
+
+def test_sessions_on_three_nodes_move_when_one_goes(cluster: CacheCluster, tmp_path: Path) -> None:
+    """A replica on each; what a session said on the node that is removed another goes on with, to the token."""
+    port = free_port()
+    # All nodes of this cluster have one address, and so one port: only the head's proxy listens.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    settings = (
+        *("--replicas", "3", "--set", "cpus_per_replica=1"),
+        *("--set", "engine.dtype=float32"),
+        *("--set", "cache.load=always"),
+        *("--set", f"cache.disk.folder={tmp_path}/%n"),
+        *("--set", f"cache.disk.capacity_bytes={64 * 2**20}"),
+    )
+    try:
+        with joined(cluster, port, *settings) as (process, http):
+            assert read_metrics(str(http.base_url))["mneme_cache_nodes"] == 3
+            sessions = [f"session-{number}" for number in range(6)]
+            first = [say(http, STORY, session) for session in sessions]
+            for session, found in zip(sessions, first, strict=True):
+                await_saved(http, found["usage"]["total_tokens"], session_id=session)
+            stayed = answer(say(http, "And then?", sessions[0], append=True))
+            cluster.remove_node("b")
+            moved = [answer(say_again(http, session)) for session in sessions[1:]]
+            assert moved == [stayed] * len(moved)
+            cluster.add_node("b")
+            eventually(lambda: http.get("/ready").json()["replicas"] == 3)
+            process.stop()
+            assert process.process.returncode == 0, process.lines
+        eventually(lambda: not serve.status().applications)
+        assert ray.is_initialized()  # the cluster is as it was
+    finally:
+        serve.shutdown()
+
+
+def say_again(http: httpx.Client, session: str) -> dict[str, Any]:
+    """A client that comes again when it is told to."""
+
+    def try_once() -> dict[str, Any] | None:
+        try:
+            return say(http, "And then?", session, append=True)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 503:
+                raise
+            return None
+
+    found = eventually(try_once)
+    assert found is not None
+    return found

@@ -1,0 +1,138 @@
+"""Replicas that come and go under load: nobody's request fails, and what they knew stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from tests.e2e.nodes.cache_cluster import MARKS, CacheCluster
+from tests.e2e.nodes.served import MODEL, Load, Served, running
+
+pytestmark = MARKS
+
+PROMPT = "Once upon a time there was a small library in which every book could remember its reader."
+PROMPTS = [f"{number}. {PROMPT}" for number in range(8)]
+LONG, SHORT = 1600, 8  # tokens; seconds of work for so many streams
+ENGINE = {"dtype": "float32", "num_pages": 512, "page_size": 32}  # the same tokens whatever the batch
+FROM_TIER = f'vllm:external_prefix_cache_hits_total{{model_name="{MODEL}"}}'
+
+
+@pytest.fixture(scope="module")
+def served(cluster: CacheCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("kv")
+    made = Served(
+        engine=ENGINE,
+        cache={"load": "always", "disk": {"folder": f"{folder}/%n", "capacity_bytes": 1 << 30}},
+        replicas=2,
+        drain_grace_s=0.2,
+    )
+    try:
+        made.deploy()
+        yield made
+    finally:
+        serve.shutdown()
+
+
+def test_scale_down_and_redeploys_fail_no_request(served: Served) -> None:
+    """Dynamo's issue 13559: 8 requests a second, then 0.2, while replicas go; and streams longer than the grace.
+
+    What is handed over is not computed again: the replica that goes on finds it in the tier.
+    """
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        expected = dict(zip(PROMPTS, pool.map(lambda prompt: served.complete(prompt, LONG), PROMPTS), strict=True))
+    short = served.complete(PROMPT, SHORT)
+    before = served.metrics()[FROM_TIER]
+    change_under_load(served, expected, short, replicas=1)
+    assert before == 0 < served.metrics()[FROM_TIER]
+    served.deploy(replicas=2)
+    change_under_load(served, expected, short, engine=ENGINE | {"num_pages": 384})
+
+
+def change_under_load(served: Served, expected: dict[str, str], short: str, **change: object) -> None:
+    begun, done = threading.Barrier(len(expected) + 1, timeout=120), threading.Event()
+
+    def stream(prompt: str) -> None:
+        chunks = iter(range(LONG))
+        assert served.stream(prompt, LONG, lambda: next(chunks) == 5 and begun.wait()) == expected[prompt]
+
+    def deploy() -> None:
+        try:
+            served.deploy(**change)
+        finally:
+            done.set()
+
+    def ask(_: int) -> None:
+        assert served.complete(PROMPT, SHORT) == short
+
+    load = Load(ask)
+    with running([partial(stream, prompt) for prompt in expected]) as failures:
+        begun.wait()
+        with running([deploy]) as problems:
+            load.at_rate(8, lambda: not done.is_set(), 16)
+            load.at_rate(0.2, lambda: False, 1)
+        load.join()
+    assert (problems, load.failures, failures) == ([], [], [])
+
+
+def test_replicas_follow_the_load_and_what_sessions_knew_stays(served: Served) -> None:
+    """1 -> 3 -> 1: whatever a machine takes for much, a step of several streams takes longer than a tenth of a ms.
+
+    The load asks for the same answers again, and the disks have room for all: else, the longer a machine takes,
+    the more of what the sessions knew would new KV have evicted.
+    """
+    bounds = {"min": 1, "max": 3, "target_itl_s": 0.001, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
+    served.deploy(replicas=None, autoscale=bounds)
+    served.await_replicas(1)
+    sessions = [f"session-{number}" for number in range(9)]
+    load, is_enough = Load(lambda number: served.complete(PROMPTS[number % 8], 200)), threading.Event()
+    with running([lambda: load.at_rate(8, lambda: not is_enough.is_set(), 1)]) as problems:
+        try:
+            served.await_replicas(3)
+            for session in sessions:
+                say(served, session, f"{session}. {PROMPT * 10}")
+            before = [say(served, session, "And then?") for _ in range(2) for session in sessions]
+        finally:
+            is_enough.set()
+    load.join()
+    is_enough.clear()
+    slow = Load(lambda number: served.complete(PROMPTS[number % 8], SHORT))
+    with running([lambda: slow.at_rate(2, lambda: not is_enough.is_set(), 1)]) as more_problems:
+        try:
+            served.await_replicas(1)
+            after = [say(served, session, "And in the end?") for _ in range(2) for session in sessions]
+        finally:
+            is_enough.set()
+    slow.join()
+    assert (problems, load.failures, more_problems, slow.failures) == ([], [], [], [])
+    said = {name: value for name, value in served.metrics().items() if "mneme_cache" in name and value}
+    assert hit_rate(after) >= 0.9 * hit_rate(before), (after, said)
+    assert [served.metrics()[f'mneme_replicas{{state="{state}"}}'] for state in ("ready", "wanted")] == [1, 1]
+
+
+def test_the_first_request_brings_back_a_replica_where_there_is_none(served: Served) -> None:
+    served.deploy(replicas=None, autoscale={"min": 0, "max": 1, "downscale_delay_s": 1.0})
+    expected = served.complete(PROMPT, SHORT)
+    served.await_replicas(0)
+    assert served.complete(PROMPT, SHORT) == expected
+
+
+def say(served: Served, session: str, text: str) -> dict[str, Any]:
+    """A turn's usage; what was said before the server adds."""
+    body = {"messages": [{"role": "user", "content": text}], "session": {"id": session, "append": True}}
+    if "And" not in text:
+        body["session"] = {"id": session}
+    found = served.post("/v1/chat/completions", {**body, "max_tokens": 16, "min_tokens": 16, "temperature": 0})
+    usage: dict[str, Any] = found["usage"]
+    return usage
+
+
+def hit_rate(usages: list[dict[str, Any]]) -> float:
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return cached / sum(usage["prompt_tokens"] for usage in usages)
